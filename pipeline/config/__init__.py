@@ -1,0 +1,1 @@
+"""What the user may say: the recipe, the DeepSpeed JSON, and the batch arithmetic. Imports no torch."""

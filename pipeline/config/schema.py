@@ -1,0 +1,295 @@
+"""The recipe: every field a user may set, with its unit and range. Closed: an unknown key is an error.
+
+The text under a field is its documentation; docs/configuration.md is generated from it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+
+IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+
+class Closed(BaseModel):
+    """A section of the recipe: no unknown keys, no change after validation."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, protected_namespaces=()
+    )
+
+
+class CausalLMConfig(Closed):
+    """A language model from transformers: new (`architecture`) or with weights (`pretrained`)."""
+
+    kind: Literal["causal_lm"] = "causal_lm"
+    architecture: str | None = None
+    """transformers model type of a new model with random weights: `llama`, `gpt2`, `qwen2`, ..."""
+    pretrained: str | None = None
+    """Local folder or hub name to start from (safetensors). Exactly one of this and `architecture`."""
+    vocab_size: int | None = Field(None, gt=0)
+    """Rows of the embedding. Default: the tokenizer's size. Not smaller than the tokenizer's."""
+    hidden_size: int | None = Field(None, gt=0)
+    """Width of the residual stream. Default: the architecture's own."""
+    intermediate_size: int | None = Field(None, gt=0)
+    """Width of the MLP. Default: the architecture's own."""
+    num_layers: int | None = Field(None, gt=0)
+    """Decoder blocks. Default: the architecture's own."""
+    num_heads: int | None = Field(None, gt=0)
+    """Attention heads. Default: the architecture's own."""
+    num_key_value_heads: int | None = Field(None, gt=0)
+    """Key-value heads of grouped-query attention. Default: the architecture's own."""
+    max_sequence_length: int | None = Field(None, gt=0)
+    """Longest sequence the positions allow. Default of a new model: `data.sequence_length`."""
+    extra: dict[str, Any] = {}
+    """Further fields of the transformers config of this architecture, in its own words."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation of transformers."""
+    activation_checkpointing: bool = False
+    """Recompute each block in backward instead of keeping its activations."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the hub repository named in `pretrained`."""
+
+
+class CNNConfig(Closed):
+    """A small convolutional network for images, a plain nn.Module."""
+
+    kind: Literal["cnn"]
+    num_classes: int | None = Field(None, gt=1)
+    """Outputs. Default: the data set's."""
+    channels: int = Field(32, gt=0)
+    """Channels of the first convolution; the second has twice as many."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """Probability of dropping an activation before the last layer."""
+
+
+class CustomModelConfig(Closed):
+    """A model of your own: `kind: package.module:function`, called with `args`, returns an nn.Module."""
+
+    kind: str = Field(pattern=IMPORT_PATH)
+    """Import path `package.module:function`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+
+def _kind_tag(value: Any) -> str | None:
+    """The union member for a section: a built-in kind, or `custom` for an import path."""
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "custom" if isinstance(kind, str) and ":" in kind else kind
+
+
+ModelConfig = Annotated[
+    Annotated[CausalLMConfig, Tag("causal_lm")]
+    | Annotated[CNNConfig, Tag("cnn")]
+    | Annotated[CustomModelConfig, Tag("custom")],
+    Discriminator(_kind_tag),
+]
+
+
+class TokenizerConfig(Closed):
+    """Where the tokenizer comes from: trained on the data here, or loaded."""
+
+    pretrained: str | None = None
+    """Local folder, `tokenizer.json` file or hub name. Default: train one on the data."""
+    vocab_size: int = Field(8192, gt=256)
+    """Entries of the byte-level BPE trained on the data. Not read with `pretrained`."""
+
+
+class TextDataConfig(Closed):
+    """Text cut into sequences of equal length, documents divided by the end-of-document token."""
+
+    kind: Literal["text"]
+    paths: list[str] = Field(min_length=1)
+    """Files, folders or globs of .txt, .md, .rst, .py and .jsonl; `python_stdlib` is the Python
+    standard library's own source and documentation, which every machine has."""
+    text_field: str = "text"
+    """Field of a JSONL line that holds the text."""
+    sequence_length: int = Field(256, gt=1)
+    """Tokens a sequence (the inputs; the targets are the same tokens shifted by one)."""
+    eval_fraction: float = Field(0.02, ge=0, lt=1)
+    """Share of the documents held out for evaluation, chosen by a hash of their text."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    cache_dir: str = "~/.cache/deepspeed-pipeline"
+    """Where tokenised data is kept; keyed by content, tokenizer and settings."""
+
+
+class DigitsDataConfig(Closed):
+    """scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, 10 classes."""
+
+    kind: Literal["digits"]
+    eval_fraction: float = Field(0.2, gt=0, lt=1)
+    """Share of the images held out for evaluation."""
+
+
+class CustomDataConfig(Closed):
+    """Data of your own: `kind: package.module:function`, called as `function(split, **args)`."""
+
+    kind: str = Field(pattern=IMPORT_PATH)
+    """Import path `package.module:function`. It is called with `"train"` and `"eval"` and returns a
+    torch Dataset of dicts of tensors (or None where there is no such split)."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+
+DataConfig = Annotated[
+    Annotated[TextDataConfig, Tag("text")]
+    | Annotated[DigitsDataConfig, Tag("digits")]
+    | Annotated[CustomDataConfig, Tag("custom")],
+    Discriminator(_kind_tag),
+]
+
+
+class LoaderConfig(Closed):
+    """How samples reach the device."""
+
+    num_workers: int = Field(0, ge=0)
+    """Worker processes that fetch ahead. 0 fetches in the training process: right for tokenised text,
+    which is read from memory; images that must be decoded want a few."""
+
+
+class ObjectiveConfig(Closed):
+    """What is minimised. The loss is the mean over all valid tokens or samples of the global batch."""
+
+    kind: str = Field("auto", pattern=r"^(auto|causal_lm|classification|" + IMPORT_PATH[1:-1] + r")$")
+    """`causal_lm`, `classification`, or `package.module:function` with
+    `function(outputs, batch) -> (loss_sum, count)`. `auto`: by the model's kind."""
+    class_weights: list[float] | None = None
+    """Weight of each class in the classification loss. Default: all 1."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target spread evenly over all classes (classification)."""
+
+
+class BatchConfig(Closed):
+    """Any two of the three numbers; the third follows for the world size of the run."""
+
+    micro_batch_size: int | None = Field(None, gt=0)
+    """Samples one rank takes through the model at once."""
+    gradient_accumulation_steps: int | None = Field(None, gt=0)
+    """Micro-batches a rank adds up before the optimizer steps. Alone or absent with micro: 1."""
+    global_batch_size: int | None = Field(None, gt=0)
+    """Samples an optimizer step sees: micro x accumulation x data-parallel size."""
+
+
+class OptimizerConfig(Closed):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    learning_rate: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay; matrices only (biases, norms and other vectors are left alone)."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value  # YAML and JSON have no tuples
+
+
+class ScheduleConfig(Closed):
+    """Learning rate over the run: a linear warm-up, then the chosen shape."""
+
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after warm-up. `wsd`: stable, then a linear decay over the last `decay_steps`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of the linear warm-up."""
+    decay_steps: int | None = Field(None, gt=0)
+    """Steps of the final decay (`wsd` only). Default: a fifth of the run."""
+    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+
+
+class EngineConfig(Closed):
+    """Without `--deepspeed`: plain PyTorch in one process. With it, the JSON decides and this must be absent."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """`bf16` computes under autocast; parameters stay in fp32."""
+
+
+class LogConfig(Closed):
+    """When and where the numbers of the run are written."""
+
+    every: int = Field(1, gt=0)
+    """Optimizer steps between two rows of metrics.jsonl."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files (needs the `tensorboard` extra)."""
+
+
+class WandbConfig(Closed):
+    """Weights & Biases. Rank 0 of the job logs; nobody else opens a run."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """`auto`: online where there is an API key, offline otherwise."""
+    project: str = "deepspeed-pipeline"
+    """Project the run is filed under."""
+    entity: str | None = None
+    """User or team. Default: the key's own."""
+    group: str | None = None
+    """Group of runs shown together. Default: the run's name."""
+    tags: list[str] = []
+    """Labels of the run."""
+
+
+class EvalConfig(Closed):
+    """Evaluation on the held-out split: the exact mean over its tokens, the same on any number of ranks."""
+
+    every: int = Field(0, ge=0)
+    """Optimizer steps between evaluations; 0: only before the first and after the last step."""
+    max_batches: int | None = Field(None, gt=0)
+    """Global micro-batches at the most. Default: the whole split."""
+
+
+class CheckpointConfig(Closed):
+    """When a checkpoint is written and how many stay."""
+
+    every: int = Field(0, ge=0)
+    """Optimizer steps between checkpoints; 0: only at the end and when told to stop."""
+    keep_last: int = Field(2, gt=0)
+    """Checkpoints that stay on disk."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """`auto`: go on with the newest unfinished run of this recipe, if any. `never`: start a new run.
+    `required`: an error where there is nothing to go on with."""
+
+
+class SampleConfig(Closed):
+    """Text the trained language model writes at the end of the run."""
+
+    prompt: str = "def "
+    """What it goes on from."""
+    max_new_tokens: int = Field(48, ge=0)
+    """Tokens it writes; 0: none."""
+
+
+class RunConfig(Closed):
+    """A whole run. How the work is split, and the precision, stand in the DeepSpeed JSON instead."""
+
+    name: str = Field("run", pattern=r"^[\w.-]+$")
+    """Name of the run; its directory is `<runs_dir>/<name>-<time>`."""
+    runs_dir: str = "runs"
+    """Where run directories are made."""
+    run_dir: str | None = None
+    """One fixed directory for this run instead (made if missing)."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Fixes initial weights, data order and dropout."""
+    max_steps: int | None = Field(None, gt=0)
+    """Optimizer steps of the run. Exactly one of this and `max_epochs`."""
+    max_epochs: float | None = Field(None, gt=0)
+    """Passes over the training data."""
+    model: ModelConfig
+    data: DataConfig
+    loader: LoaderConfig = LoaderConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    batch: BatchConfig = BatchConfig(micro_batch_size=8)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    engine: EngineConfig = EngineConfig()
+    log: LogConfig = LogConfig()
+    wandb: WandbConfig = WandbConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sample: SampleConfig = SampleConfig()
