@@ -153,7 +153,7 @@ class ObjectiveConfig(Closed):
 
     kind: str = Field("auto", pattern=r"^(auto|causal_lm|classification|" + IMPORT_PATH[1:-1] + r")$")
     """`causal_lm`, `classification`, or `package.module:function` with
-    `function(outputs, batch) -> (loss_sum, count)`. `auto`: by the model's kind."""
+    `function(outputs, batch) -> loss_sum`. `auto`: by the model's kind."""
     class_weights: list[float] | None = None
     """Weight of each class in the classification loss. Default: all 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)

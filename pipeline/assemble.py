@@ -1,0 +1,171 @@
+"""The composition root: settings -> Run, a line a part, each with what it needs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.checkpoint.store import CheckpointStore
+from pipeline.config.batch import BatchPlan
+from pipeline.config.deepspeed_json import precision_of
+from pipeline.config.loading import Tree
+from pipeline.config.schema import RunConfig
+from pipeline.data import DataBundle
+from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import Engine
+from pipeline.engine.torch_engine import TorchEngine
+from pipeline.metrics import Meters, Workload
+from pipeline.models import build_model
+from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import Sharding, Whole
+from pipeline.objectives import Objective, build_objective
+from pipeline.peak_flops import peak_flops
+from pipeline.run_directory import RunDirectory
+from pipeline.schedule import remark
+from pipeline.sinks import build_sinks
+from pipeline.training import Cadence, Run, TrainState
+
+log = logging.getLogger(__name__)
+
+
+def assemble(
+    config: RunConfig, plan: BatchPlan, deepspeed: Tree | None, job: Job, data: DataBundle, directory: RunDirectory
+) -> Run:
+    """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
+    objective = build_objective(config)
+    engine = build_engine(config, deepspeed, job, data)
+    loader = build_loader(config, plan, data, engine)
+    max_steps = config.max_steps or math.ceil(
+        (config.max_epochs or 1.0) * loader.samples_per_epoch / plan.global_batch_size
+    )
+    if (line := remark(config.schedule, max_steps)) is not None:
+        log.warning("%s", line)
+    checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep_last, job)
+    start = TrainState.start(engine.device)
+    if directory.checkpoint is not None:
+        state = checkpoints.load(engine, directory.checkpoint)
+        loader.seek(int(state["samples_seen"]))
+        start = TrainState.start(
+            engine.device, int(state["global_step"]), state["tokens_seen"], state["skipped_steps"]
+        )
+    meters = Meters(describe_workload(plan, engine, objective, data, job), job, engine.precision, time.perf_counter)
+    sinks = build_sinks(
+        config,
+        run_dir=directory.path,
+        is_main_process=job.ranks.is_main_process,
+        start_step=start.global_step,
+        max_steps=max_steps,
+        run_config={"recipe": config.model_dump(mode="json"), "deepspeed": deepspeed, "world_size": job.ranks.world_size},
+    )
+    return Run(
+        job=job,
+        engine=engine,
+        objective=objective,
+        loader=loader,
+        eval_loader=build_eval_loader(config, plan, data, engine),
+        checkpoints=checkpoints,
+        sinks=sinks,
+        meters=meters,
+        start=start,
+        max_steps=max_steps,
+        peak_learning_rate=config.optimizer.learning_rate,
+        schedule=config.schedule,
+        seed=config.seed,
+        log=Cadence(config.log.every, max_steps),
+        eval=Cadence(config.eval.every, max_steps),
+        save=Cadence(config.checkpoint.every, max_steps),
+    )
+
+
+def build_engine(config: RunConfig, deepspeed: Tree | None, job: Job, data: DataBundle) -> Engine:
+    """The model inside its engine: DeepSpeed where a JSON was given, plain PyTorch otherwise."""
+    if deepspeed is None:
+        model = build_model(config.model, model_request(config, data, Whole()), config.seed)
+        return TorchEngine(model, config.optimizer, config.engine.precision, job.device)
+    from pipeline.engine.deepspeed_engine import DTYPES, DeepSpeedEngine, start_deepspeed
+    from pipeline.engine.zero3 import Zero3Sharding
+
+    start_deepspeed(job)
+    sharding: Sharding = Whole()
+    if deepspeed["zero_optimization"].get("stage", 0) == 3:
+        sharding = Zero3Sharding(deepspeed, DTYPES[precision_of(deepspeed)])
+    model = build_model(config.model, model_request(config, data, sharding), config.seed)
+    return DeepSpeedEngine(model, config.optimizer, deepspeed, job)
+
+
+def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> ModelRequest:
+    """What the data asks of the model."""
+    return ModelRequest(
+        sharding=sharding,
+        vocab_size=data.vocab_size,
+        sequence_length=getattr(config.data, "sequence_length", None),
+        num_classes=data.num_classes,
+        end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,
+    )
+
+
+def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> TrainLoader:
+    """This rank's share of the training data."""
+    return TrainLoader(
+        data.train,
+        data.collate,
+        micro_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        dp_rank=engine.dp_rank,
+        dp_world_size=engine.dp_world_size,
+        seed=config.seed,
+        num_workers=config.loader.num_workers,
+        pin_memory=engine.device.type == "cuda",
+    )
+
+
+def build_eval_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> EvalLoader | None:
+    """This rank's share of the held-out data, or None where there is none."""
+    if data.eval is None:
+        return None
+    return EvalLoader(
+        data.eval,
+        data.collate,
+        micro_batch_size=plan.micro_batch_size,
+        dp_rank=engine.dp_rank,
+        dp_world_size=engine.dp_world_size,
+        max_batches=config.eval.max_batches,
+        num_workers=config.loader.num_workers,
+        pin_memory=engine.device.type == "cuda",
+    )
+
+
+def describe_workload(plan: BatchPlan, engine: Engine, objective: Objective, data: DataBundle, job: Job) -> Workload:
+    """What turns the run's seconds into rates."""
+    name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
+    return Workload(
+        samples_per_step=plan.global_batch_size,
+        world_size=job.ranks.world_size,
+        unit=objective.unit,
+        flops_per_token=flops_per_token(engine.module),
+        peak_flops=peak_flops(name, engine.precision),
+    )
+
+
+def flops_per_token(model: nn.Module) -> float | None:
+    """6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B) for a transformer with a transformers config.
+
+    N counts every parameter once; the second term is attention over the model's longest sequence.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "num_hidden_layers"):
+        return None
+    parameters = count_parameters(model)
+    length = getattr(config, "max_position_embeddings", 0)
+    return 6.0 * parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length
+
+
+def count_parameters(model: nn.Module) -> int:
+    """All parameters, whole, also where ZeRO-3 holds them in shards."""
+    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())

@@ -1,0 +1,115 @@
+"""Command line -> settings -> run. Imports torch only once a run really starts.
+
+    deepspeed launch/train.py --deepspeed ds_configs/zero2.json model.num_layers=4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.config.deepspeed_json import Precisions, precision_of
+from pipeline.config.schema import TextDataConfig
+from pipeline.config.settings import Settings, load_settings, recipe_yaml
+from pipeline.distributed.ranks import Ranks, read_ranks
+from pipeline.errors import PipelineError
+
+DEFAULT_RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "python_stdlib.yaml"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of launch/train.py."""
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a model. The recipe says what, the DeepSpeed JSON how the work is split.",
+        epilog="Without --deepspeed: plain PyTorch in one process. All keys: docs/configuration.md.",
+    )
+    parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="DeepSpeed configuration")
+    parser.add_argument(
+        "--config", type=Path, metavar="RECIPE.yaml", default=DEFAULT_RECIPE, help="recipe (default: %(default)s)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="recipe keys (model.num_layers=4) and, with ds., DeepSpeed keys (ds.zero_optimization.stage=3)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, load nothing, and stop")
+    parser.add_argument("--world-size", type=int, metavar="N", help="with --dry-run: plan for N ranks")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns the process's exit code."""
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    for argument in unknown:
+        if argument.startswith("--") and "." in argument:
+            parser.error(f"{argument}: overrides are written without dashes: {argument.lstrip('-')}")
+        elif "=" in argument and not argument.startswith("-"):
+            arguments.overrides.append(argument)  # an override after an option
+        else:
+            parser.error(f"unrecognized argument {argument}")
+    if arguments.world_size is not None and (not arguments.dry_run or arguments.world_size < 1):
+        parser.error("--world-size is a positive number and goes with --dry-run")
+    ranks = Ranks(0, 0, 1, 1)
+    try:
+        ranks = read_ranks(os.environ)
+        settings = load_settings(arguments.config, arguments.deepspeed, arguments.overrides)
+        if arguments.dry_run:
+            if ranks.is_main_process:
+                print(describe(settings, arguments.world_size or ranks.world_size))
+            return 0
+    except PipelineError as error:
+        # Every rank finds the same mistake; one a machine tells it, and the others leave it the time to,
+        # since the launcher ends all ranks with the first that exits.
+        if ranks.local_rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(3)
+        return error.exit_code
+    from pipeline.running import run  # torch comes in here
+
+    return run(settings, ranks)
+
+
+def describe(settings: Settings, world_size: int) -> str:
+    """What --dry-run prints: recipe, DeepSpeed JSON, batch plan, steps."""
+    plan, deepspeed = settings.resolve(world_size, probe_precisions())
+    config = settings.config
+    parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", recipe_yaml(config)]
+    if deepspeed is None:
+        parts += ["# engine", f"plain PyTorch, one process, {config.engine.precision}\n"]
+    else:
+        parts += [f"# DeepSpeed ({settings.deepspeed_path}, every auto filled)", json.dumps(deepspeed, indent=2)]
+        stage = deepspeed["zero_optimization"].get("stage", 0)
+        parts += ["", "# engine", f"DeepSpeed, ZeRO stage {stage}, {precision_of(deepspeed)}, {world_size} ranks\n"]
+    parts += ["# batch", str(plan), "", "# steps"]
+    if config.max_steps is not None:
+        samples = config.max_steps * plan.global_batch_size
+        line = f"{config.max_steps:,} optimizer steps, {samples:,} samples"
+        if isinstance(config.data, TextDataConfig):
+            line += f", {samples * config.data.sequence_length:,} tokens"
+        parts.append(line)
+    else:
+        parts.append(f"{config.max_epochs:g} epochs of the training data (counted when it is read)")
+    return "\n".join(parts)
+
+
+def probe_precisions() -> Precisions:
+    """The device's half precisions without torch: by the driver's word on a GPU, else a CPU's."""
+    if not Path("/proc/driver/nvidia/version").exists():
+        return Precisions(bf16=True, fp16=True)
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
+        return Precisions(bf16=min(float(line) for line in answer.split()) >= 8.0, fp16=True)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return Precisions(bf16=True, fp16=True)

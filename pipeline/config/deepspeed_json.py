@@ -1,0 +1,188 @@
+"""The DeepSpeed JSON: load it, hold it to what it owns, fill every "auto", hand on a plain dict.
+
+The only module that reads the JSON of ds_configs/. It validates names itself, since DeepSpeed accepts an
+unknown top-level key in silence and drops many an "auto".
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import deepspeed_keys as keys
+from pipeline.config.batch import BatchPlan
+from pipeline.config.loading import Tree, did_you_mean, get_dotted, read_text, set_dotted
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """Which half precisions the device computes in."""
+
+    bf16: bool
+    fp16: bool
+
+
+def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> Tree:
+    """The file with the command line's `ds.` overrides, all names checked.
+
+    Raises:
+        ConfigError: missing or malformed (line and column), unknown, dropped or misplaced keys.
+    """
+    try:
+        tree = json.loads(read_text(path), object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    except _DuplicateKeyError as error:
+        raise ConfigError(f"{path}: the key {error.args[0]!r} is given twice") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected an object of keys to values, found a {type(tree).__name__}")
+    given = set()
+    for parts, value in overrides:
+        set_dotted(tree, parts, value)
+        given.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    _check_names(tree, path, given)
+    return tree
+
+
+class _DuplicateKeyError(Exception):
+    pass
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Tree:
+    tree: Tree = {}
+    for key, value in pairs:
+        if key in tree:
+            raise _DuplicateKeyError(key)
+        tree[key] = value
+    return tree
+
+
+def _check_names(tree: Tree, path: Path, given: set[str]) -> None:
+    for dotted, valid in [("", keys.TOP_LEVEL), *keys.SECTIONS.items()]:
+        section = get_dotted(tree, dotted) if dotted else tree
+        if section is None:
+            continue
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: {dotted}: expected an object, given {section!r}")
+        for key in section:
+            full = f"{dotted}.{key}" if dotted else key
+            place = f"command line: ds.{full}" if full in given else f"{path}: {full}"
+            if full in keys.REMOVED:
+                raise ConfigError(f"{place}: DeepSpeed no longer has this; {keys.REMOVED[full]}")
+            if full in keys.NOT_HERE:
+                raise ConfigError(f"{place}: not read here; {keys.NOT_HERE[full]}")
+            if key not in valid:
+                known = valid | set(keys.NOT_HERE) if not dotted else valid
+                near = did_you_mean(key, known)
+                raise ConfigError(f"{place}: unknown key{near if 'mean' in near else ''}")
+    stage = get_dotted(tree, "zero_optimization.stage")
+    if stage is not None and stage not in (0, 1, 2, 3):
+        raise ConfigError(f"{path}: zero_optimization.stage: expected 0, 1, 2 or 3, given {stage!r}")
+
+
+def adopt_stated_numbers(recipe: Tree, tree: Tree, path: Path) -> Tree:
+    """The recipe, completed with numbers that a JSON from elsewhere states and the recipe does not.
+
+    Raises:
+        ConfigError: both state a number and the two differ (both are quoted), or the JSON's optimizer or
+            scheduler is of a type this trainer does not build.
+    """
+    recipe = copy.deepcopy(recipe)
+    optimizer, scheduler = get_dotted(tree, "optimizer.type"), get_dotted(tree, "scheduler.type")
+    if optimizer is not None and str(optimizer).lower() not in ("adam", "adamw"):
+        raise ConfigError(f"{path}: optimizer.type: {optimizer!r}; this trainer builds AdamW (drop the section)")
+    if scheduler is not None and scheduler not in keys.SCHEDULES:
+        raise ConfigError(f"{path}: scheduler.type: {scheduler!r}; set schedule.kind in the recipe instead")
+    stated = {mine: (json_key, get_dotted(tree, json_key)) for json_key, mine in keys.RECIPE_OWNS.items()}
+    if scheduler is not None:
+        stated["schedule.kind"] = ("scheduler.type", keys.SCHEDULES[scheduler])
+    for mine, (json_key, value) in stated.items():
+        if value is None or value == "auto":
+            continue
+        own = get_dotted(recipe, mine)
+        if own is None:
+            set_dotted(recipe, mine.split("."), value)
+        elif own != value:
+            raise ConfigError(f'{path}: {json_key} is {value}, the recipe\'s {mine} is {own}; write "auto" here')
+    return recipe
+
+
+def resolve_deepspeed(
+    tree: Tree, config: RunConfig, plan: BatchPlan, device: Precisions, path: Path
+) -> Tree:
+    """The dict DeepSpeed gets: every "auto" a value, optimizer and schedule left to the recipe's builders.
+
+    Raises:
+        ConfigError: an "auto" that nothing can fill, both half precisions asked for.
+    """
+    filled = {key: copy.deepcopy(value) for key, value in tree.items() if key not in ("optimizer", "scheduler")}
+    filled["train_batch_size"] = plan.global_batch_size
+    filled["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
+    filled["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
+    filled["gradient_clipping"] = config.optimizer.max_grad_norm
+    zero = filled.setdefault("zero_optimization", {"stage": 0})
+    for key, value in _zero_defaults(config).items():
+        if zero.get(key) == "auto":
+            zero[key] = value
+    _fill_precision(filled, device, path)
+    for dotted in _leftover_autos(filled):
+        raise ConfigError(f'{path}: {dotted}: nothing here can fill this "auto"; write a value')
+    return filled
+
+
+def _zero_defaults(config: RunConfig) -> Tree:
+    """Bucket sizes in elements, by the model's width where it is known (the rule Hugging Face uses)."""
+    hidden = getattr(config.model, "hidden_size", None)
+    return {
+        "stage": 0,
+        "overlap_comm": True,
+        "reduce_bucket_size": hidden * hidden if hidden else 500_000_000,
+        "allgather_bucket_size": 500_000_000,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden) if hidden else 50_000_000,
+        "stage3_param_persistence_threshold": 10 * hidden if hidden else 100_000,
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 1_000_000_000,
+        "sub_group_size": 1_000_000_000,
+    }
+
+
+def _fill_precision(filled: Tree, device: Precisions, path: Path) -> None:
+    """bf16 where it is asked for or left open and the device has it, else fp16, else fp32."""
+    bf16 = filled.get("bf16", {}).get("enabled", False)
+    fp16 = filled.get("fp16", {}).get("enabled", False)
+    if bf16 is True and fp16 is True:
+        raise ConfigError(f"{path}: bf16.enabled and fp16.enabled are both true; choose one")
+    if fp16 is True and not device.fp16:
+        raise ConfigError(
+            f"{path}: fp16.enabled: this device does not compute in fp16; use bf16 (ds_configs/zero2.json), "
+            "or fp32 with ds.fp16.enabled=false"
+        )
+    if bf16 is True and not device.bf16:
+        raise ConfigError(f"{path}: bf16.enabled: this device does not compute in bf16; use fp16 (ds.fp16.enabled=true)")
+    if bf16 == "auto":
+        bf16 = fp16 is not True and device.bf16
+    if fp16 == "auto":
+        fp16 = not bf16 and device.fp16
+    for name, enabled in (("bf16", bf16), ("fp16", fp16)):
+        if name in filled:
+            filled[name]["enabled"] = enabled
+
+
+def precision_of(filled: Tree) -> str:
+    """`fp32`, `bf16` or `fp16`: what a resolved configuration computes in."""
+    return next((name for name in ("bf16", "fp16") if filled.get(name, {}).get("enabled")), "fp32")
+
+
+def _leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        if value == "auto" and isinstance(value, str):
+            yield f"{prefix}{key}"
+        else:
+            yield from _leftover_autos(value, f"{prefix}{key}.")

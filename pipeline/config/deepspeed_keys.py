@@ -1,0 +1,107 @@
+"""DeepSpeed's configuration keys, as of 0.19: those it reads, those it dropped, those another file owns.
+
+DeepSpeed accepts an unknown top-level key in silence, so the names must be known here. A test holds these
+tables against the installed DeepSpeed.
+"""
+
+TOP_LEVEL = {
+    "activation_checkpointing", "aio", "bf16", "checkpoint", "comms_logger",
+    "communication_data_type", "compile", "data_efficiency", "data_types", "dataloader_drop_last",
+    "datastates", "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "fp16",
+    "gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping",
+    "gradient_predivide_factor", "log_level", "managed_gradient_accumulation", "memory_breakdown",
+    "optimizer", "prescale_gradients", "scheduler", "seq_parallel_communication_data_type",
+    "steps_per_print", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown",
+    "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+}  # fmt: skip
+
+SECTIONS = {
+    "zero_optimization": {
+        "allgather_bucket_size", "allgather_partitions", "allgather_sequential", "compute_grad_norm",
+        "contiguous_gradients", "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters",
+        "leaf_module", "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings",
+        "memory_efficient_linear", "offload_optimizer", "offload_param", "overlap_comm",
+        "override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint",
+        "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
+        "save_muon_momentum_buffer_in_memory", "stage", "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
+        "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size",
+        "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size",
+        "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights",
+    },
+    "fp16": {
+        "auto_cast", "consecutive_hysteresis", "enabled", "fp16_master_weights_and_grads", "hysteresis",
+        "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale",
+    },
+    "bf16": {
+        "bf16_master_weights_and_grads", "bf16_optimizer_states", "check_grad_overflow", "enabled",
+        "immediate_grad_update",
+    },
+    "zero_optimization.offload_optimizer": {
+        "buffer_count", "cpuadam_cores_perc", "device", "fast_init", "nvme_path", "pin_memory",
+        "pipeline_read", "pipeline_write", "ratio", "super_offload",
+    },
+    "zero_optimization.offload_param": {
+        "buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory",
+    },
+}  # fmt: skip
+
+# What DeepSpeed 0.19 no longer has, and what to use instead.
+REMOVED = {
+    "amp": "use bf16 or fp16",
+    "bfloat16": "the section is called bf16",
+    "compression_training": "compress after training, with the exported weights",
+    "cpu_offload": "use zero_optimization.offload_optimizer: {device: cpu}",
+    "curriculum_learning": "order the data in the recipe",
+    "eigenvalue": "drop it",
+    "elasticity": "any checkpoint starts on other ranks; set global_batch_size in the recipe",
+    "fp32_allreduce": "use communication_data_type: fp32",
+    "graph_harvesting": "use compile",
+    "nebula": "set checkpoint.every in the recipe",
+    "progressive_layer_drop": "drop it",
+    "quantize_training": "quantise after training, with the exported weights",
+    "sparse_attention": "use model.attention in the recipe",
+    "sparse_gradients": "an nn.Embedding(sparse=True) needs no setting",
+    "zero_optimization.cpu_offload": "use zero_optimization.offload_optimizer: {device: cpu}",
+    "zero_optimization.cpu_offload_params": "use zero_optimization.offload_param: {device: cpu}",
+    "zero_optimization.cpu_offload_use_pin_memory": "use offload_optimizer: {pin_memory: true}",
+    "zero_optimization.mics_hierarchical_params_gather": "use zero_hpz_partition_size",
+    "zero_optimization.mics_shard_size": "use zero_hpz_partition_size",
+    "zero_optimization.zeropp_loco_param": "use zero_quantized_gradients alone",
+}
+
+# What DeepSpeed has and this trainer does itself, or does not wire up.
+NOT_HERE = {
+    "autotuning": "benchmarks/throughput.py compares settings",
+    "comet": "metrics.jsonl holds every number",
+    "csv_monitor": "metrics.jsonl holds every number",
+    "expert_parallel": "this trainer does not split experts yet",
+    "hybrid_engine": "it serves RLHF generation, which this trainer does not do",
+    "pipeline": "this trainer does not cut models into pipeline stages yet",
+    "sequence_parallel_size": "this trainer does not split sequences yet",
+    "tensor_parallel": "this trainer does not split tensors yet",
+    "tensorboard": "set log.tensorboard in the recipe",
+    "wandb": "set the wandb section of the recipe",
+}
+
+# JSON key -> the recipe's key for the same number.
+RECIPE_OWNS = {
+    "train_batch_size": "batch.global_batch_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
+    "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
+    "gradient_clipping": "optimizer.max_grad_norm",
+    "optimizer.params.lr": "optimizer.learning_rate",
+    "optimizer.params.betas": "optimizer.betas",
+    "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+    "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
+}
+
+# DeepSpeed's schedule -> the recipe's shape after warm-up.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

@@ -1,0 +1,70 @@
+"""Everything the user said, checked: recipe and DeepSpeed JSON together. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from pipeline.config.batch import BatchPlan, plan_batch
+from pipeline.config.deepspeed_json import (
+    Precisions,
+    adopt_stated_numbers,
+    load_deepspeed_json,
+    resolve_deepspeed,
+)
+from pipeline.config.loading import Tree, parse_override, read_yaml, set_dotted, validate_recipe
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A validated recipe and, where DeepSpeed is asked for, its JSON with names checked."""
+
+    config: RunConfig
+    deepspeed: Tree | None
+    recipe_path: Path
+    deepspeed_path: Path | None
+
+    def resolve(self, dp_world_size: int, device: Precisions) -> tuple[BatchPlan, Tree | None]:
+        """The batch plan for this many data-parallel ranks and the dict DeepSpeed gets (None without it)."""
+        plan = plan_batch(self.config.batch, dp_world_size)
+        if self.deepspeed is None or self.deepspeed_path is None:
+            return plan, None
+        return plan, resolve_deepspeed(self.deepspeed, self.config, plan, device, self.deepspeed_path)
+
+
+def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) -> Settings:
+    """Reads and checks both files with the command line's overrides.
+
+    Raises:
+        ConfigError: see pipeline.config.loading and pipeline.config.deepspeed_json.
+    """
+    parsed = [parse_override(argument) for argument in overrides]
+    for_deepspeed = [(parts[1:], value) for parts, value in parsed if parts[0] == "ds"]
+    for_recipe = [(parts, value) for parts, value in parsed if parts[0] != "ds"]
+    if for_deepspeed and deepspeed is None:
+        raise ConfigError(
+            f"command line: ds.{'.'.join(for_deepspeed[0][0])} changes the DeepSpeed JSON, but none is given; "
+            "add --deepspeed FILE.json"
+        )
+    tree, lines = read_yaml(recipe)
+    for parts, value in for_recipe:
+        set_dotted(tree, parts, value)
+    raw = None
+    if deepspeed is not None:
+        raw = load_deepspeed_json(deepspeed, for_deepspeed)
+        tree = adopt_stated_numbers(tree, raw, deepspeed)
+    config = validate_recipe(tree, recipe, lines, {".".join(parts) for parts, _ in for_recipe})
+    if raw is not None and "engine" in config.model_fields_set:
+        raise ConfigError(
+            f"{recipe}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); drop the section"
+        )
+    return Settings(config, raw, recipe, deepspeed)
+
+
+def recipe_yaml(config: RunConfig) -> str:
+    """The resolved recipe, every default written out; valid as a recipe itself."""
+    return yaml.safe_dump(config.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,132 @@
+"""Which samples a rank sees, and when: a pure function of (seed, position), so a run can start anywhere.
+
+The order is computed by index, without a shuffled list: no memory, no warm-up, no state to save but a count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROUNDS = 6
+BLOCK = 4096  # samples ordered at once: numpy calls cost the same for one micro-batch as for hundreds
+
+
+class GlobalOrder:
+    """A different permutation of `range(num_samples)` for every epoch, one behind the other.
+
+    A Feistel network over pairs of digits in base a = ceil(sqrt(n)), keyed by seed and epoch; values that
+    fall in [n, a * a), at most 2 * sqrt(n), are sent through again until they do not (Black & Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002: generalized Feistel and cycle walking).
+    """
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        assert num_samples >= 1
+        self.num_samples = num_samples
+        self.seed = seed
+        self._base = np.uint64(math.isqrt(num_samples - 1) + 1)
+        self._seed_key = _mix(np.array([seed], dtype=np.uint64))
+
+    def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sample indices at `positions` (any shape) of the run; position p lies in epoch p // num_samples."""
+        epochs, indices = np.divmod(positions.astype(np.uint64).reshape(-1), np.uint64(self.num_samples))
+        keys = _mix(self._seed_key ^ epochs)
+        samples = self._permute(indices, keys)
+        outside = np.flatnonzero(samples >= self.num_samples)
+        while len(outside):
+            samples[outside] = self._permute(samples[outside], keys[outside])
+            outside = outside[samples[outside] >= self.num_samples]
+        return samples.astype(np.int64).reshape(positions.shape)
+
+    def _permute(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """One pass of the network over [0, base * base)."""
+        left, right = np.divmod(values, self._base)
+        for turn in range(ROUNDS):
+            left, right = right, (left + _mix(right ^ (keys + np.uint64(turn))) % self._base) % self._base
+        return left * self._base + right
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea & Flood 2014); arithmetic is modulo 2**64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class MicroBatchSampler:
+    """The index lists of one rank's micro-batches, without end, from `samples_seen` on.
+
+    Of optimizer step s, micro-batch m belongs at positions s * global + (m * dp_world_size + dp_rank) * micro
+    + [0, micro). So a step takes the same samples whatever the number of ranks and of accumulation steps.
+    """
+
+    def __init__(
+        self,
+        order: GlobalOrder,
+        *,
+        micro_batch_size: int,
+        gradient_accumulation_steps: int,
+        dp_rank: int,
+        dp_world_size: int,
+        samples_seen: int,
+    ) -> None:
+        assert 0 <= dp_rank < dp_world_size
+        assert samples_seen >= 0
+        self.order = order
+        self.samples_seen = samples_seen
+        self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
+        micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank
+        self._offsets = micro_batches[:, None] * micro_batch_size + np.arange(micro_batch_size)  # (M, B)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        steps = np.arange(max(1, BLOCK // self._offsets.size))
+        start = self.samples_seen
+        while True:
+            firsts = start + steps * self.global_batch_size
+            positions = firsts[:, None, None] + self._offsets  # (steps, M, B)
+            yield from self.order.samples_at(positions).reshape(-1, self._offsets.shape[1]).tolist()
+            start += len(steps) * self.global_batch_size
+
+
+class EvalSampler:
+    """One rank's share of `range(num_samples)` in order, with as many batches on every rank.
+
+    Global micro-batch b gives rank r the samples from (b * dp_world_size + r) * micro on. A rank for which
+    none are left gets sample 0, to take part in the collectives of the forward pass; `is_real` says so.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        max_batches: int | None,
+    ) -> None:
+        assert num_samples >= 1
+        assert 0 <= dp_rank < dp_world_size
+        self.num_samples = num_samples
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_world_size = dp_world_size
+        whole = math.ceil(num_samples / (micro_batch_size * dp_world_size))
+        self._num_batches = whole if max_batches is None else min(whole, max_batches)
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def is_real(self, batch_index: int) -> bool:
+        return self._first(batch_index) < self.num_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch_index in range(len(self)):
+            first = self._first(batch_index)
+            yield list(range(first, min(first + self.micro_batch_size, self.num_samples))) or [0]
+
+    def _first(self, batch_index: int) -> int:
+        return (batch_index * self.dp_world_size + self.dp_rank) * self.micro_batch_size

@@ -1,0 +1,107 @@
+"""Tokenizers: trained on the data, or loaded from a file, a folder or the hub. Never runs code from a hub."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# A bare tokenizer.json does not say which of its special tokens ends a document.
+USUAL_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE as in GPT-2 (Radford et al. 2019): any text can be encoded, and comes back unchanged.
+
+    The same documents give the same ids. There are fewer entries than `vocab_size` where the text has no more
+    pairs that occur twice.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    core.train_from_iterator(documents, trainer)
+    return _wrap(tokenizer_object=core, eos_token=END_OF_DOCUMENT)
+
+
+def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """The `tokenizer.json` of a tokenizer that `train_tokenizer` made."""
+    return _wrap(tokenizer_file=str(path), eos_token=END_OF_DOCUMENT)
+
+
+def load_pretrained(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of `data.tokenizer.pretrained`: a `tokenizer.json`, a local folder or a hub name.
+
+    Raises:
+        DataError: nothing there, not a (fast) tokenizer, or one without an end-of-document token.
+    """
+    path = Path(name).expanduser()
+    if not path.exists() and (
+        name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1
+    ):
+        raise DataError(f"data.tokenizer.pretrained: {name} does not exist")
+    if path.is_dir() and not any(file.name.startswith(("tokenizer", "vocab")) for file in path.iterdir()):
+        raise DataError(f"data.tokenizer.pretrained: the folder {name} has no tokenizer.json")
+    try:
+        tokenizer = _load(name, path)
+    except Exception as error:  # these libraries raise bare Exceptions as well
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        what = name if path.exists() else f"{name} from the hub (nor is there a folder of that name)"
+        raise DataError(f"data.tokenizer.pretrained: cannot load {what}: {reason}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise DataError(
+            f"data.tokenizer.pretrained: {name} is a {type(tokenizer).__name__}, written in Python; "
+            "expected one with a tokenizer.json"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"data.tokenizer.pretrained: {name} has no end-of-document token; "
+            "set eos_token in the tokenizer_config.json beside its tokenizer.json"
+        )
+    return tokenizer
+
+
+def _load(name: str, path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if path.is_file():
+        if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
+            return AutoTokenizer.from_pretrained(str(path.parent), trust_remote_code=False)
+        tokenizer = _wrap(tokenizer_file=str(path))
+        vocabulary = tokenizer.get_vocab()
+        tokenizer.eos_token = next((token for token in USUAL_END_TOKENS if token in vocabulary), None)
+        return tokenizer
+    return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=False)
+
+
+def _wrap(**given: Any) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(clean_up_tokenization_spaces=False, **given)
+
+
+def token_ids_end(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest token id; more than `len(tokenizer)` where the ids have gaps."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def digest_tokenizer(tokenizer: PreTrainedTokenizerFast) -> str:
+    """A hash of all that decides the ids of a text."""
+    content = f"{tokenizer.eos_token_id} {tokenizer.backend_tokenizer.to_str()}"
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

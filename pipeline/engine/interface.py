@@ -1,0 +1,82 @@
+"""What the loop knows of an engine: one optimizer step, one evaluation batch, save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. Tensors are 0-dim on the device: reading one waits for it."""
+
+    loss_sum: Tensor
+    """Sum over this rank's micro-batches."""
+    global_count: Tensor
+    """Valid tokens (or samples) of the global batch."""
+    grad_norm: Tensor | float | None
+    """Global norm before clipping."""
+    skipped: Tensor
+    """1 where the gradient was not finite and the parameters were left alone, else 0."""
+    stop_votes: Tensor
+    """Ranks that were told to stop."""
+    loss_scale: float | None
+    """fp16 only."""
+
+
+class Engine(Protocol):
+    """Steps a model. Every method is collective: all ranks enter it together."""
+
+    device: torch.device
+    precision: str
+    dp_rank: int
+    dp_world_size: int
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model, without any wrapper."""
+        ...
+
+    def train_step(
+        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, stop_requested: bool
+    ) -> StepResult:
+        """Forward and backward over the micro-batches, then one optimizer step."""
+        ...
+
+    def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
+        """The loss of one micro-batch, without gradients, dropout off."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes this rank's share of model, optimizer and loss scale into the folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Reads back what `save` wrote, on the same number of ranks."""
+        ...
+
+
+def to_device(batch: Batch, device: torch.device, float_dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The batch on the device; floating inputs in the model's precision, targets as they are."""
+
+    def move(key: str, tensor: Tensor) -> Tensor:
+        cast = float_dtype if tensor.is_floating_point() and key not in TARGET_KEYS else None
+        return tensor.to(device, dtype=cast or tensor.dtype, non_blocking=True)
+
+    return {key: move(key, tensor) for key, tensor in batch.items()}
+
+
+def count_and_vote(
+    micro_batches: Sequence[Batch], objective: Objective, stop_requested: bool, device: torch.device
+) -> Tensor:
+    """(this rank's count, its vote to stop) in fp64 on the device, ready to be summed over ranks."""
+    count = sum(objective.count(batch).to(torch.float64) for batch in micro_batches)
+    vote = torch.tensor(float(stop_requested), dtype=torch.float64)
+    return torch.stack([torch.as_tensor(count, dtype=torch.float64), vote]).to(device, non_blocking=True)

@@ -1,0 +1,24 @@
+"""The one place that divides a loss: by the count of valid tokens (or samples) of the whole global batch.
+
+Every token counts once, however it fell into micro-batches and ranks. A mean of means does not do that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def backward_scale(global_count: Tensor, dp_world_size: int) -> Tensor:
+    """What a micro-batch's loss sum is multiplied by before backward.
+
+    Gradients are averaged over data-parallel ranks afterwards, so the sum is scaled up by their number:
+    average over ranks of (sum x ranks / count) = sum of sums / count. Accumulation adds plain sums; the
+    engine is told not to divide by its steps. A batch without one valid token gives a zero gradient.
+    """
+    return dp_world_size / global_count.clamp(min=1)
+
+
+def mean_loss(loss_sum: Tensor, count: Tensor) -> Tensor:
+    """The token (or sample) mean that is logged, from sums over all ranks, in fp64."""
+    return loss_sum.to(torch.float64) / count.to(torch.float64).clamp(min=1)

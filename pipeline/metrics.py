@@ -1,0 +1,121 @@
+"""Meters: what a run tells about itself. Arithmetic on what the loop hands in; the clock is injected.
+
+The device is waited for in `summary` alone, on log steps.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import StepResult
+from pipeline.engine.normalize import mean_loss
+from pipeline.errors import NonFiniteLossError
+
+MAX_CONSECUTIVE_SKIPS = 10
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Facts about the run that turn seconds into rates."""
+
+    samples_per_step: int
+    world_size: int
+    unit: str
+    """What the loss counts: `tokens` or `samples`."""
+    flops_per_token: float | None
+    """Model FLOPs of forward and backward (6N + 12LdT), None where the model's shape is not known."""
+    peak_flops: float | None
+    """Dense peak of one device in the run's precision, FLOP/s."""
+
+
+class Meters:
+    """Watches the steps between two rows of the log."""
+
+    def __init__(self, workload: Workload, job: Job, precision: str, clock: Callable[[], float]):
+        self._workload = workload
+        self._job = job
+        self._precision = precision
+        self._clock = clock
+        self._last: StepResult | None = None
+        self._consecutive_skips = torch.zeros((), device=job.device)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._start = self._clock()
+        self._excluded = self._data = 0.0
+        self._steps = 0
+        self._count = torch.zeros((), dtype=torch.float64, device=self._job.device)
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Measures the time the loop waits for its next batch."""
+        before = self._clock()
+        yield
+        self._data += self._clock() - before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves evaluation and saving out of the step time. Waits for the device first: they do so anyway."""
+        if self._job.device.type == "cuda":
+            torch.cuda.synchronize()
+        before = self._clock()
+        yield
+        self._excluded += self._clock() - before
+
+    def observe(self, result: StepResult) -> None:
+        """Notes a step, without waiting for it."""
+        self._last = result
+        self._steps += 1
+        self._count += result.global_count
+        skipped = result.skipped.to(self._consecutive_skips)
+        self._consecutive_skips = (self._consecutive_skips + skipped) * skipped
+
+    def summary(self) -> dict[str, float]:
+        """The numbers of the last step and the rates since the last summary. Collective; waits for the device.
+
+        Raises:
+            NonFiniteLossError: too many steps in a row had no finite gradient (fp16 has its own limit).
+        """
+        result = self._last
+        assert result is not None, "summary before the first step"
+        total = self._job.all_reduce_sum(result.loss_sum.to(torch.float64))
+        row = {"train/loss": float(mean_loss(total, result.global_count))}
+        if result.grad_norm is not None:
+            row["train/grad_norm"] = float(result.grad_norm)
+        if result.loss_scale is not None:
+            row["train/loss_scale"] = result.loss_scale
+        skips = int(self._consecutive_skips)
+        if skips >= MAX_CONSECUTIVE_SKIPS and self._precision != "fp16":
+            raise NonFiniteLossError(
+                f"the last {skips} steps had an infinite or NaN gradient (loss {row['train/loss']}) and were skipped; "
+                "the parameters are those of the last good step. Look at the data, lower optimizer.learning_rate, "
+                "or raise schedule.warmup_steps"
+            )
+        row.update(self._rates())
+        self._restart()
+        return row
+
+    def _rates(self) -> dict[str, float]:
+        work, seconds = self._workload, max(1e-9, self._clock() - self._start - self._excluded)
+        rates = {
+            "perf/step_time_seconds": seconds / self._steps,
+            "perf/data_time_seconds": self._data / self._steps,
+            "perf/samples_per_second": work.samples_per_step * self._steps / seconds,
+        }
+        if work.unit == "tokens":
+            tokens = float(self._count) / seconds
+            rates["perf/tokens_per_second"] = tokens
+            rates["perf/tokens_per_second_per_device"] = tokens / work.world_size
+            if work.flops_per_token and work.peak_flops:
+                rates["perf/mfu"] = tokens / work.world_size * work.flops_per_token / work.peak_flops
+        if self._job.device.type == "cuda":
+            rates["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        else:
+            rates["memory/peak_resident_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return rates

@@ -1,0 +1,24 @@
+"""Recipe -> nn.Module. Random weights depend on the seed alone: not on the split, the precision or the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipeline.config.schema import CausalLMConfig, CNNConfig, CustomModelConfig, ModelConfig
+from pipeline.models.custom import build_custom
+from pipeline.models.huggingface import build_causal_lm
+from pipeline.models.request import ModelRequest
+from pipeline.models.vision import build_cnn
+
+BUILDERS = {CausalLMConfig: build_causal_lm, CNNConfig: build_cnn, CustomModelConfig: build_custom}
+
+
+def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Module:
+    """The model the recipe names, in fp32 on the CPU (sharded where `request.sharding` says so).
+
+    Raises:
+        ModelError: it cannot be built, does not fit the data, or its weights do not fit it.
+    """
+    torch.manual_seed(seed)
+    return BUILDERS[type(config)](config, request)  # type: ignore[operator, no-any-return]

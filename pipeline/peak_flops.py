@@ -1,0 +1,30 @@
+"""Dense peak FLOP/s of a GPU by its name, from the vendors' data sheets (without sparsity)."""
+
+from __future__ import annotations
+
+# (part of the device's name, 16-bit tensor cores, fp32). The first match counts.
+PEAKS = [
+    ("B200", 2250e12, 80e12),
+    ("GB200", 2500e12, 80e12),
+    ("H200", 989.5e12, 67e12),
+    ("GH200", 989.5e12, 67e12),
+    ("H100 PCIe", 756e12, 51e12),
+    ("H100 NVL", 835e12, 60e12),
+    ("H100", 989.5e12, 67e12),
+    ("A100", 312e12, 19.5e12),
+    ("L40S", 362e12, 91.6e12),
+    ("L4", 121e12, 30.3e12),
+    ("A10G", 70e12, 35e12),
+    ("V100", 125e12, 15.7e12),
+    ("T4", 65e12, 8.1e12),
+    ("RTX 4090", 165.2e12, 82.6e12),
+    ("RTX 3090", 71e12, 35.6e12),
+]
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak in FLOP/s for `fp32`, `bf16` or `fp16`; None for a device that is not in the table."""
+    for name, half, single in PEAKS:
+        if name in device_name:
+            return single if precision == "fp32" else half
+    return None

@@ -1,0 +1,169 @@
+"""`runs/<name>-<time>/`: one directory a run, found again by the same command, held by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from pipeline.checkpoint.store import complete_checkpoints
+from pipeline.config.loading import Tree
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import recipe_yaml
+from pipeline.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+
+# Sections that do not change what is trained: a run goes on though they differ.
+BESIDE_THE_POINT = {"checkpoint", "wandb", "sample", "runs_dir", "run_dir"}
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where a run lives, and the checkpoint it goes on from (None: from the start)."""
+
+    path: Path
+    checkpoint: Path | None
+
+
+def open_run_directory(
+    config: RunConfig, deepspeed: Tree | None, world_size: int
+) -> tuple[RunDirectory, FileLock]:
+    """Chooses or makes the run's directory by `checkpoint.resume`, and locks it. For rank 0 alone.
+
+    Raises:
+        ConfigError: it cannot be written, or `run_dir` holds a run and `resume` is `never`.
+        CheckpointError: `required` and nothing to go on with, or another process has it.
+    """
+    resume = config.checkpoint.resume
+    split = {"deepspeed": deepspeed, "world_size": world_size}
+    if config.run_dir is not None:
+        found = Path(config.run_dir)
+        if resume == "never" and (found / "metrics.jsonl").exists():
+            raise ConfigError(f"run_dir {found} already holds a run; choose another, or checkpoint.resume=auto")
+    else:
+        found = None if resume == "never" else _newest_unfinished(config, split)
+    if found is not None:
+        lock = _lock(found)
+        if lock is not None:
+            checkpoints = complete_checkpoints(found / "checkpoints")
+            if resume == "required" and not checkpoints:
+                raise CheckpointError(f"checkpoint.resume is required, but {found} holds no complete checkpoint")
+            if checkpoints:
+                _refuse_other_run(found, config, split)
+                log.info("going on with %s from %s", found, checkpoints[-1].name)
+            _describe(found, config, deepspeed, world_size)
+            return RunDirectory(found, checkpoints[-1] if checkpoints else None), lock
+        if config.run_dir is not None:
+            raise CheckpointError(f"run_dir {found} is in use by another process")
+        log.info("%s is being trained by another process; this is a new run", found)
+    if resume == "required":
+        raise CheckpointError(
+            f"checkpoint.resume is required, but {config.runs_dir} holds no unfinished run of this recipe and "
+            f"split named {config.name!r}"
+        )
+    stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        fresh = Path(config.runs_dir) / (stem if number == 1 else f"{stem}-{number}")
+        if not fresh.exists():
+            break
+    lock = _lock(fresh)
+    assert lock is not None, "a directory made a moment ago is locked"
+    _describe(fresh, config, deepspeed, world_size)
+    return RunDirectory(fresh, None), lock
+
+
+def _lock(path: Path) -> FileLock | None:
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / ".lock")
+        lock.acquire(timeout=0)
+        return lock
+    except Timeout:
+        return None
+    except OSError as error:
+        raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
+
+
+def _identity(recipe: Tree, split: Tree) -> Tree:
+    return {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT} | {"split": split}
+
+
+def _difference(path: Path, config: RunConfig, split: Tree) -> str | None:
+    """The first key in which the run in `path` is another one; None where it is the same."""
+    try:
+        then = _identity(
+            yaml.safe_load((path / "recipe.yaml").read_text()), json.loads((path / "split.json").read_text())
+        )
+    except (OSError, ValueError, yaml.YAMLError, AttributeError):
+        return "its recipe.yaml or split.json cannot be read"
+    now = _identity(yaml.safe_load(recipe_yaml(config)), json.loads(json.dumps(split)))
+    return next(_differences(then, now), None)
+
+
+def _differences(then: Any, now: Any, prefix: str = "") -> Any:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**then, **now}:
+            yield from _differences(then.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
+    elif then != now:
+        yield f"{prefix} was {then}, is {now}"
+
+
+def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
+    for path in sorted(Path(config.runs_dir).glob(f"{config.name}-*"), reverse=True):
+        if (path / "summary.json").exists() or not (path / "recipe.yaml").exists():
+            continue
+        difference = _difference(path, config, split)
+        if difference is None:
+            return path
+        log.info("%s is unfinished but another run: %s", path, difference)
+    return None
+
+
+def _refuse_other_run(path: Path, config: RunConfig, split: Tree) -> None:
+    difference = _difference(path, config, split)
+    # More steps for the same run are welcome; anything else would not be the run it claims to be.
+    if difference is not None and not difference.startswith("max_"):
+        raise CheckpointError(
+            f"run_dir {path} holds a checkpoint of another run: {difference}; use that value, or another run_dir"
+        )
+
+
+def _describe(path: Path, config: RunConfig, deepspeed: Tree | None, world_size: int) -> None:
+    try:
+        (path / "recipe.yaml").write_text(recipe_yaml(config))
+        (path / "split.json").write_text(json.dumps({"deepspeed": deepspeed, "world_size": world_size}, indent=2))
+        if deepspeed is not None:
+            (path / "ds_config.json").write_text(json.dumps(deepspeed, indent=2))
+        (path / "environment.json").write_text(json.dumps(environment(world_size), indent=2))
+    except OSError as error:
+        raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
+
+
+def environment(world_size: int) -> Tree:
+    """Versions, machine and commit: what is needed to run the same again. No variables, so no secrets."""
+    import torch
+
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    names = ("torch", "deepspeed", "transformers", "wandb", "numpy")
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in names},
+        "cuda": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else ["cpu"],
+        "cpu_cores": os.cpu_count(),
+        "host": platform.node(),
+        "world_size": world_size,
+        "git_commit": git.stdout.strip() or None,
+    }

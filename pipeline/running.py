@@ -1,0 +1,148 @@
+"""One run from start to end on this rank: the order of things, and every way it can end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+
+from filelock import FileLock
+
+from pipeline.config.settings import Settings
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import LaunchError, PipelineError
+from pipeline.logs import log_to_console, log_to_file
+
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed then says nothing of a missing GPU
+
+from pipeline.assemble import assemble, count_parameters
+from pipeline.data import DataBundle, prepare_data
+from pipeline.distributed.process_group import Job, device_precisions, start_job
+from pipeline.run_directory import RunDirectory, open_run_directory
+from pipeline.sampling import sample_text
+from pipeline.training import Run, TrainState, train
+
+log = logging.getLogger(__name__)
+
+
+def run(settings: Settings, ranks: Ranks) -> int:
+    """Trains as the settings say and returns the exit code: 0 finished, 2 bad input, 128 + n stopped by signal n."""
+    log_to_console(ranks)
+    job: Job | None = None
+    try:
+        if settings.deepspeed is None and ranks.world_size > 1:
+            raise LaunchError(
+                f"{ranks.world_size} ranks were started without --deepspeed, and plain PyTorch trains in one "
+                "process; add --deepspeed ds_configs/ddp.json"
+            )
+        # Before the process group exists: preparing data may take longer than its timeout.
+        data = prepare_data(settings.config.data)
+        job = start_job(ranks, distributed=settings.deepspeed is not None)
+        return _run(settings, job, data)
+    except PipelineError as error:
+        return _end(job, ranks, f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        return _end(job, ranks, "stopped at once, without a checkpoint", 130)
+    except Exception:
+        return _end(job, ranks, traceback.format_exc(), 1)
+
+
+def _run(settings: Settings, job: Job, data: DataBundle) -> int:
+    config = settings.config
+    plan, deepspeed = settings.resolve(job.ranks.world_size, device_precisions(job.device))
+    directory, lock = _agree_on_directory(settings, deepspeed, job)
+    with ExitStack() as stack:
+        if lock is not None:
+            stack.callback(lock.release)
+        log_to_file(directory.path, job.ranks)
+        prepared = assemble(config, plan, deepspeed, job, data, directory)
+        stack.callback(prepared.loader.close)
+        stack.enter_context(prepared.sinks)
+        _announce(settings, prepared, directory)
+        state, signal_number = train(prepared)
+        text = None
+        if signal_number is None and data.tokenizer is not None and config.sample.max_new_tokens:
+            text = sample_text(prepared.engine.module, data.tokenizer, config.sample, config.seed, job.device)
+    if job.ranks.is_main_process:
+        _conclude(directory.path, state, signal_number, text)
+    job.barrier()
+    job.close()
+    return 0 if signal_number is None else 128 + signal_number
+
+
+def _agree_on_directory(settings: Settings, deepspeed: dict[str, object] | None, job: Job) -> tuple[RunDirectory, FileLock | None]:
+    """Rank 0 chooses; the others are told, or told why not."""
+    lock = None
+    answer: RunDirectory | PipelineError | None = None
+    if job.ranks.is_main_process:
+        try:
+            answer, lock = open_run_directory(settings.config, deepspeed, job.ranks.world_size)
+        except PipelineError as error:
+            answer = error
+    answer = job.broadcast_object(answer)
+    if isinstance(answer, PipelineError):
+        raise answer
+    assert answer is not None
+    return answer, lock
+
+
+def _announce(settings: Settings, prepared: Run, directory: RunDirectory) -> None:
+    engine, job = prepared.engine, prepared.job
+    split = "plain PyTorch" if settings.deepspeed is None else f"DeepSpeed ({settings.deepspeed_path})"
+    log.info(
+        "%s parameters, %s, %s, %d rank%s on %s; %d steps; %s",
+        f"{count_parameters(engine.module):,}",
+        split,
+        engine.precision,
+        job.ranks.world_size,
+        "s" * (job.ranks.world_size > 1),
+        job.device.type,
+        prepared.max_steps,
+        directory.path,
+    )
+
+
+def _conclude(path: Path, state: TrainState, signal_number: int | None, text: str | None) -> None:
+    """Says where everything lies; a finished run is marked, so that the same command starts a new one."""
+    if signal_number is None:
+        summary = {"global_step": state.global_step, "skipped_steps": int(state.skipped_steps), "sample": text}
+        (path / "summary.json").write_text(json.dumps(summary, indent=2))
+    else:
+        print(f"stopped at step {state.global_step}; the same command goes on from there")
+    if text is not None:
+        print(f"\nthe model wrote:\n\n{text}\n")
+    print(f"metrics     {path / 'metrics.jsonl'}")
+    print(f"checkpoint  {path / 'checkpoints'}")
+    print(f"settings    {path / 'recipe.yaml'}", flush=True)
+
+
+def _end(job: Job | None, ranks: Ranks, message: str, code: int) -> int:
+    """Shows a failure once for the whole job, keeps it in every rank's log, and leaves without waiting.
+
+    The ranks that fail because another one did would bury its message under their own.
+    """
+    logging.getLogger("pipeline.failure").error("%s", message)
+    first = ranks.local_rank == 0 if job is None else job.claim_failure()
+    if first:
+        prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
+        print(prefix + message.rstrip(), file=sys.stderr, flush=True)
+    if ranks.world_size > 1:
+        # The launcher ends every rank with the first that exits: let the one that speaks finish, and do not
+        # wait for peers in the process group's destructor.
+        if not first:
+            _wait_to_be_ended()
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _wait_to_be_ended() -> None:
+    import time
+
+    time.sleep(3)

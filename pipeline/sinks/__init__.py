@@ -1,0 +1,70 @@
+"""Where a run's numbers go: metrics.jsonl (the record), the console, Weights & Biases, TensorBoard."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.config.schema import RunConfig
+from pipeline.sinks.console import ConsoleSink
+from pipeline.sinks.interface import Sink, Sinks
+from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, MetricsFileError, read_metrics
+
+__all__ = ["METRICS_FILE", "JsonlSink", "MetricsFileError", "Sink", "Sinks", "build_sinks", "read_metrics"]
+
+
+def build_sinks(
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    is_main_process: bool,
+    start_step: int,
+    max_steps: int,
+    run_config: dict[str, Any],
+) -> Sinks:
+    """Open every sink the recipe asks for.
+
+    Args:
+        config: The recipe; `log` and `wandb` are read.
+        run_dir: Directory of the run (exists already); everything is written under it.
+        is_main_process: False gives an empty `Sinks`: only one process of a job writes.
+        start_step: Optimizer steps done before this process: 0, or the step of the checkpoint it goes on
+            from. Rows of later steps, written by a process that was killed, are taken back.
+        max_steps: Optimizer steps of the whole run.
+        run_config: What Weights & Biases shows as the run's configuration. No secrets.
+
+    Raises:
+        ConfigError: TensorBoard is asked for and not installed.
+        MetricsFileError: metrics.jsonl cannot be written.
+    """
+    if not is_main_process:
+        return Sinks()
+    sinks: list[Sink] = []
+    with ExitStack() as undo:
+        undo.callback(lambda: Sinks(sinks).close(1))
+        sinks.append(JsonlSink(run_dir / METRICS_FILE, start_step=start_step))
+        if config.log.tensorboard:
+            from pipeline.sinks.tensorboard_events import TensorBoardSink
+
+            sinks.append(TensorBoardSink(run_dir / "tensorboard", start_step=start_step))
+        if config.wandb.mode != "disabled":
+            from pipeline.sinks.weights_and_biases import (
+                open_wandb,
+            )  # 0.4 s of imports: only where it is used
+
+            wandb_sink = open_wandb(
+                config.wandb,
+                run_name=config.name,
+                run_dir=run_dir,
+                start_step=start_step,
+                run_config=run_config,
+                earlier_rows=read_metrics(run_dir / METRICS_FILE),
+            )
+            if wandb_sink is not None:
+                sinks.append(wandb_sink)
+        sinks.append(ConsoleSink(Console(), max_steps=max_steps))
+        undo.pop_all()
+    return Sinks(sinks)

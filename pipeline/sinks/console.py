@@ -1,0 +1,220 @@
+"""The run on a screen: one live line in a terminal, short plain lines in a log file.
+
+What is shown is the row that metrics.jsonl has, rounded; nothing is worked out here but the time left.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+_BAR_MIN, _BAR_MAX = 8, 24
+_GAP = "  "
+
+
+class Field(NamedTuple):
+    """One number as it is shown: a word before or a unit after it."""
+
+    before: str
+    value: str
+    after: str = ""
+    rank: int = 0
+    """Where the line is too long, the highest rank goes first."""
+    style: str = ""
+    width: int = 0
+    """Least width of the value in a plain line, so that lines stand under each other."""
+
+    def plain(self) -> str:
+        return " ".join(part for part in (self.before, self.value.rjust(self.width), self.after) if part)
+
+    def text(self) -> Text:
+        parts = [(self.before, "dim"), (self.value, self.style), (self.after, "dim")]
+        return Text(" ").join(Text(word, style) for word, style in parts if word)
+
+
+class ConsoleSink:
+    """Shows the newest row; every evaluation stays on the screen."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        max_steps: int,
+        min_interval: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Look whether there is a terminal; nothing is printed before the first row.
+
+        Args:
+            console: Where to print.
+            max_steps: Optimizer steps of the whole run.
+            min_interval: Least seconds between two plain lines (first, last and evaluation rows aside).
+            clock: Monotonic seconds.
+        """
+        self._console = console
+        self._max_steps = max_steps
+        self._min_interval = min_interval
+        self._clock = clock
+        self._is_terminal = console.file.isatty() and not console.is_dumb_terminal
+        self._live: Live | None = None
+        self._first: tuple[int, float] | None = None  # step and time of the first training row
+        self._printed_at = -math.inf
+        self._unprinted: list[Field] | None = None
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Show one row: as an evaluation, as training, or as both."""
+        evaluation = {key: value for key, value in row.items() if key.startswith("eval/")}
+        if len(evaluation) < len(row):
+            fields = train_fields(step, self._max_steps, row, self._seconds_left(step, row))
+            if self._is_terminal:
+                self._show_live(step, fields)
+            else:
+                self._print_throttled(step, fields)
+        if evaluation:
+            self._print_evaluation(eval_fields(step, self._max_steps, evaluation))
+
+    def close(self, exit_code: int) -> None:
+        """Leave the newest row on the screen and give the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._unprinted is not None:
+            self._print_plain(self._unprinted)
+
+    def _seconds_left(self, step: int, row: Mapping[str, float]) -> float | None:
+        """Steps to go times the mean step so far, which counts evaluations and checkpoints too."""
+        now = self._clock()
+        if self._first is None:
+            self._first = (step, now)
+        first_step, first_time = self._first
+        if step > first_step:
+            seconds_per_step = (now - first_time) / (step - first_step)
+        elif "perf/step_time_seconds" in row:
+            seconds_per_step = row["perf/step_time_seconds"]
+        else:
+            return None
+        return max(self._max_steps - step, 0) * seconds_per_step
+
+    def _show_live(self, step: int, fields: list[Field]) -> None:
+        if self._live is None:
+            # No refresh thread: the line changes when there is a row, and at no other time.
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+            self._console.show_cursor(True)  # Live hides it, and a killed run would never give it back
+        width = self._console.width - 1  # a full last column makes some terminals wrap
+        line = live_line(fields, step / self._max_steps, width, with_bar=self._console.encoding == "utf-8")
+        self._live.update(line, refresh=True)
+
+    def _print_throttled(self, step: int, fields: list[Field]) -> None:
+        now = self._clock()
+        if now - self._printed_at >= self._min_interval or step >= self._max_steps:
+            self._printed_at = now
+            self._unprinted = None
+            self._print_plain(fields)
+        else:
+            self._unprinted = fields
+
+    def _print_evaluation(self, fields: list[Field]) -> None:
+        if self._is_terminal:
+            line = Text(_GAP).join(field.text() for field in fields)
+            self._console.print(line, soft_wrap=True, highlight=False)
+        else:
+            self._print_plain(fields)
+
+    def _print_plain(self, fields: Iterable[Field]) -> None:
+        self._console.out(_GAP.join(field.plain() for field in fields), highlight=False)
+        self._console.file.flush()
+
+
+def train_fields(
+    step: int, max_steps: int, row: Mapping[str, float], seconds_left: float | None
+) -> list[Field]:
+    """The fields of a training row, in the order they are shown."""
+    fields = [Field("step", _of(step, max_steps), width=2 * len(str(max_steps)) + 1, style="bold")]
+
+    def add(key: str, before: str, show: Callable[[float], str], after: str, rank: int, width: int) -> None:
+        if key in row:
+            style = "bold red" if not math.isfinite(row[key]) else "bold cyan" if key == "train/loss" else ""
+            fields.append(Field(before, show(row[key]), after, rank, style, width))
+
+    add("train/loss", "loss", decimals, "", 0, 7)
+    add("train/learning_rate", "lr", lambda x: f"{x:.2e}", "", 3, 8)
+    add("train/grad_norm", "grad", two_digits, "", 4, 5)
+    add("perf/tokens_per_second", "", count, "tok/s", 2, 6)
+    add("perf/samples_per_second", "", count, "samples/s", 2, 6)
+    add("perf/mfu", "mfu", lambda x: f"{100 * x:.1f}%", "", 5, 5)
+    add("memory/peak_allocated_gib", "mem", lambda x: f"{x:.1f}", "GiB", 6, 5)
+    add("train/loss_scale", "scale", lambda x: f"{x:g}", "", 7, 5)
+    skipped = row.get("train/skipped_steps", 0)
+    if skipped > 0:
+        fields.append(Field("skipped", f"{skipped:.0f}", rank=1, style="bold yellow"))
+    if seconds_left is not None and math.isfinite(seconds_left):
+        fields.append(Field("", duration(seconds_left), "left", rank=1, width=6))
+    return fields
+
+
+def eval_fields(step: int, max_steps: int, row: Mapping[str, float]) -> list[Field]:
+    """The fields of an evaluation row: every metric under its own name."""
+    fields = [Field("eval", _of(step, max_steps), width=2 * len(str(max_steps)) + 1, style="bold green")]
+    for key, value in row.items():
+        show = two_digits if key == "eval/perplexity" else decimals
+        fields.append(Field(key.removeprefix("eval/"), show(value), style="bold", width=7))
+    return fields
+
+
+def live_line(fields: list[Field], share_done: float, width: int, *, with_bar: bool) -> Text:
+    """One line of at most `width` columns: what matters least goes first, a bar fills the room left."""
+    kept = list(fields)
+    while len(kept) > 1 and _width(kept) > width:
+        kept.remove(max(reversed(kept), key=lambda field: field.rank))
+    line = Text(_GAP, no_wrap=True, overflow="crop").join(field.text() for field in kept)
+    room = width - len(_GAP) - line.cell_len
+    if with_bar and room >= _BAR_MIN:
+        cells = min(room, _BAR_MAX)
+        done = min(int(cells * share_done), cells)
+        line = Text.assemble(("━" * done, "cyan"), ("─" * (cells - done), "dim"), _GAP, line)
+    line.truncate(width)
+    return line
+
+
+def decimals(value: float) -> str:
+    """A loss: four decimals, or four digits where it is huge."""
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def two_digits(value: float) -> str:
+    """A norm or a perplexity: two decimals, or a power of ten where those would say nothing."""
+    return f"{value:.2f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.1e}"
+
+
+def count(value: float) -> str:
+    """A rate: 12.3k, 1.2M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 0.9995 * size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time in two units: 12s, 4m05s, 1h02m, 3d04h."""
+    total = round(seconds)
+    minutes, hours, days = total // 60, total // 3600, total // 86400
+    if days:
+        return f"{days}d{hours % 24:02}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02}m"
+    return f"{minutes}m{total % 60:02}s" if minutes else f"{total}s"
+
+
+def _of(step: int, max_steps: int) -> str:
+    return f"{step}/{max_steps}"
+
+
+def _width(fields: list[Field]) -> int:
+    return sum(field.text().cell_len for field in fields) + len(_GAP) * (len(fields) - 1)

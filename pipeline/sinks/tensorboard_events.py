@@ -1,0 +1,42 @@
+"""TensorBoard event files under the run directory. Needs the `tensorboard` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError
+
+
+class TensorBoardSink:
+    """Writes each metric as a scalar under its own key."""
+
+    def __init__(self, folder: Path, *, start_step: int) -> None:
+        """Open a new event file.
+
+        Args:
+            folder: Directory of the event files; made where it is missing.
+            start_step: Rows of later steps in older event files are no longer shown; 0 hides them all.
+
+        Raises:
+            ConfigError: The tensorboard package is missing.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "log.tensorboard is true and tensorboard is not installed: "
+                "pip install 'deepspeed-pipeline[tensorboard]', or set log.tensorboard=false"
+            ) from error
+        make: Any = SummaryWriter  # torch leaves it untyped
+        self._writer = make(str(folder), purge_step=start_step + 1 if start_step > 0 else 0)
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Add one scalar a metric."""
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self, exit_code: int) -> None:
+        """Write out the queue and close the file."""
+        self._writer.close()

@@ -1,0 +1,182 @@
+"""The order of samples: a permutation, the same for every split of the work, reached from any position."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.sampler import EvalSampler, GlobalOrder, MicroBatchSampler
+
+WORLDS = (1, 2, 3, 4, 8)
+quick = settings(max_examples=40, deadline=None)
+
+
+def steps_of(order, *, micro, accumulation, world, samples_seen, num_steps):
+    """The samples of each optimizer step, put together from the micro-batches of every rank."""
+    ranks = []
+    for rank in range(world):
+        sampler = MicroBatchSampler(
+            order,
+            micro_batch_size=micro,
+            gradient_accumulation_steps=accumulation,
+            dp_rank=rank,
+            dp_world_size=world,
+            samples_seen=samples_seen,
+        )
+        ranks.append(list(islice(sampler, num_steps * accumulation)))
+    return [
+        [
+            sample
+            for micro_batch in range(step * accumulation, (step + 1) * accumulation)
+            for rank in range(world)
+            for sample in ranks[rank][micro_batch]
+        ]
+        for step in range(num_steps)
+    ]
+
+
+@quick
+@given(n=st.integers(1, 5000), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 10**6))
+def test_every_epoch_is_a_permutation(n, seed, epoch):
+    samples = GlobalOrder(n, seed).samples_at(np.arange(n) + epoch * n)
+    assert sorted(samples.tolist()) == list(range(n))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 9, 10, 15, 16, 17, 1023, 1024, 1025, 65536, 65537, 250_000])
+def test_permutation_at_the_edges_of_the_network(n):
+    samples = GlobalOrder(n, 7).samples_at(np.arange(n))
+    assert np.array_equal(np.sort(samples), np.arange(n))
+
+
+@quick
+@given(n=st.integers(2, 2**60), seed=st.integers(0, 2**32 - 1), position=st.integers(0, 2**60))
+def test_a_huge_data_set_costs_nothing(n, seed, position):
+    samples = GlobalOrder(n, seed).samples_at(np.array([position, position + 1]))
+    assert ((samples >= 0) & (samples < n)).all()
+    assert samples[0] != samples[1] or position // n != (position + 1) // n
+
+
+def test_epochs_and_seeds_differ():
+    n = 1000
+    orders = [
+        GlobalOrder(n, seed).samples_at(np.arange(n) + epoch * n) for seed in (0, 1) for epoch in range(4)
+    ]
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert (one == other).mean() < 0.01  # by chance 1 in n stays where it is
+
+
+def test_positions_may_have_any_shape():
+    order = GlobalOrder(100, 0)
+    positions = np.arange(24).reshape(2, 3, 4) + 90  # across the end of an epoch
+    assert np.array_equal(order.samples_at(positions).ravel(), order.samples_at(positions.ravel()))
+
+
+def test_the_shuffle_is_even():
+    """Chi-square of (where in the epoch) x (where in the data), and of neighbours, over 40 epochs."""
+    n, cells, epochs = 5000, 20, 40
+    order = GlobalOrder(n, 3)
+    table = np.zeros((cells, cells))
+    neighbours = np.zeros((cells, cells))
+    for epoch in range(epochs):
+        samples = order.samples_at(np.arange(n) + epoch * n)
+        np.add.at(table, (np.arange(n) * cells // n, samples * cells // n), 1)
+        np.add.at(neighbours, (samples[:-1] * cells // n, samples[1:] * cells // n), 1)
+    for counts in (table, neighbours):
+        expected = counts.sum() / cells**2
+        chi_square = ((counts - expected) ** 2 / expected).sum()
+        freedom = (cells - 1) ** 2
+        assert abs(chi_square - freedom) < 6 * np.sqrt(2 * freedom)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 300),
+    seed=st.integers(0, 100),
+    micro=st.integers(1, 4),
+    samples_seen=st.integers(0, 1000),
+)
+def test_the_split_does_not_change_what_a_step_sees(n, seed, micro, samples_seen):
+    order = GlobalOrder(n, seed)
+    global_batch = 24 * micro
+    expected = None
+    for world in WORLDS:
+        for accumulation in {1, 24 // world}:
+            steps = steps_of(
+                order,
+                micro=global_batch // (world * accumulation),
+                accumulation=accumulation,
+                world=world,
+                samples_seen=samples_seen,
+                num_steps=3,
+            )
+            expected = expected or steps
+            assert steps == expected
+    positions = np.arange(samples_seen, samples_seen + 3 * global_batch)
+    assert list(chain(*expected)) == order.samples_at(positions).tolist()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_ranks_share_an_epoch_without_overlap(world):
+    n = 24 * 5
+    steps = steps_of(
+        GlobalOrder(n, 0), micro=24 // world, accumulation=1, world=world, samples_seen=0, num_steps=5
+    )
+    assert sorted(chain(*steps)) == list(range(n))
+
+
+@quick
+@given(
+    n=st.integers(1, 200),
+    stop=st.integers(0, 30),
+    world=st.sampled_from(WORLDS),
+    accumulation=st.integers(1, 3),
+)
+def test_to_resume_is_never_to_have_stopped(n, stop, world, accumulation):
+    order = GlobalOrder(n, 1)
+    split = {"micro": 2, "accumulation": accumulation, "world": world}
+    whole = steps_of(order, **split, samples_seen=0, num_steps=stop + 2)
+    resumed = steps_of(order, **split, samples_seen=stop * 2 * accumulation * world, num_steps=2)
+    assert resumed == whole[stop:]
+
+
+def test_blocks_join_without_a_seam():
+    order = GlobalOrder(10_000, 0)
+    sampler = MicroBatchSampler(
+        order,
+        micro_batch_size=7,
+        gradient_accumulation_steps=3,
+        dp_rank=0,
+        dp_world_size=1,
+        samples_seen=5,
+    )
+    taken = list(chain(*islice(sampler, 2000)))  # more than three blocks
+    assert taken == order.samples_at(np.arange(5, 5 + 14_000)).tolist()
+    assert all(type(sample) is int for sample in taken[:3])
+
+
+@quick
+@given(n=st.integers(1, 100), micro=st.integers(1, 5), world=st.sampled_from(WORLDS))
+def test_evaluation_covers_the_data_once(n, micro, world):
+    samplers = [
+        EvalSampler(n, micro_batch_size=micro, dp_rank=rank, dp_world_size=world, max_batches=None)
+        for rank in range(world)
+    ]
+    batches = [list(sampler) for sampler in samplers]
+    assert len({len(own) for own in batches}) == 1
+    real = [
+        sample
+        for index in range(len(batches[0]))
+        for rank in range(world)
+        if samplers[rank].is_real(index)
+        for sample in batches[rank][index]
+    ]
+    assert real == list(range(n))
+    dummies = [
+        own[i] for own, s in zip(batches, samplers, strict=True) for i in range(len(own)) if not s.is_real(i)
+    ]
+    assert all(dummy == [0] for dummy in dummies)

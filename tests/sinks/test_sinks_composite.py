@@ -1,0 +1,105 @@
+"""Several sinks as one, and what `build_sinks` opens."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.schema import CNNConfig, DigitsDataConfig, LogConfig, RunConfig, WandbConfig
+from pipeline.errors import ConfigError
+from pipeline.sinks import MetricsFileError, Sinks, build_sinks, read_metrics
+
+
+class Recorder:
+    def __init__(self, failure: Exception | None = None):
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.closed_with: list[int] = []
+        self.failure = failure
+
+    def write(self, step, row):
+        self.rows.append((step, dict(row)))
+
+    def close(self, exit_code):
+        self.closed_with.append(exit_code)
+        if self.failure:
+            raise self.failure
+
+
+def recipe(**sections) -> RunConfig:
+    return RunConfig(
+        max_steps=4,
+        model=CNNConfig(kind="cnn"),
+        data=DigitsDataConfig(kind="digits"),
+        wandb=WandbConfig(mode="disabled"),
+        **sections,
+    )
+
+
+def build(run_dir: Path, config: RunConfig, *, start_step: int = 0, is_main_process: bool = True) -> Sinks:
+    return build_sinks(
+        config,
+        run_dir=run_dir,
+        is_main_process=is_main_process,
+        start_step=start_step,
+        max_steps=4,
+        run_config={},
+    )
+
+
+def test_exit_code_is_0_normally_and_1_after_an_exception():
+    first, second = Recorder(), Recorder()
+    with Sinks([first]) as sinks:
+        sinks.write(1, {"train/loss": 1.0})
+    with pytest.raises(KeyboardInterrupt), Sinks([second]):
+        raise KeyboardInterrupt
+    assert (first.rows, first.closed_with, second.closed_with) == ([(1, {"train/loss": 1.0})], [0], [1])
+
+
+def test_a_sink_that_fails_to_close_keeps_no_other_open():
+    sinks = [Recorder(), Recorder(MetricsFileError("full")), Recorder(OSError("gone")), Recorder()]
+    with pytest.raises((MetricsFileError, OSError)), Sinks(sinks):
+        pass
+    assert [sink.closed_with for sink in sinks] == [[0]] * 4
+
+
+def test_a_failure_to_close_does_not_hide_why_the_run_ended():
+    with pytest.raises(ZeroDivisionError), Sinks([Recorder(MetricsFileError("full"))]):
+        raise ZeroDivisionError
+
+
+def test_other_ranks_write_nothing(tmp_path: Path):
+    with build(tmp_path, recipe(), is_main_process=False) as sinks:
+        sinks.write(1, {"train/loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_console_shows_what_the_record_holds(tmp_path: Path, capsys):
+    with build(tmp_path, recipe()) as sinks:
+        sinks.write(1, {"train/loss": 1.25})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 1.25}]
+    assert capsys.readouterr().out.startswith("step 1/4  loss  1.2500")
+
+
+def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for start_step, steps in ((0, range(4)), (1, range(2, 5))):
+        with build(tmp_path, recipe(log=LogConfig(tensorboard=True)), start_step=start_step) as sinks:
+            for step in steps:
+                sinks.write(step, {"train/loss": start_step + step / 10})
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, round(event.value, 3)) for event in events.Scalars("train/loss")]
+    assert shown == [(0, 0.0), (1, 0.1), (2, 1.2), (3, 1.3), (4, 1.4)]
+
+
+def test_missing_tensorboard_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'deepspeed-pipeline\[tensorboard\]'") as caught:
+        build(tmp_path, recipe(log=LogConfig(tensorboard=True)))
+    assert "\n" not in str(caught.value)
+
+
+def test_importing_the_sinks_loads_neither_torch_nor_wandb():
+    program = "import sys, pipeline.sinks; assert not {'torch', 'wandb', 'tensorboard'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True)

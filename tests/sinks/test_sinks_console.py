@@ -1,0 +1,155 @@
+"""The console: short plain lines in a file, one live line that never wraps in a terminal."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from rich.console import Console
+
+from pipeline.sinks.console import ConsoleSink, count, decimals, duration, two_digits
+
+PROGRAM = """
+    import math
+    from rich.console import Console
+    from pipeline.sinks.console import ConsoleSink
+
+    sink = ConsoleSink(Console(), max_steps=20000)
+    for step in range(0, 20000, 4000):
+        row = {"train/loss": 9.87654, "train/learning_rate": 2e-4, "train/grad_norm": 0.5213, "perf/mfu": 0.412,
+               "perf/tokens_per_second": 12345.6, "perf/step_time_seconds": 3.0, "train/skipped_steps": 3,
+               "memory/peak_allocated_gib": 61.21, "train/loss_scale": 65536.0}
+        sink.write(step, row)
+        sink.write(step, {"eval/loss": 3.0, "eval/perplexity": 20.0855})
+        print("somebody else prints")
+    sink.write(20000, row)
+    sink.close(0)
+"""
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def train_row(loss: float = 2.5) -> dict[str, float]:
+    return {"train/loss": loss, "train/learning_rate": 2e-4, "perf/step_time_seconds": 1.0}
+
+
+def plain_sink(max_steps: int) -> tuple[ConsoleSink, io.StringIO, Clock]:
+    out, clock = io.StringIO(), Clock()
+    return ConsoleSink(Console(file=out), max_steps=max_steps, min_interval=5.0, clock=clock), out, clock
+
+
+def test_plain_lines_are_throttled_but_first_last_and_eval_always_stand():
+    sink, out, clock = plain_sink(max_steps=20)
+    for step in range(1, 21):
+        clock.now = float(step)
+        sink.write(step, train_row())
+        if step == 8:
+            sink.write(step, {"eval/loss": 2.0, "eval/perplexity": 7.389})
+    sink.close(0)
+    heads = [line.split("/")[0].split() for line in out.getvalue().splitlines()]
+    assert heads == [
+        ["step", "1"],
+        ["step", "6"],
+        ["eval", "8"],
+        ["step", "11"],
+        ["step", "16"],
+        ["step", "20"],
+    ]
+
+
+def test_a_run_that_stops_early_still_prints_its_newest_row():
+    sink, out, clock = plain_sink(max_steps=100)
+    for step in (1, 2, 3):
+        sink.write(step, train_row())
+    sink.close(1)
+    assert [line.split("/")[0] for line in out.getvalue().splitlines()] == ["step   1", "step   3"]
+
+
+def test_plain_line_shows_the_row_for_humans_and_only_what_is_there():
+    sink, out, _ = plain_sink(max_steps=2000)
+    row = train_row() | {
+        "train/grad_norm": 0.5213,
+        "perf/tokens_per_second": 12345.6,
+        "train/skipped_steps": 0,
+    }
+    sink.write(120, row | {"memory/peak_allocated_gib": 5.214, "train/tokens_seen": 10**6})
+    assert out.getvalue() == (
+        "step  120/2000  loss  2.5000  lr 2.00e-04  grad  0.52   12.3k tok/s  mem   5.2 GiB  31m20s left\n"
+    )
+
+
+def test_time_left_counts_what_happens_between_steps():
+    sink, out, clock = plain_sink(max_steps=100)
+    sink.write(10, train_row())  # 90 steps of 1 s
+    clock.now = 40.0
+    sink.write(20, train_row())  # 10 steps took 40 s: 80 to go at 4 s
+    assert re.findall(r"(\S+) left", out.getvalue()) == ["1m30s", "5m20s"]
+
+
+def test_plain_lines_are_never_wrapped_or_coloured(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    sink, out, _ = plain_sink(max_steps=2)
+    sink.write(1, train_row(float("nan")))
+    assert out.getvalue().count("\n") == 1
+    assert "loss     nan" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize("columns", [20, 80, 120, 160])
+def test_terminal_line_never_wraps_and_evals_stay(columns: int):
+    output = in_terminal(PROGRAM, columns)
+    lines = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line).rsplit("\r", 1)[-1] for line in output.split("\n")]
+    assert sum("eval" in line for line in lines) >= 5
+    assert sum("somebody else prints" in line for line in lines) == 5
+    live = [line for line in lines if "step" in line]
+    assert live
+    assert all(len(line) < columns for line in live)
+    if columns >= 80:
+        assert all("loss 9.8765" in line and "lr 2.00e-04" in line and "left" in line for line in live)
+        assert all("skipped 3" in line for line in live)
+    if columns >= 160:
+        assert all("mfu 41.2%" in line and "mem 61.2 GiB" in line and "scale 65536" in line for line in live)
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "the cursor is hidden at the end"
+
+
+def in_terminal(program: str, columns: int) -> str:
+    """What the program writes to a terminal of that many columns."""
+    ours, theirs = pty.openpty()
+    environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "CI", "LINES")}
+    environment |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    output = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            output += chunk
+    except OSError:
+        pass  # Linux ends a pty with EIO
+    finally:
+        os.close(ours)
+    assert process.wait() == 0, output.decode()
+    return output.decode().replace("\r\n", "\n")
+
+
+def test_numbers():
+    assert [decimals(x) for x in (2.34567, 0.0, 123456.0)] == ["2.3457", "0.0000", "1.235e+05"]
+    assert [two_digits(x) for x in (0.5213, 0.0012, 0.0, 1e6)] == ["0.52", "1.2e-03", "0.00", "1.0e+06"]
+    assert [count(x) for x in (950, 999.7, 12_345, 1.23e6)] == ["950", "1.0k", "12.3k", "1.2M"]
+    assert [duration(x) for x in (0.4, 59.6, 245, 3725, 270_000)] == [
+        "0s",
+        "1m00s",
+        "4m05s",
+        "1h02m",
+        "3d03h",
+    ]

@@ -1,0 +1,81 @@
+"""metrics.jsonl: parseable by anyone, nothing lost in a kill, nothing doubled by a resume."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.sinks.jsonl import JsonlSink, MetricsFileError, encode_row, read_metrics
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+ROWS = st.dictionaries(st.text(min_size=1).filter(lambda key: key != "step"), FLOATS | st.integers())
+
+
+def refuse(constant: str) -> float:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+@given(step=st.integers(0), row=ROWS)
+def test_a_row_is_one_line_of_strict_json_and_reads_back_equal(step, row, tmp_path_factory):
+    line = encode_row(step, row)
+    assert line.count(b"\n") == 1
+    json.loads(line, parse_constant=refuse)
+    path = tmp_path_factory.mktemp("rows") / "metrics.jsonl"
+    path.write_bytes(line)
+    (read,) = read_metrics(path)
+    assert read.pop("step") == step
+    assert read.keys() == row.keys()
+    assert all(read[key] == row[key] or (math.isnan(read[key]) and math.isnan(row[key])) for key in row)
+
+
+@given(
+    steps=st.lists(st.integers(0, 20)).map(sorted), start_step=st.integers(1, 21), torn_bytes=st.integers(0)
+)
+def test_resume_keeps_exactly_the_rows_up_to_its_step(steps, start_step, torn_bytes, tmp_path_factory):
+    path = tmp_path_factory.mktemp("resume") / "metrics.jsonl"
+    torn = encode_row(1, {"train/loss": 1.5})[: torn_bytes % 20]
+    path.write_bytes(b"".join(encode_row(step, {"train/loss": step / 3}) for step in steps) + torn)
+    sink = JsonlSink(path, start_step=start_step)
+    sink.write(start_step + 1, {"train/loss": 0.5})
+    sink.close(0)
+    kept = [step for step in steps if step <= start_step]
+    assert [row["step"] for row in read_metrics(path)] == [*kept, start_step + 1]
+    assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_new_run_starts_with_no_rows(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(encode_row(3, {"train/loss": 1.0}))
+    JsonlSink(path, start_step=0).close(0)
+    assert path.read_bytes() == b""
+
+
+def test_every_row_is_in_the_file_before_write_returns(tmp_path: Path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl", start_step=0)
+    for step in range(1, 4):
+        sink.write(step, {"train/loss": math.nan})
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == step
+    sink.close(0)
+
+
+def test_reading_forgives_a_torn_last_line_and_no_other(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(encode_row(1, {"a/b": 1.0}) + b'{"step": 2, "a/')
+    assert [row["step"] for row in read_metrics(path)] == [1]
+    path.write_bytes(b"garbage\n" + encode_row(1, {"a/b": 1.0}))
+    with pytest.raises(MetricsFileError, match=r"metrics\.jsonl:1: not a row"):
+        read_metrics(path)
+
+
+def test_a_full_disk_is_one_line_that_names_path_and_reason(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    sink = JsonlSink(path, start_step=0)
+    with pytest.raises(MetricsFileError, match=r"metrics\.jsonl: .*No space left on device") as caught:
+        sink.write(1, {"train/loss": 1.0})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(MetricsFileError, match="No such file or directory"):
+        JsonlSink(tmp_path / "missing" / "metrics.jsonl", start_step=0)

@@ -1,0 +1,266 @@
+"""Weights & Biases with the real client against a server on this machine: exactly once, and never in the way."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+STANDIN = Path(__file__).parents[1] / "wandb_standin.py"
+
+# Logs `steps` rows (eval at every 5th step), then ends as told; prints what the parent must know.
+PROGRAM = """
+    import json, logging, os, signal, sys, time
+    from pathlib import Path
+    from pipeline.config.schema import CNNConfig, DigitsDataConfig, RunConfig, WandbConfig
+    from pipeline.sinks import build_sinks
+
+    run_dir, start_step, last_step, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    logging.basicConfig(level=logging.INFO, format="LOG %(message)s", stream=sys.stdout)
+    config = RunConfig(name="trial", max_steps=40, model=CNNConfig(kind="cnn"),
+                       data=DigitsDataConfig(kind="digits"), wandb=WandbConfig(mode=sys.argv[5], tags=["t"]))
+    run_dir.mkdir(exist_ok=True)
+    began = time.monotonic()
+    sinks = build_sinks(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=40,
+                        run_config={"seed": 7})
+    print("OPEN", time.monotonic() - began)
+    began = time.monotonic()
+    with sinks:
+        for step in range(start_step + 1, last_step + 1):
+            if step == start_step + 3 and end == "core":
+                import subprocess
+                subprocess.run(["pkill", "-9", "-P", str(os.getpid()), "wandb-core"], check=True)
+                time.sleep(0.3)
+                began = time.monotonic()
+            sinks.write(step, {"train/loss": step / 7, "train/grad_norm": float("nan")})
+            if step % 5 == 0:
+                sinks.write(step, {"eval/loss": step / 9})
+        print("WRITE", time.monotonic() - began)
+        if end.startswith("server"):
+            signal_name, pid = end.split(":")[1:]
+            time.sleep(0.5)
+            os.kill(int(pid), getattr(signal, signal_name))
+            for step in range(last_step + 1, 31):
+                sinks.write(step, {"train/loss": step / 7})
+        elif end == "kill":
+            sys.stdout.flush()
+            os._exit(9)
+        began = time.monotonic()
+    print("CLOSE", time.monotonic() - began)
+"""
+
+
+class Server:
+    """The stand-in in a process of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.process = subprocess.Popen([sys.executable, str(STANDIN), str(self.port), str(folder)])
+        deadline = time.monotonic() + 20
+        while socket.socket().connect_ex(("127.0.0.1", self.port)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def runs(self) -> dict:
+        return json.loads((self.folder / "runs.json").read_text())
+
+    def rows(self, run_id: str) -> list[dict]:
+        return [
+            json.loads(line) for line in (self.folder / f"history-{run_id}.jsonl").read_text().splitlines()
+        ]
+
+    def calls(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "requests.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def server(tmp_path: Path):
+    server = Server(tmp_path / "server")
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+def environment(home: Path, url: str, **more: str) -> dict[str, str]:
+    """This process's, without anything of the user's own W&B: no key, no netrc, no settings."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    return kept | {"HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": url} | more
+
+
+def run(
+    folder: Path, env: dict[str, str], start: int = 0, last: int = 12, end: str = "close", mode: str = "auto"
+):
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(start), str(last), end, mode]
+    began = time.monotonic()
+    # A terminal would be the place for a prompt; stdin is closed, so a prompt would be an error here.
+    done = subprocess.run(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder.parent,
+    )
+    done.seconds = {
+        word: float(value) for word, value in re.findall(r"(OPEN|WRITE|CLOSE) (\S+)", done.stdout)
+    }
+    done.seconds["PROCESS"] = time.monotonic() - began
+    done.said = [line for line in done.stdout.splitlines() if "W&B" in line]
+    assert done.stderr == "", "wandb, or a traceback, on the user's screen"
+    assert done.returncode == (9 if end == "kill" else 0), done.stdout
+    return done
+
+
+def run_id(folder: Path) -> str:
+    return (folder / "wandb_run_id").read_text().strip()
+
+
+def check_rows(rows: list[dict], last: int) -> None:
+    """Steps 1 to `last`, each once and in order, with its own numbers; evaluation merged into its step."""
+    assert [row["_step"] for row in rows] == list(range(1, last + 1))
+    assert [row["train/loss"] for row in rows] == [step / 7 for step in range(1, last + 1)]
+    assert {row["_step"]: row["eval/loss"] for row in rows if "eval/loss" in row} == {
+        step: step / 9 for step in range(5, last + 1, 5)
+    }
+
+
+def offline_rows(folder: Path) -> list[dict]:
+    """The rows of the one offline file that `wandb sync` would send, read back with wandb's own reader."""
+    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    wandb = Path(sys.executable).with_name("wandb")
+    command = [str(wandb), "leet", "inspect", "--json", str(path)]
+    records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    items = [json.loads(line) for line in records]
+    return [item["history"]["item"] for item in items if item["type"] == "history"]
+
+
+KEY = {"WANDB_API_KEY": "k" * 40}
+
+
+def test_every_row_arrives_exactly_once_from_one_run(tmp_path: Path, server: Server):
+    done = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY))
+    ((name, kept),) = server.runs().items()
+    assert name == run_id(tmp_path / "trial-1")
+    check_rows(server.rows(name), last=12)
+    assert server.rows(name)[0]["train/grad_norm"] == "NaN"
+    assert (kept["displayName"], kept["groupName"], kept["tags"]) == ("trial-1", "trial", ["t"])
+    assert json.loads(kept["config"])["seed"]["value"] == 7
+    assert (kept["project"], kept["exitcode"]) == ("deepspeed-pipeline", 0)
+    assert not [call for call in server.calls() if call.get("GAP")]
+    assert len(done.said) == 1
+    assert server.url in done.said[0]
+    assert done.seconds["WRITE"] < 1
+    assert {item.name for item in tmp_path.iterdir()} <= {"trial-1", "server", ".cache"}
+
+
+def test_offline_without_a_key_says_once_how_to_upload(tmp_path: Path, server: Server):
+    folder = tmp_path / "trial-1"
+    done = run(folder, environment(tmp_path, server.url))
+    check_rows(offline_rows(folder), last=12)
+    assert not (server.folder / "requests.jsonl").exists()
+    (said,) = done.said
+    assert "no API key" in said
+    assert re.search(r"wandb sync \S*/trial-1/wandb/offline-run-\S+$", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "mode", "expected"),
+    [
+        ("offline", "auto", "offline"),  # WANDB_MODE wins over auto,
+        ("offline", "online", "online"),  # and not over a recipe that says what it wants
+        ("disabled", "auto", "disabled"),
+        ("nonsense", "auto", "disabled"),
+    ],
+)
+def test_wandb_mode_of_the_environment(
+    tmp_path: Path, server: Server, variable: str, mode: str, expected: str
+):
+    folder = tmp_path / "trial-1"
+    env = environment(tmp_path, server.url, WANDB_MODE=variable, **KEY)
+    done = run(folder, env, mode=mode)
+    assert bool(list(folder.glob("wandb/offline-run-*"))) == (expected == "offline")
+    assert (server.folder / "runs.json").exists() == (expected == "online")
+    assert len(done.said) == (0 if variable == "disabled" else 1)
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 14
+
+
+@pytest.mark.slow
+def test_key_in_netrc_is_found_and_a_bad_key_goes_offline(tmp_path: Path, server: Server):
+    (tmp_path / "netrc").write_text(f"machine 127.0.0.1:{server.port} login user password {'n' * 40}\n")
+    (tmp_path / "netrc").chmod(0o600)
+    run(tmp_path / "trial-1", environment(tmp_path, server.url))
+    check_rows(server.rows(run_id(tmp_path / "trial-1")), last=12)
+    done = run(tmp_path / "trial-2", environment(tmp_path, server.url, WANDB_API_KEY="short"))
+    assert "40" in done.said[0]
+    check_rows(offline_rows(tmp_path / "trial-2"), last=12)
+
+
+@pytest.mark.slow
+def test_resume_after_a_kill_has_every_row_exactly_once(tmp_path: Path, server: Server):
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    run(folder, env, last=12, end="kill")  # wandb loses what it had not sent: here, all
+    first_id = run_id(folder)
+    run(folder, env, start=10, last=16)
+    run(folder, env, start=16, last=21)  # from where the server stands
+    run(folder, env, start=19, last=24)  # from before: the server keeps its 20 and 21
+    assert run_id(folder) == first_id
+    assert list(server.runs()) == [first_id]
+    check_rows(server.rows(first_id), last=24)
+
+
+@pytest.mark.slow
+def test_resume_offline_leaves_one_whole_file_to_upload(tmp_path: Path, server: Server):
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url)
+    run(folder, env, last=12, end="kill")
+    run(folder, env, start=10, last=16)
+    check_rows(offline_rows(folder), last=16)
+    assert len(list(folder.glob("wandb/superseded/offline-run-*"))) == 1
+    (path,) = folder.glob("wandb/offline-run-*")
+    command = [str(Path(sys.executable).with_name("wandb")), "sync", "--yes", str(path)]
+    subprocess.run(command, env=environment(tmp_path, server.url, **KEY), capture_output=True, check=True)
+    check_rows(server.rows(run_id(folder)), last=16)
+
+
+@pytest.mark.slow
+def test_server_down_at_start_goes_offline_within_15_seconds(tmp_path: Path, server: Server):
+    server.process.kill()
+    done = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY))
+    assert done.seconds["OPEN"] < 15
+    assert done.seconds["PROCESS"] < 20
+    assert "offline" in done.said[0]
+    check_rows(offline_rows(tmp_path / "trial-1"), last=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
+def test_server_gone_in_mid_run_costs_at_most_12_seconds_at_the_end(
+    tmp_path: Path, server: Server, signal_name: str
+):
+    env = environment(tmp_path, server.url, **KEY)
+    done = run(tmp_path / "trial-1", env, end=f"server:{signal_name}:{server.process.pid}")
+    assert done.seconds["CLOSE"] < 12
+    assert done.seconds["PROCESS"] < 20, "something waits at the interpreter's exit"
+    assert "metrics.jsonl has them all" in done.said[-1]
+    assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 32
+
+
+def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server):
+    done = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY), end="core")
+    assert len(done.said) == 2
+    assert "training goes on without it" in done.said[1]
+    assert done.seconds["WRITE"] < 1
+    assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 14

@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""A loopback stand-in for the W&B backend: enough for a real wandb 0.31 client's whole run, resume included.
+
+    python wandb_standin.py PORT DIR
+    WANDB_BASE_URL=http://127.0.0.1:PORT WANDB_API_KEY=<40 characters> python your_run.py
+
+DIR receives history-<run>.jsonl (the rows, as W&B would keep them), runs.json (config, summary, exit code),
+files/ (uploads) and requests.jsonl (every call; a gap in the stream is marked GAP, an unknown path UNKNOWN).
+"""
+
+import base64
+import contextlib
+import gzip
+import json
+import re
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Store:
+    """What the backend keeps, on disk, so that a stand-in that was stopped can be started again."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = threading.Lock()
+        self.runs_file = folder / "runs.json"
+        self.runs = json.loads(self.runs_file.read_text()) if self.runs_file.exists() else {}
+
+    def save(self) -> None:
+        partial = self.runs_file.with_suffix(".tmp")
+        partial.write_text(json.dumps(self.runs, indent=1))
+        partial.replace(self.runs_file)
+
+    def history(self, run: str) -> list[str]:
+        path = self.folder / f"history-{run}.jsonl"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def append_history(self, run: str, offset: int, lines: list[str]) -> tuple[int, int] | None:
+        """Append what is new; returns (rows held, offset sent) where the stream left a gap."""
+        held = len(self.history(run))
+        with (self.folder / f"history-{run}.jsonl").open("a") as file:
+            file.writelines(line + "\n" for i, line in enumerate(lines) if offset + i >= held)
+        return (held, offset) if offset > held else None
+
+    def note(self, record: dict) -> None:
+        with (self.folder / "requests.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def project(run: dict) -> dict:
+    return {
+        "id": "UHJvamVjdDox",
+        "name": run["project"],
+        "entity": {"id": "RW50aXR5OjE=", "name": run["entity"]},
+    }
+
+
+def run_id(name: str) -> str:
+    return base64.b64encode(f"Run:{name}".encode()).decode()
+
+
+def upsert_run(store: Store, v: dict) -> dict:
+    name = v.get("name") or base64.b64decode(v["id"]).decode().split(":")[1]
+    inserted = name not in store.runs
+    run = store.runs.setdefault(
+        name,
+        {
+            "project": v.get("project") or "uncategorized",
+            "entity": v.get("entity") or "local",
+            "displayName": name,
+        },
+    )
+    run.update({key: value for key, value in v.items() if value is not None})
+    store.save()
+    bucket = {
+        "id": run_id(name),
+        "name": name,
+        "displayName": run["displayName"],
+        "description": "",
+        "config": run.get("config") or "{}",
+        "sweepName": None,
+        "project": project(run),
+        "historyLineCount": len(store.history(name)),
+    }
+    return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
+
+
+def resume_status(store: Store, v: dict) -> dict:
+    run = store.runs.get(v.get("name"))
+    if run is None:
+        empty = {"project": v.get("project"), "entity": "local"}
+        return {"model": {**project(empty), "bucket": None}}
+    rows = store.history(v["name"])
+    bucket = {
+        "id": run_id(v["name"]),
+        "name": v["name"],
+        "displayName": run["displayName"],
+        "tags": [],
+        "wandbConfig": json.dumps({"t": {}}),  # without "t" the client holds the run to be never started
+        "summaryMetrics": run.get("summary") or "{}",
+        "config": run.get("config") or "{}",
+        "logLineCount": 0,
+        "historyLineCount": len(rows),
+        "historyTail": json.dumps(rows[-1:]),
+        "eventsLineCount": run.get("events", 0),
+        "eventsTail": "[]",
+    }
+    return {"model": {**project(run), "bucket": bucket}}
+
+
+def answer_graphql(store: Store, operation: str, query: str, v: dict, host: str) -> dict:
+    if operation == "Viewer" or "viewer" in query:
+        return {
+            "viewer": {
+                "id": "VXNlcjox",
+                "entity": "local",
+                "username": "local",
+                "flags": "{}",
+                "email": "l@localhost",
+                "name": "local",
+                "teams": {"edges": []},
+            }
+        }
+    if "serverInfo" in query:
+        return {
+            "serverInfo": {
+                "features": [],
+                "latestLocalVersionInfo": None,
+                "cliVersionInfo": {"max_cli_version": "0.99.0", "min_cli_version": "0.1.0"},
+            }
+        }
+    if "upsertBucket" in query:
+        return upsert_run(store, v)
+    if "RunResumeStatus" in query:
+        return resume_status(store, v)
+    if operation == "CreateRunFiles":
+        urls = [
+            {"name": f, "uploadUrl": f"http://{host}/upload/{v.get('run')}/{f}"} for f in v.get("files", [])
+        ]
+        return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": urls}}
+    if operation == "MarkRunFilesUploaded":
+        return {"markRunFilesUploaded": {"success": True}}
+    if "RunStoppedStatus" in query or operation == "RunState":
+        return {"project": {"run": {"stopped": False, "state": "running"}}}
+    if operation == "OrganizationCoreWeaveOrganizationID":
+        return {"entity": {"organization": {"coreWeaveOrganizationId": None}}}
+    return {}
+
+
+def take_stream(store: Store, run: str, message: dict, record: dict) -> dict:
+    entry = store.runs.setdefault(run, {"project": "uncategorized", "entity": "local", "displayName": run})
+    for name, part in (message.get("files") or {}).items():
+        if name == "wandb-history.jsonl":
+            gap = store.append_history(run, part["offset"], part["content"])
+            if gap:
+                record["GAP"] = gap
+        elif name == "wandb-summary.json":
+            entry["summary"] = part["content"][-1]
+        elif name == "wandb-events.jsonl":
+            entry["events"] = part["offset"] + len(part["content"])
+    if message.get("complete"):
+        entry["exitcode"] = message.get("exitcode")
+    store.save()
+    return {"exitcode": None, "limits": {}}
+
+
+def make_handler(store: Store) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args) -> None:
+            pass
+
+        def read_body(self) -> bytes:
+            body = b""
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                while size := int(self.rfile.readline().strip() or b"0", 16):
+                    body += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+            else:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):  # a client that ended without closing
+                super().handle()
+
+        def handle_call(self) -> None:
+            body = self.read_body()
+            record = {"time": time.time(), "method": self.command, "path": self.path, "bytes": len(body)}
+            status, answer = 200, {}
+            with store.lock:
+                if self.path == "/graphql":
+                    call = json.loads(body)
+                    named = re.search(r"(?:query|mutation) (\w+)", call["query"])
+                    operation = call.get("operationName") or (named.group(1) if named else "")
+                    record["operation"] = operation
+                    data = answer_graphql(
+                        store, operation, call["query"], call.get("variables") or {}, self.headers["Host"]
+                    )
+                    answer = {"data": data}
+                elif self.path.endswith("/file_stream"):
+                    answer = take_stream(store, self.path.split("/")[4], json.loads(body), record)
+                elif self.path.startswith("/upload/"):
+                    target = store.folder / "files" / self.path.removeprefix("/upload/").replace("..", "_")
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(body)
+                else:
+                    record["UNKNOWN"], status, answer = True, 404, {"error": "not in the stand-in"}
+                store.note(record)
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_PUT = handle_call
+
+    return Handler
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    ThreadingHTTPServer(
+        ("127.0.0.1", int(sys.argv[1])), make_handler(Store(Path(sys.argv[2])))
+    ).serve_forever()
