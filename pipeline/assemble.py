@@ -35,7 +35,12 @@ log = logging.getLogger(__name__)
 
 
 def assemble(
-    config: RunConfig, plan: BatchPlan, deepspeed: Tree | None, job: Job, data: DataBundle, directory: RunDirectory
+    config: RunConfig,
+    plan: BatchPlan,
+    deepspeed: Tree | None,
+    job: Job,
+    data: DataBundle,
+    directory: RunDirectory,
 ) -> Run:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
     objective = build_objective(config)
@@ -54,14 +59,20 @@ def assemble(
         start = TrainState.start(
             engine.device, int(state["global_step"]), state["tokens_seen"], state["skipped_steps"]
         )
-    meters = Meters(describe_workload(plan, engine, objective, data, job), job, engine.precision, time.perf_counter)
+    meters = Meters(
+        describe_workload(plan, engine, objective, data, job), job, engine.precision, time.perf_counter
+    )
     sinks = build_sinks(
         config,
         run_dir=directory.path,
         is_main_process=job.ranks.is_main_process,
         start_step=start.global_step,
         max_steps=max_steps,
-        run_config={"recipe": config.model_dump(mode="json"), "deepspeed": deepspeed, "world_size": job.ranks.world_size},
+        run_config={
+            "recipe": config.model_dump(mode="json"),
+            "deepspeed": deepspeed,
+            "world_size": job.ranks.world_size,
+        },
     )
     return Run(
         job=job,
@@ -125,7 +136,9 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
     )
 
 
-def build_eval_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> EvalLoader | None:
+def build_eval_loader(
+    config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine
+) -> EvalLoader | None:
     """This rank's share of the held-out data, or None where there is none."""
     if data.eval is None:
         return None
@@ -141,7 +154,9 @@ def build_eval_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engi
     )
 
 
-def describe_workload(plan: BatchPlan, engine: Engine, objective: Objective, data: DataBundle, job: Job) -> Workload:
+def describe_workload(
+    plan: BatchPlan, engine: Engine, objective: Objective, data: DataBundle, job: Job
+) -> Workload:
     """What turns the run's seconds into rates."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     return Workload(

@@ -1,6 +1,6 @@
 """Command line -> settings -> run. Imports torch only once a run really starts.
 
-    deepspeed launch/train.py --deepspeed ds_configs/zero2.json model.num_layers=4
+deepspeed launch/train.py --deepspeed ds_configs/zero2.json model.num_layers=4
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="DeepSpeed configuration")
     parser.add_argument(
-        "--config", type=Path, metavar="RECIPE.yaml", default=DEFAULT_RECIPE, help="recipe (default: %(default)s)"
+        "--config",
+        type=Path,
+        metavar="RECIPE.yaml",
+        default=DEFAULT_RECIPE,
+        help="recipe (default: %(default)s)",
     )
     parser.add_argument(
         "overrides",
@@ -88,9 +92,16 @@ def describe(settings: Settings, world_size: int) -> str:
     if deepspeed is None:
         parts += ["# engine", f"plain PyTorch, one process, {config.engine.precision}\n"]
     else:
-        parts += [f"# DeepSpeed ({settings.deepspeed_path}, every auto filled)", json.dumps(deepspeed, indent=2)]
+        parts += [
+            f"# DeepSpeed ({settings.deepspeed_path}, every auto filled)",
+            json.dumps(deepspeed, indent=2),
+        ]
         stage = deepspeed["zero_optimization"].get("stage", 0)
-        parts += ["", "# engine", f"DeepSpeed, ZeRO stage {stage}, {precision_of(deepspeed)}, {world_size} ranks\n"]
+        parts += [
+            "",
+            "# engine",
+            f"DeepSpeed, ZeRO stage {stage}, {precision_of(deepspeed)}, {world_size} ranks\n",
+        ]
     parts += ["# batch", str(plan), "", "# steps"]
     if config.max_steps is not None:
         samples = config.max_steps * plan.global_batch_size

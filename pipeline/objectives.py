@@ -135,7 +135,9 @@ class Classification:
             logits_BC, labels_B, weights_C, reduction="sum", label_smoothing=self.label_smoothing
         )
         correct = (logits_BC.argmax(-1) == labels_B).sum()
-        return LossSum(loss_sum, self.count(batch), {"correct": correct, "samples": correct.new_tensor(labels_B.numel())})
+        return LossSum(
+            loss_sum, self.count(batch), {"correct": correct, "samples": correct.new_tensor(labels_B.numel())}
+        )
 
 
 class Custom:

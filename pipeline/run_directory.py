@@ -50,7 +50,9 @@ def open_run_directory(
     if config.run_dir is not None:
         found = Path(config.run_dir)
         if resume == "never" and (found / "metrics.jsonl").exists():
-            raise ConfigError(f"run_dir {found} already holds a run; choose another, or checkpoint.resume=auto")
+            raise ConfigError(
+                f"run_dir {found} already holds a run; choose another, or checkpoint.resume=auto"
+            )
     else:
         found = None if resume == "never" else _newest_unfinished(config, split)
     if found is not None:
@@ -58,7 +60,9 @@ def open_run_directory(
         if lock is not None:
             checkpoints = complete_checkpoints(found / "checkpoints")
             if resume == "required" and not checkpoints:
-                raise CheckpointError(f"checkpoint.resume is required, but {found} holds no complete checkpoint")
+                raise CheckpointError(
+                    f"checkpoint.resume is required, but {found} holds no complete checkpoint"
+                )
             if checkpoints:
                 _refuse_other_run(found, config, split)
                 log.info("going on with %s from %s", found, checkpoints[-1].name)
@@ -142,7 +146,9 @@ def _refuse_other_run(path: Path, config: RunConfig, split: Tree) -> None:
 def _describe(path: Path, config: RunConfig, deepspeed: Tree | None, world_size: int) -> None:
     try:
         (path / "recipe.yaml").write_text(recipe_yaml(config))
-        (path / "split.json").write_text(json.dumps({"deepspeed": deepspeed, "world_size": world_size}, indent=2))
+        (path / "split.json").write_text(
+            json.dumps({"deepspeed": deepspeed, "world_size": world_size}, indent=2)
+        )
         if deepspeed is not None:
             (path / "ds_config.json").write_text(json.dumps(deepspeed, indent=2))
         (path / "environment.json").write_text(json.dumps(environment(world_size), indent=2))
@@ -161,7 +167,9 @@ def environment(world_size: int) -> Tree:
         "python": platform.python_version(),
         "packages": {name: metadata.version(name) for name in names},
         "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else ["cpu"],
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if cuda
+        else ["cpu"],
         "cpu_cores": os.cpu_count(),
         "host": platform.node(),
         "world_size": world_size,

@@ -75,7 +75,9 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
     return 0 if signal_number is None else 128 + signal_number
 
 
-def _agree_on_directory(settings: Settings, deepspeed: dict[str, object] | None, job: Job) -> tuple[RunDirectory, FileLock | None]:
+def _agree_on_directory(
+    settings: Settings, deepspeed: dict[str, object] | None, job: Job
+) -> tuple[RunDirectory, FileLock | None]:
     """Rank 0 chooses; the others are told, or told why not."""
     lock = None
     answer: RunDirectory | PipelineError | None = None
@@ -110,7 +112,11 @@ def _announce(settings: Settings, prepared: Run, directory: RunDirectory) -> Non
 def _conclude(path: Path, state: TrainState, signal_number: int | None, text: str | None) -> None:
     """Says where everything lies; a finished run is marked, so that the same command starts a new one."""
     if signal_number is None:
-        summary = {"global_step": state.global_step, "skipped_steps": int(state.skipped_steps), "sample": text}
+        summary = {
+            "global_step": state.global_step,
+            "skipped_steps": int(state.skipped_steps),
+            "sample": text,
+        }
         (path / "summary.json").write_text(json.dumps(summary, indent=2))
     else:
         print(f"stopped at step {state.global_step}; the same command goes on from there")

@@ -11,7 +11,9 @@ from pipeline.config.schema import SampleConfig
 
 
 @torch.no_grad()
-def sample_text(module: nn.Module, tokenizer: Any, config: SampleConfig, seed: int, device: torch.device) -> str | None:
+def sample_text(
+    module: nn.Module, tokenizer: Any, config: SampleConfig, seed: int, device: torch.device
+) -> str | None:
     """What the model writes after the prompt; None for a model that cannot generate.
 
     Collective: under ZeRO-3 every rank takes part in each forward, so all of them write the same text.

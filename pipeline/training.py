@@ -95,7 +95,9 @@ def train(run: Run) -> tuple[TrainState, int | None]:
             with run.meters.waiting_for_data():
                 micro_batches = run.loader.next_group()
             seed_step(run.seed, state.global_step, run.engine.dp_rank)
-            learning_rate = run.peak_learning_rate * multiplier(run.schedule, state.global_step, run.max_steps)
+            learning_rate = run.peak_learning_rate * multiplier(
+                run.schedule, state.global_step, run.max_steps
+            )
             result = run.engine.train_step(micro_batches, run.objective, learning_rate, stop.requested)
             state = state.after(result)
             run.meters.observe(result)

@@ -96,7 +96,9 @@ def adopt_stated_numbers(recipe: Tree, tree: Tree, path: Path) -> Tree:
     recipe = copy.deepcopy(recipe)
     optimizer, scheduler = get_dotted(tree, "optimizer.type"), get_dotted(tree, "scheduler.type")
     if optimizer is not None and str(optimizer).lower() not in ("adam", "adamw"):
-        raise ConfigError(f"{path}: optimizer.type: {optimizer!r}; this trainer builds AdamW (drop the section)")
+        raise ConfigError(
+            f"{path}: optimizer.type: {optimizer!r}; this trainer builds AdamW (drop the section)"
+        )
     if scheduler is not None and scheduler not in keys.SCHEDULES:
         raise ConfigError(f"{path}: scheduler.type: {scheduler!r}; set schedule.kind in the recipe instead")
     stated = {mine: (json_key, get_dotted(tree, json_key)) for json_key, mine in keys.RECIPE_OWNS.items()}
@@ -109,19 +111,21 @@ def adopt_stated_numbers(recipe: Tree, tree: Tree, path: Path) -> Tree:
         if own is None:
             set_dotted(recipe, mine.split("."), value)
         elif own != value:
-            raise ConfigError(f'{path}: {json_key} is {value}, the recipe\'s {mine} is {own}; write "auto" here')
+            raise ConfigError(
+                f'{path}: {json_key} is {value}, the recipe\'s {mine} is {own}; write "auto" here'
+            )
     return recipe
 
 
-def resolve_deepspeed(
-    tree: Tree, config: RunConfig, plan: BatchPlan, device: Precisions, path: Path
-) -> Tree:
+def resolve_deepspeed(tree: Tree, config: RunConfig, plan: BatchPlan, device: Precisions, path: Path) -> Tree:
     """The dict DeepSpeed gets: every "auto" a value, optimizer and schedule left to the recipe's builders.
 
     Raises:
         ConfigError: an "auto" that nothing can fill, both half precisions asked for.
     """
-    filled = {key: copy.deepcopy(value) for key, value in tree.items() if key not in ("optimizer", "scheduler")}
+    filled = {
+        key: copy.deepcopy(value) for key, value in tree.items() if key not in ("optimizer", "scheduler")
+    }
     filled["train_batch_size"] = plan.global_batch_size
     filled["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
     filled["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
@@ -164,7 +168,9 @@ def _fill_precision(filled: Tree, device: Precisions, path: Path) -> None:
             "or fp32 with ds.fp16.enabled=false"
         )
     if bf16 is True and not device.bf16:
-        raise ConfigError(f"{path}: bf16.enabled: this device does not compute in bf16; use fp16 (ds.fp16.enabled=true)")
+        raise ConfigError(
+            f"{path}: bf16.enabled: this device does not compute in bf16; use fp16 (ds.fp16.enabled=true)"
+        )
     if bf16 == "auto":
         bf16 = fp16 is not True and device.bf16
     if fp16 == "auto":

@@ -40,7 +40,9 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
 )
 
 
@@ -158,7 +160,9 @@ def _explain(problem: Any, source: Path, lines: Mapping[str, int], overridden: s
     if dotted in overridden:
         place = "command line"
     else:
-        known = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in lines), "")
+        known = next(
+            (".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in lines), ""
+        )
         place = f"{source}:{lines[known]}" if known else str(source)
     kind = problem["type"]
     if kind == "extra_forbidden":

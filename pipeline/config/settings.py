@@ -67,4 +67,6 @@ def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) ->
 
 def recipe_yaml(config: RunConfig) -> str:
     """The resolved recipe, every default written out; valid as a recipe itself."""
-    return yaml.safe_dump(config.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(
+        config.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True
+    )

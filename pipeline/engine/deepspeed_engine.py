@@ -71,7 +71,9 @@ class DeepSpeedEngine:
                 model=model, optimizer=self._optimizer, config=config, dist_init_required=False
             )
         except deepspeed.runtime.config_utils.ValidationError as error:
-            raise ConfigError(f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}") from None
+            raise ConfigError(
+                f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}"
+            ) from None
         self._engine.checkpoint_engine = SafeCheckpointEngine()
         self.dp_rank = deepspeed.utils.groups._get_data_parallel_rank()
         self.dp_world_size = deepspeed.utils.groups._get_data_parallel_world_size()
@@ -89,7 +91,9 @@ class DeepSpeedEngine:
         engine = self._engine
         if not engine.training:
             engine.train()
-        totals = self._job.all_reduce_sum(count_and_vote(micro_batches, objective, stop_requested, self.device))
+        totals = self._job.all_reduce_sum(
+            count_and_vote(micro_batches, objective, stop_requested, self.device)
+        )
         scale = backward_scale(totals[0], self.dp_world_size).float()
         for group in self._zero_optimizer.param_groups:
             group["lr"] = learning_rate

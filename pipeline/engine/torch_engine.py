@@ -74,7 +74,9 @@ class TorchEngine:
         """See Engine.load."""
         file = folder / "state.pt"
         if not file.exists():
-            raise CheckpointError(f"{folder} was not saved by plain PyTorch; resume it with the --deepspeed it had")
+            raise CheckpointError(
+                f"{folder} was not saved by plain PyTorch; resume it with the --deepspeed it had"
+            )
         state = torch.load(file, map_location=self.device, weights_only=True)
         self.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

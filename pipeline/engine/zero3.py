@@ -51,7 +51,7 @@ class Zero3Sharding:
         with deepspeed.zero.GatheredParameters(unique, modifier_rank=0):
             gathered = [p.data for p in unique]
             for p in unique:
-                p.data = torch.empty(p.shape, dtype=torch.float32)
+                p.data = p.data.to(device="cpu", dtype=torch.float32, copy=True)
             yield
             for p, full in zip(unique, gathered, strict=True):
                 p.data = full.copy_(p.data)

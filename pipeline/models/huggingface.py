@@ -39,7 +39,9 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
             smaller than the tokenizer's, sequences longer than the model takes.
     """
     if (config.architecture is None) == (config.pretrained is None):
-        raise ModelError("model: give exactly one of architecture (new weights) and pretrained (a folder or hub name)")
+        raise ModelError(
+            "model: give exactly one of architecture (new weights) and pretrained (a folder or hub name)"
+        )
     if config.pretrained is not None:
         model = _load(config, request)
     else:
@@ -63,7 +65,9 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     default = AutoConfig.for_model(architecture)
     for name in [*fields, *config.extra]:
         if not hasattr(default, name):
-            raise ModelError(f"model: a {architecture} config has no {name}{did_you_mean(name, vars(default))}")
+            raise ModelError(
+                f"model: a {architecture} config has no {name}{did_you_mean(name, vars(default))}"
+            )
     ends = {"bos_token_id": request.end_of_document_id, "eos_token_id": request.end_of_document_id}
     # Defaults that follow from another field (head_dim, key-value heads) follow from the stated one.
     hf_config = AutoConfig.for_model(architecture, **(ends | fields | config.extra))
@@ -86,7 +90,9 @@ def _near(architecture: str | None) -> str:
 
 
 def _stated_fields(config: CausalLMConfig) -> dict[str, Any]:
-    return {theirs: getattr(config, ours) for ours, theirs in FIELDS.items() if getattr(config, ours) is not None}
+    return {
+        theirs: getattr(config, ours) for ours, theirs in FIELDS.items() if getattr(config, ours) is not None
+    }
 
 
 @torch.no_grad()
@@ -145,8 +151,14 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         raise ModelError(f"model.pretrained: {name!r}: {_first_sentence(error)}") from None
     finally:
         del keep_alive
-    problems = {key: sorted(map(str, info.get(f"{key}_keys", ()))) for key in ("missing", "unexpected", "mismatched")}
-    told = [f"{key}: {', '.join(names[:5])}{' ...' * (len(names) > 5)}" for key, names in problems.items() if names]
+    problems = {
+        key: sorted(map(str, info.get(f"{key}_keys", ()))) for key in ("missing", "unexpected", "mismatched")
+    }
+    told = [
+        f"{key}: {', '.join(names[:5])}{' ...' * (len(names) > 5)}"
+        for key, names in problems.items()
+        if names
+    ]
     if told:
         raise ModelError(f"model.pretrained: the weights in {name!r} do not fit the model; {'; '.join(told)}")
     return model  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ class Sharding(Protocol):
         ...
 
     def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-        """Inside it the parameters are whole, on the CPU, in fp32, to be overwritten; after it, sharded."""
+        """Inside it the parameters are whole, on the CPU, in fp32, and may be changed; after it, sharded."""
         ...
 
     @property

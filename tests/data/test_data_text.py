@@ -1,36 +1,21 @@
-"""Preparing text: split, tokenizer, cache; two at once, one killed; every bad input one clear line."""
+"""Preparing text: split, tokenizer, what is kept; every bad input is one clear line."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import subprocess
-import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from filelock import FileLock
 
 from pipeline.config.schema import TextDataConfig, TokenizerConfig
 from pipeline.data import prepare_data
 from pipeline.data.cache import read_index
-from pipeline.data.text import TextDataset
 from pipeline.data.tokenise import is_held_out
 from pipeline.errors import DataError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
-PROGRAM = """
-import logging, sys
-from pipeline.config.schema import TextDataConfig
-from pipeline.data import prepare_data
-logging.basicConfig(level=logging.INFO, format="%(message)s")
-bundle = prepare_data(TextDataConfig.model_validate_json(sys.argv[1]))
-print(bundle.fingerprint, bundle.train.num_tokens, int(bundle.train._windows.sum()))
-"""
 
 
 def config(paths, cache_dir, **changes):
@@ -257,57 +242,3 @@ def test_a_malformed_file_leaves_nothing(corpus, tmp_path):
     (corpus / "zz.jsonl").write_text('{"text": "a"}\n{"text": \n')
     assert "zz.jsonl:2: not a line of JSON" in prepare_error([corpus], tmp_path / "cache")
     assert not entries(tmp_path / "cache")
-
-
-def test_a_damaged_entry_is_made_again(corpus, tmp_path):
-    bundle = prepare_data(config([corpus], tmp_path / "cache"))
-    whole = bundle.train.path.read_bytes()
-    bundle.train.path.write_bytes(whole[:-2])
-    assert prepare_data(config([corpus], tmp_path / "cache")).train.path.read_bytes() == whole
-
-
-def start(settings):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, settings.model_dump_json()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_a_killed_writer_leaves_nothing_that_counts(tmp_path):
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for path in sorted(STDLIB.glob("[a-i]*.py")):  # 2 MB: time enough to be hit
-        (corpus / path.name).write_bytes(path.read_bytes())
-    cache_dir = tmp_path / "cache"
-    settings = config([corpus], cache_dir, eval_fraction=0.0)
-    writer = start(settings)
-    while not any(path.stat().st_size > 1000 for path in cache_dir.glob("*.tmp-*/train.npy")):
-        assert writer.poll() is None, writer.stderr.read()
-        time.sleep(0.001)
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.communicate()
-    (left,) = entries(cache_dir)
-    assert ".tmp-" in left.name
-    assert not (left / "index.json").exists()
-
-    bundle = prepare_data(settings)
-    assert [path.name for path in entries(cache_dir)] == [bundle.fingerprint]
-    assert isinstance(bundle.train, TextDataset)
-    assert len(np.load(bundle.train.path)) == read_index(bundle.train.path.parent)["tokens"]["train"]
-
-
-def test_two_at_once_do_the_work_once(corpus, tmp_path):
-    key = prepare_data(config([corpus], tmp_path / "other")).fingerprint
-    cache_dir = tmp_path / "cache"
-    cache_dir.mkdir()
-    with FileLock(cache_dir / f"{key}.lock"):  # until both have come to it
-        processes = [start(config([corpus], cache_dir)) for _ in range(2)]
-        for process in processes:
-            assert "waiting for it" in process.stderr.readline()
-    results = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], results
-    assert results[0][0] == results[1][0] != ""
-    assert sum("training the tokenizer" in log for _, log in results) == 1
-    assert [path.name for path in entries(cache_dir)] == [key]

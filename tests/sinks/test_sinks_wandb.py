@@ -1,7 +1,9 @@
-"""Weights & Biases with the real client against a server on this machine: exactly once, and never in the way."""
+"""Weights & Biases, the real client against a server on this machine: exactly once, never in the way."""
 
 import json
+import math
 import os
+import pty
 import re
 import socket
 import subprocess
@@ -77,12 +79,10 @@ class Server:
         return json.loads((self.folder / "runs.json").read_text())
 
     def rows(self, run_id: str) -> list[dict]:
-        return [
-            json.loads(line) for line in (self.folder / f"history-{run_id}.jsonl").read_text().splitlines()
-        ]
+        return read_lines(self.folder / f"history-{run_id}.jsonl")
 
     def calls(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "requests.jsonl").read_text().splitlines()]
+        return read_lines(self.folder / "requests.jsonl")
 
 
 @pytest.fixture
@@ -99,12 +99,22 @@ def environment(home: Path, url: str, **more: str) -> dict[str, str]:
     return kept | {"HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": url} | more
 
 
-def run(
-    folder: Path, env: dict[str, str], start: int = 0, last: int = 12, end: str = "close", mode: str = "auto"
-):
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(start), str(last), end, mode]
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Outcome:
+    """What one run of the program printed, and how long its parts took."""
+
+    def __init__(self, printed: str, seconds: float):
+        timed = re.findall(r"(OPEN|WRITE|CLOSE) (\S+)", printed)
+        self.seconds = {word: float(value) for word, value in timed} | {"PROCESS": seconds}
+        self.said = [line for line in printed.splitlines() if "W&B" in line]
+
+
+def run(folder: Path, env: dict[str, str], *, start=0, last=12, end="close", mode="auto") -> Outcome:
+    command = arguments(folder, start=start, last=last, end=end, mode=mode)
     began = time.monotonic()
-    # A terminal would be the place for a prompt; stdin is closed, so a prompt would be an error here.
     done = subprocess.run(
         command,
         env=env,
@@ -113,15 +123,15 @@ def run(
         text=True,
         timeout=60,
         cwd=folder.parent,
+        check=False,
     )
-    done.seconds = {
-        word: float(value) for word, value in re.findall(r"(OPEN|WRITE|CLOSE) (\S+)", done.stdout)
-    }
-    done.seconds["PROCESS"] = time.monotonic() - began
-    done.said = [line for line in done.stdout.splitlines() if "W&B" in line]
     assert done.stderr == "", "wandb, or a traceback, on the user's screen"
     assert done.returncode == (9 if end == "kill" else 0), done.stdout
-    return done
+    return Outcome(done.stdout, time.monotonic() - began)
+
+
+def arguments(folder: Path, *, start=0, last=12, end="close", mode="auto") -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(start), str(last), end, mode]
 
 
 def run_id(folder: Path) -> str:
@@ -155,7 +165,7 @@ def test_every_row_arrives_exactly_once_from_one_run(tmp_path: Path, server: Ser
     ((name, kept),) = server.runs().items()
     assert name == run_id(tmp_path / "trial-1")
     check_rows(server.rows(name), last=12)
-    assert server.rows(name)[0]["train/grad_norm"] == "NaN"
+    assert math.isnan(server.rows(name)[0]["train/grad_norm"])
     assert (kept["displayName"], kept["groupName"], kept["tags"]) == ("trial-1", "trial", ["t"])
     assert json.loads(kept["config"])["seed"]["value"] == 7
     assert (kept["project"], kept["exitcode"]) == ("deepspeed-pipeline", 0)
@@ -177,6 +187,21 @@ def test_offline_without_a_key_says_once_how_to_upload(tmp_path: Path, server: S
 
 
 @pytest.mark.slow
+def test_a_terminal_is_never_asked_for_a_key(tmp_path: Path):
+    ours, theirs = pty.openpty()
+    env = environment(tmp_path, "http://127.0.0.1:9")
+    command = arguments(tmp_path / "trial-1", last=2, mode="online")
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, timeout=60, check=True
+    )
+    printed = os.read(ours, 65536).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 0
+    assert "W&B is offline (no API key for http://127.0.0.1:9)" in printed
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "mode", "expected"),
     [
@@ -186,9 +211,7 @@ def test_offline_without_a_key_says_once_how_to_upload(tmp_path: Path, server: S
         ("nonsense", "auto", "disabled"),
     ],
 )
-def test_wandb_mode_of_the_environment(
-    tmp_path: Path, server: Server, variable: str, mode: str, expected: str
-):
+def test_wandb_mode_of_the_environment(tmp_path: Path, server: Server, variable, mode, expected):
     folder = tmp_path / "trial-1"
     env = environment(tmp_path, server.url, WANDB_MODE=variable, **KEY)
     done = run(folder, env, mode=mode)
@@ -231,7 +254,8 @@ def test_resume_offline_leaves_one_whole_file_to_upload(tmp_path: Path, server: 
     assert len(list(folder.glob("wandb/superseded/offline-run-*"))) == 1
     (path,) = folder.glob("wandb/offline-run-*")
     command = [str(Path(sys.executable).with_name("wandb")), "sync", "--yes", str(path)]
-    subprocess.run(command, env=environment(tmp_path, server.url, **KEY), capture_output=True, check=True)
+    env = environment(tmp_path, server.url, **KEY)
+    subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)
     check_rows(server.rows(run_id(folder)), last=16)
 
 

@@ -1,0 +1,120 @@
+"""Pools of real gloo ranks that stay alive across tests: a fresh launch costs ten seconds of imports.
+
+with RankPool(2) as pool:
+    losses = pool.run(function, argument)   # function(job, argument) on every rank; one result a rank
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RankFailedError(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+class RankPool:
+    """`world_size` processes in one process group, with DeepSpeed started, waiting for functions."""
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            environment = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": world_size,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "DS_ACCELERATOR": "cpu",
+                "PYTHONWARNINGS": "ignore",
+                "CUDA_VISIBLE_DEVICES": "",
+            }
+            process = context.Process(
+                target=_serve, args=(theirs, {k: str(v) for k, v in environment.items()}), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
+        """`function(job, *arguments)` on every rank; the results in rank order."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(timeout):
+                    failures.append(f"rank {rank} did not answer within {timeout} s")
+                    continue
+                ok, value = pipe.recv()
+            except EOFError:
+                failures.append(f"rank {rank} died")
+                continue
+            if ok:
+                results.append(value)
+            else:
+                failures.append(f"rank {rank} raised:\n{value}")
+        if failures:
+            self.close()  # the ranks may be out of step with each other
+            raise RankFailedError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    import torch
+
+    from pipeline.distributed.process_group import start_job
+    from pipeline.distributed.ranks import read_ranks
+    from pipeline.engine.deepspeed_engine import start_deepspeed
+
+    job = start_job(read_ranks(os.environ), distributed=True)
+    torch.set_num_threads(1)
+    start_deepspeed(job)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(job, *arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,112 @@
+"""A tiny language model and image task with everything that goes wrong elsewhere: uneven masks, several micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from pipeline.assemble import build_engine, build_loader
+from pipeline.config.batch import plan_batch
+from pipeline.config.deepspeed_json import Precisions
+from pipeline.config.loading import validate_recipe
+from pipeline.config.settings import Settings
+from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import Engine
+from pipeline.engine.normalize import mean_loss
+from pipeline.objectives import build_objective
+from pipeline.schedule import multiplier
+from pipeline.training import seed_step
+
+VOCABULARY = 257
+
+
+class MaskedTokens(Dataset[Any]):
+    """Sequences whose number of valid labels runs from a few to all."""
+
+    def __init__(self, num_samples: int = 64, length: int = 24, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.randint(0, VOCABULARY, (num_samples, length + 1), generator=generator)
+        self.valid = torch.randint(2, length + 1, (num_samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.tokens[index, 1:].clone()
+        labels[self.valid[index] :] = -100
+        return {"input_ids": self.tokens[index, :-1], "shift_labels": labels}
+
+
+def token_bundle() -> DataBundle:
+    return DataBundle(MaskedTokens(), MaskedTokens(19, seed=1), collate_items, None, VOCABULARY, None, "tiny")
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "max_steps": 8,
+        "model": {
+            "kind": "causal_lm",
+            "architecture": "llama",
+            "num_layers": 2,
+            "num_heads": 4,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "max_sequence_length": 24,
+        },
+        "data": {"kind": "tests:unused"},
+        "batch": {"micro_batch_size": 2, "global_batch_size": 8},
+        "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.5},
+        "schedule": {"warmup_steps": 2},
+        "wandb": {"mode": "disabled"},
+    }
+    return tree | changes
+
+
+def deepspeed_json(stage: int, precision: str = "fp32", **zero: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {"zero_optimization": {"stage": stage, **zero}}
+    if precision == "fp16":
+        # A scale that needs no search: skipped steps would shift the curve against the oracle's.
+        tree["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    if precision == "bf16":
+        tree["bf16"] = {"enabled": True}
+    return tree
+
+
+def settings(tree: dict[str, Any], deepspeed: dict[str, Any] | None) -> Settings:
+    source = Path("tiny.yaml")
+    config = validate_recipe(tree, source, {}, set())
+    return Settings(config, deepspeed, source, Path("tiny.json") if deepspeed is not None else None)
+
+
+def make_engine(job: Job, tree: dict[str, Any], deepspeed: dict[str, Any] | None, data: DataBundle) -> Engine:
+    chosen = settings(tree, deepspeed)
+    _, filled = chosen.resolve(job.ranks.world_size, Precisions(True, True))
+    return build_engine(chosen.config, filled, job, data)
+
+
+def train_curve(
+    job: Job, tree: dict[str, Any], deepspeed: dict[str, Any] | None, steps: int = 6
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step: the numbers a run would log."""
+    data = token_bundle()
+    config = settings(tree, deepspeed).config
+    engine = make_engine(job, tree, deepspeed, data)
+    plan = plan_batch(config.batch, engine.dp_world_size)
+    loader = build_loader(config, plan, data, engine)
+    objective = build_objective(config)
+    curve = []
+    for step in range(steps):
+        seed_step(config.seed, step, engine.dp_rank)
+        rate = config.optimizer.learning_rate * multiplier(config.schedule, step, steps)
+        result = engine.train_step(loader.next_group(), objective, rate, False)
+        total = job.all_reduce_sum(result.loss_sum.to(torch.float64)) if deepspeed else result.loss_sum
+        norm = result.grad_norm
+        curve.append(
+            (float(mean_loss(total, result.global_count)), float("nan") if norm is None else float(norm))
+        )
+    return curve
