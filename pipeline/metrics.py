@@ -61,7 +61,7 @@ class Meters:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves evaluation and saving out of the step time. Waits for the device first: they do so anyway."""
+        """Leaves evaluation and saving out of the step time. Waits for the device, as they would."""
         if self._job.device.type == "cuda":
             torch.cuda.synchronize()
         before = self._clock()
@@ -77,7 +77,7 @@ class Meters:
         self._consecutive_skips = (self._consecutive_skips + skipped) * skipped
 
     def summary(self) -> dict[str, float]:
-        """The numbers of the last step and the rates since the last summary. Collective; waits for the device.
+        """The last step's numbers and the rates since the last summary. Collective; waits for the device.
 
         Raises:
             NonFiniteLossError: too many steps in a row had no finite gradient (fp16 has its own limit).
@@ -93,9 +93,9 @@ class Meters:
         skips = int(self._consecutive_skips)
         if skips >= MAX_CONSECUTIVE_SKIPS and self._precision != "fp16":
             raise NonFiniteLossError(
-                f"the last {skips} steps had an infinite or NaN gradient (loss {row['train/loss']}) and were skipped; "
-                "the parameters are those of the last good step. Look at the data, lower optimizer.learning_rate, "
-                "or raise schedule.warmup_steps"
+                f"the last {skips} steps had an infinite or NaN gradient (loss {row['train/loss']}) and were "
+                "skipped; the parameters are those of the last good step. Look at the data, lower "
+                "optimizer.learning_rate, or raise schedule.warmup_steps"
             )
         row.update(self._rates())
         self._restart()

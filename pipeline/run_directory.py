@@ -1,4 +1,4 @@
-"""`runs/<name>-<time>/`: one directory a run, found again by the same command, held by one process at a time."""
+"""`runs/<name>-<time>/`: one directory a run, found again by the same command, held by one process."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def open_run_directory(
     """
     resume = config.checkpoint.resume
     split = {"deepspeed": deepspeed, "world_size": world_size}
+    found: Path | None
     if config.run_dir is not None:
         found = Path(config.run_dir)
         if resume == "never" and (found / "metrics.jsonl").exists():
@@ -73,8 +74,8 @@ def open_run_directory(
         log.info("%s is being trained by another process; this is a new run", found)
     if resume == "required":
         raise CheckpointError(
-            f"checkpoint.resume is required, but {config.runs_dir} holds no unfinished run of this recipe and "
-            f"split named {config.name!r}"
+            f"checkpoint.resume is required, but {config.runs_dir} holds no unfinished run of this recipe "
+            f"and split named {config.name!r}"
         )
     stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
@@ -139,7 +140,8 @@ def _refuse_other_run(path: Path, config: RunConfig, split: Tree) -> None:
     # More steps for the same run are welcome; anything else would not be the run it claims to be.
     if difference is not None and not difference.startswith("max_"):
         raise CheckpointError(
-            f"run_dir {path} holds a checkpoint of another run: {difference}; use that value, or another run_dir"
+            f"run_dir {path} holds a checkpoint of another run: {difference}; use that value, or another "
+            "run_dir"
         )
 
 

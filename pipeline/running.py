@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: Settings, ranks: Ranks) -> int:
-    """Trains as the settings say and returns the exit code: 0 finished, 2 bad input, 128 + n stopped by signal n."""
+    """Trains as the settings say. Exit code: 0 finished, 2 bad input, 128 + n stopped by signal n."""
     log_to_console(ranks)
     job: Job | None = None
     try:

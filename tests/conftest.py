@@ -7,7 +7,6 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests of the sink set their own
 
 import pytest
-
 from support.ranks import RankPool
 
 

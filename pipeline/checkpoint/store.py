@@ -55,7 +55,8 @@ class CheckpointStore:
                 self._prune()
         except OSError as error:
             raise CheckpointError(
-                f"{partial}: the checkpoint cannot be written: {error.strerror or error}; those before it are intact"
+                f"{partial}: the checkpoint cannot be written: {error.strerror or error}; "
+                "those before it are intact"
             ) from None
         self._job.barrier()
         log.info("saved %s", final)
@@ -73,8 +74,9 @@ class CheckpointStore:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
         if state["world_size"] != self._job.ranks.world_size:
             raise CheckpointError(
-                f"{folder} was saved on {state['world_size']} ranks, this job has {self._job.ranks.world_size}; "
-                f"start {state['world_size']} ranks, or a new run with checkpoint.resume=never"
+                f"{folder} was saved on {state['world_size']} ranks, this job has "
+                f"{self._job.ranks.world_size}; start {state['world_size']} ranks, or a new run with "
+                "checkpoint.resume=never"
             )
         engine.load(folder)
         return state

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from pipeline.config.deepspeed_json import Precisions
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
@@ -24,7 +26,7 @@ class Job:
 
     ranks: Ranks
     device: torch.device
-    store: dist.Store | None = field(default=None, repr=False)
+    store: distributed_c10d.Store | None = field(default=None, repr=False)
 
     @property
     def is_distributed(self) -> bool:
@@ -78,11 +80,11 @@ def start_job(ranks: Ranks, *, distributed: bool, timeout: timedelta = timedelta
     complete_environment(ranks)
     # The backend is named per device so that CPU tensors can be reduced beside CUDA ones.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("default_pg", store),
+        store=distributed_c10d.PrefixStore("default_pg", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -106,7 +108,7 @@ def _bind_device(ranks: Ranks) -> torch.device:
 
 
 def device_precisions(device: torch.device) -> Precisions:
-    """Which half precisions this device computes in; a CPU has bf16 always and fp16 with AVX512-FP16 or AMX."""
+    """Which half precisions this device computes in. A CPU has bf16 always, fp16 with AVX512-FP16 or AMX."""
     if device.type == "cuda":
         return Precisions(bf16=torch.cuda.is_bf16_supported(including_emulation=False), fp16=True)
     return Precisions(bf16=True, fp16=torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -15,10 +15,10 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.deepspeed_files import SafeCheckpointEngine
 from pipeline.config.deepspeed_json import precision_of
 from pipeline.config.schema import OptimizerConfig
 from pipeline.distributed.process_group import Job
+from pipeline.engine.deepspeed_files import SafeCheckpointEngine
 from pipeline.engine.interface import StepResult, count_and_vote, to_device
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.torch_engine import clip_and_guard
@@ -55,7 +55,7 @@ class DeepSpeedEngine:
         self.precision = precision_of(config)
         self._float_dtype = DTYPES[self.precision]
         stage = config["zero_optimization"].get("stage", 0)
-        # DeepSpeed neither clips nor guards nor reports a norm in fp32 at stage 0: we do, in the optimizer's hook.
+        # In fp32 at stage 0 DeepSpeed neither guards a step nor reports a norm: the optimizer's hook does.
         self._own_guard = stage == 0 and self.precision == "fp32"
         if self._own_guard:
             config = copy.deepcopy(config) | {"gradient_clipping": 0.0}
@@ -82,7 +82,7 @@ class DeepSpeedEngine:
     @property
     def module(self) -> nn.Module:
         """The user's model, without any wrapper."""
-        return self._engine.module  # type: ignore[no-any-return]
+        return self._engine.module
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, stop_requested: bool
@@ -122,7 +122,8 @@ class DeepSpeedEngine:
                 raise
             raise NonFiniteLossError(
                 "the fp16 loss scale fell to its minimum and gradients still overflow; use bf16, lower "
-                "optimizer.learning_rate, or raise schedule.warmup_steps. The parameters are those of the last good step"
+                "optimizer.learning_rate, or raise schedule.warmup_steps. The parameters are those of the "
+                "last good step"
             ) from None
 
     def _clip_and_guard(self, *_: Any) -> None:

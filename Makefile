@@ -1,0 +1,45 @@
+# make train   set everything up and train the default model; a second call skips what is done
+# make test    set everything up and run every test
+# make check   ruff, mypy --strict and the quick tests, in under two minutes
+# make bench   this project against its peers on this machine
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The venv's bin first: DeepSpeed's launcher starts "python3" and finds ninja through PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: train test lint check bench setup setup-dev clean
+
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: setup
+	deepspeed launch/train.py --deepspeed ds_configs/zero2.json
+
+test: setup-dev
+	python -m pytest
+
+lint: setup-dev
+	ruff check .
+	ruff format --check .
+	mypy
+
+check: lint
+	python -m pytest -m 'not slow and not gpu'
+
+bench: setup
+	python benchmarks/throughput.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache
