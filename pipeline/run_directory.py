@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,17 +38,18 @@ class RunDirectory:
     checkpoint: Path | None
 
 
-def open_run_directory(
-    config: RunConfig, deepspeed: Tree | None, world_size: int
-) -> tuple[RunDirectory, FileLock]:
+def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
     """Chooses or makes the run's directory by `checkpoint.resume`, and locks it. For rank 0 alone.
+
+    Args:
+        config: The recipe.
+        split: What else makes a run this run: DeepSpeed configuration, world size, the data's fingerprint.
 
     Raises:
         ConfigError: it cannot be written, or `run_dir` holds a run and `resume` is `never`.
         CheckpointError: `required` and nothing to go on with, or another process has it.
     """
     resume = config.checkpoint.resume
-    split = {"deepspeed": deepspeed, "world_size": world_size}
     found: Path | None
     if config.run_dir is not None:
         found = Path(config.run_dir)
@@ -56,36 +59,43 @@ def open_run_directory(
             )
     else:
         found = None if resume == "never" else _newest_unfinished(config, split)
-    if found is not None:
-        lock = _lock(found)
-        if lock is not None:
-            checkpoints = complete_checkpoints(found / "checkpoints")
-            if resume == "required" and not checkpoints:
-                raise CheckpointError(
-                    f"checkpoint.resume is required, but {found} holds no complete checkpoint"
-                )
-            if checkpoints:
-                _refuse_other_run(found, config, split)
-                log.info("going on with %s from %s", found, checkpoints[-1].name)
-            _describe(found, config, deepspeed, world_size)
-            return RunDirectory(found, checkpoints[-1] if checkpoints else None), lock
-        if config.run_dir is not None:
-            raise CheckpointError(f"run_dir {found} is in use by another process")
-        log.info("%s is being trained by another process; this is a new run", found)
+    lock = _lock(found) if found is not None else None
+    if found is not None and lock is not None:
+        return _go_on(found, config, split), lock
+    if config.run_dir is not None:
+        raise CheckpointError(f"run_dir {found} is in use by another process")
     if resume == "required":
+        busy = f"{found} is in use by another process" if found else "there is no unfinished run"
         raise CheckpointError(
-            f"checkpoint.resume is required, but {config.runs_dir} holds no unfinished run of this recipe "
-            f"and split named {config.name!r}"
+            f"checkpoint.resume is required, but in {config.runs_dir} {busy} of this recipe and split "
+            f"named {config.name!r}"
         )
+    if found is not None:
+        log.info("%s is being trained by another process; this is a new run", found)
+    path, lock = _fresh(config)
+    _describe(path, config, split)
+    return RunDirectory(path, None), lock
+
+
+def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
+    checkpoints = complete_checkpoints(path / "checkpoints")
+    if config.checkpoint.resume == "required" and not checkpoints:
+        raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint")
+    if checkpoints:
+        _refuse_other_run(path, config, split)
+        log.info("going on with %s from %s", path, checkpoints[-1].name)
+    (path / "summary.json").unlink(missing_ok=True)  # unfinished again
+    _describe(path, config, split)
+    return RunDirectory(path, checkpoints[-1] if checkpoints else None)
+
+
+def _fresh(config: RunConfig) -> tuple[Path, FileLock]:
     stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1, 1000):
-        fresh = Path(config.runs_dir) / (stem if number == 1 else f"{stem}-{number}")
-        if not fresh.exists():
-            break
-    lock = _lock(fresh)
-    assert lock is not None, "a directory made a moment ago is locked"
-    _describe(fresh, config, deepspeed, world_size)
-    return RunDirectory(fresh, None), lock
+    for number in itertools.count(1):
+        path = Path(config.runs_dir) / (stem if number == 1 else f"{stem}-{number}")
+        if not path.exists() and (lock := _lock(path)) is not None:
+            return path, lock
+    raise AssertionError("unreachable")
 
 
 def _lock(path: Path) -> FileLock | None:
@@ -104,8 +114,8 @@ def _identity(recipe: Tree, split: Tree) -> Tree:
     return {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT} | {"split": split}
 
 
-def _difference(path: Path, config: RunConfig, split: Tree) -> str | None:
-    """The first key in which the run in `path` is another one; None where it is the same."""
+def _difference(path: Path, config: RunConfig, split: Tree, allowed: tuple[str, ...] = ()) -> str | None:
+    """The first key, but the allowed ones, in which the run in `path` is another one; None: the same."""
     try:
         then = _identity(
             yaml.safe_load((path / "recipe.yaml").read_text()), json.loads((path / "split.json").read_text())
@@ -113,10 +123,13 @@ def _difference(path: Path, config: RunConfig, split: Tree) -> str | None:
     except (OSError, ValueError, yaml.YAMLError, AttributeError):
         return "its recipe.yaml or split.json cannot be read"
     now = _identity(yaml.safe_load(recipe_yaml(config)), json.loads(json.dumps(split)))
+    for key in allowed:
+        then.pop(key, None)
+        now.pop(key, None)
     return next(_differences(then, now), None)
 
 
-def _differences(then: Any, now: Any, prefix: str = "") -> Any:
+def _differences(then: Any, now: Any, prefix: str = "") -> Iterator[str]:
     if isinstance(then, dict) and isinstance(now, dict):
         for key in {**then, **now}:
             yield from _differences(then.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
@@ -136,29 +149,31 @@ def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
 
 
 def _refuse_other_run(path: Path, config: RunConfig, split: Tree) -> None:
-    difference = _difference(path, config, split)
     # More steps for the same run are welcome; anything else would not be the run it claims to be.
-    if difference is not None and not difference.startswith("max_"):
+    difference = _difference(path, config, split, allowed=("max_steps", "max_epochs"))
+    if difference is not None:
         raise CheckpointError(
             f"run_dir {path} holds a checkpoint of another run: {difference}; use that value, or another "
             "run_dir"
         )
 
 
-def _describe(path: Path, config: RunConfig, deepspeed: Tree | None, world_size: int) -> None:
+def _describe(path: Path, config: RunConfig, split: Tree) -> None:
+    files = {
+        "recipe.yaml": recipe_yaml(config),
+        "split.json": json.dumps(split, indent=2),
+        "environment.json": json.dumps(environment(), indent=2),
+    }
+    if split["deepspeed"] is not None:
+        files["ds_config.json"] = json.dumps(split["deepspeed"], indent=2)
     try:
-        (path / "recipe.yaml").write_text(recipe_yaml(config))
-        (path / "split.json").write_text(
-            json.dumps({"deepspeed": deepspeed, "world_size": world_size}, indent=2)
-        )
-        if deepspeed is not None:
-            (path / "ds_config.json").write_text(json.dumps(deepspeed, indent=2))
-        (path / "environment.json").write_text(json.dumps(environment(world_size), indent=2))
+        for name, text in files.items():
+            (path / name).write_text(text)
     except OSError as error:
         raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
 
 
-def environment(world_size: int) -> Tree:
+def environment() -> Tree:
     """Versions, machine and commit: what is needed to run the same again. No variables, so no secrets."""
     import torch
 
@@ -174,6 +189,5 @@ def environment(world_size: int) -> Tree:
         else ["cpu"],
         "cpu_cores": os.cpu_count(),
         "host": platform.node(),
-        "world_size": world_size,
         "git_commit": git.stdout.strip() or None,
     }

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import sys
+import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
 from filelock import FileLock
 
+from pipeline.config.loading import Tree
 from pipeline.config.settings import Settings
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import LaunchError, PipelineError
+from pipeline.errors import DataError, LaunchError, PipelineError
 from pipeline.logs import log_to_console, log_to_file
 
 if not os.path.exists("/dev/nvidiactl"):
@@ -55,7 +58,7 @@ def run(settings: Settings, ranks: Ranks) -> int:
 def _run(settings: Settings, job: Job, data: DataBundle) -> int:
     config = settings.config
     plan, deepspeed = settings.resolve(job.ranks.world_size, device_precisions(job.device))
-    directory, lock = _agree_on_directory(settings, deepspeed, job)
+    directory, lock = _agree_on_directory(settings, deepspeed, job, data)
     with ExitStack() as stack:
         if lock is not None:
             stack.callback(lock.release)
@@ -76,19 +79,29 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
 
 
 def _agree_on_directory(
-    settings: Settings, deepspeed: dict[str, object] | None, job: Job
+    settings: Settings, deepspeed: Tree | None, job: Job, data: DataBundle
 ) -> tuple[RunDirectory, FileLock | None]:
-    """Rank 0 chooses; the others are told, or told why not."""
+    """Rank 0 chooses; the others are told, or told why not.
+
+    Raises:
+        DataError: this rank's data is not rank 0's (two machines with different files).
+    """
     lock = None
     answer: RunDirectory | PipelineError | None = None
+    split = {"deepspeed": deepspeed, "world_size": job.ranks.world_size, "data": data.fingerprint}
     if job.ranks.is_main_process:
         try:
-            answer, lock = open_run_directory(settings.config, deepspeed, job.ranks.world_size)
+            answer, lock = open_run_directory(settings.config, split)
         except PipelineError as error:
             answer = error
-    answer = job.broadcast_object(answer)
+    answer, fingerprint = job.broadcast_object((answer, data.fingerprint))
     if isinstance(answer, PipelineError):
         raise answer
+    if fingerprint != data.fingerprint:
+        raise DataError(
+            f"rank {job.ranks.rank} on {platform.node()} prepared other data than rank 0; "
+            "give every machine the same files"
+        )
     assert answer is not None
     return answer, lock
 
@@ -141,14 +154,8 @@ def _end(job: Job | None, ranks: Ranks, message: str, code: int) -> int:
         # The launcher ends every rank with the first that exits: let the one that speaks finish, and do not
         # wait for peers in the process group's destructor.
         if not first:
-            _wait_to_be_ended()
+            time.sleep(3)
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)
     return code
-
-
-def _wait_to_be_ended() -> None:
-    import time
-
-    time.sleep(3)

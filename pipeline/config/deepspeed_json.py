@@ -40,14 +40,16 @@ def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> T
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except _DuplicateKeyError as error:
         raise ConfigError(f"{path}: the key {error.args[0]!r} is given twice") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid JSON: nested too deeply") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected an object of keys to values, found a {type(tree).__name__}")
-    given = set()
+    given: set[str] = set()
     for parts, value in overrides:
-        set_dotted(tree, parts, value)
+        set_dotted(tree, parts, value, "command line")
         given.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
     _check_names(tree, path, given)
-    return tree
+    return _without_nulls(tree)
 
 
 class _DuplicateKeyError(Exception):
@@ -63,35 +65,53 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Tree:
     return tree
 
 
+def _without_nulls(tree: Tree) -> Tree:
+    """DeepSpeed's defaults are null where they are not a value: an explicit one says nothing."""
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if value is not None
+    }
+
+
 def _check_names(tree: Tree, path: Path, given: set[str]) -> None:
+    def place(full: str) -> str:
+        return f"command line: ds.{full}" if full in given else f"{path}: {full}"
+
     for dotted, valid in [("", keys.TOP_LEVEL), *keys.SECTIONS.items()]:
         section = get_dotted(tree, dotted) if dotted else tree
         if section is None:
             continue
         if not isinstance(section, dict):
-            raise ConfigError(f"{path}: {dotted}: expected an object, given {section!r}")
+            raise ConfigError(f"{place(dotted)}: expected an object, given {section!r}")
         for key in section:
             full = f"{dotted}.{key}" if dotted else key
-            place = f"command line: ds.{full}" if full in given else f"{path}: {full}"
             if full in keys.REMOVED:
-                raise ConfigError(f"{place}: DeepSpeed no longer has this; {keys.REMOVED[full]}")
+                raise ConfigError(f"{place(full)}: DeepSpeed no longer has this; {keys.REMOVED[full]}")
             if full in keys.NOT_HERE:
-                raise ConfigError(f"{place}: not read here; {keys.NOT_HERE[full]}")
+                raise ConfigError(f"{place(full)}: not read here; {keys.NOT_HERE[full]}")
             if key not in valid:
                 known = valid | set(keys.NOT_HERE) if not dotted else valid
                 near = did_you_mean(key, known)
-                raise ConfigError(f"{place}: unknown key{near if 'mean' in near else ''}")
+                raise ConfigError(f"{place(full)}: unknown key{near if 'mean' in near else ''}")
     stage = get_dotted(tree, "zero_optimization.stage")
-    if stage is not None and stage not in (0, 1, 2, 3):
-        raise ConfigError(f"{path}: zero_optimization.stage: expected 0, 1, 2 or 3, given {stage!r}")
+    if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+        raise ConfigError(f"{place('zero_optimization.stage')}: expected 0, 1, 2 or 3, given {stage!r}")
+    for full in ("bf16.enabled", "fp16.enabled"):
+        enabled = get_dotted(tree, full)
+        if enabled not in (None, "auto") and not isinstance(enabled, bool):
+            raise ConfigError(f'{place(full)}: expected true, false or "auto", given {enabled!r}')
 
 
-def adopt_stated_numbers(recipe: Tree, tree: Tree, path: Path) -> Tree:
+def adopt_stated_numbers(recipe: Tree, tree: Tree, path: Path) -> tuple[Tree, dict[str, str]]:
     """The recipe, completed with numbers that a JSON from elsewhere states and the recipe does not.
 
+    Returns:
+        The completed recipe, and the place in the JSON of each key that was completed.
+
     Raises:
-        ConfigError: both state a number and the two differ (both are quoted), or the JSON's optimizer or
-            scheduler is of a type this trainer does not build.
+        ConfigError: both state a number and the two differ (both are quoted), the JSON's optimizer or
+            scheduler is of a type this trainer does not build, or has parameters that nothing here reads.
     """
     recipe = copy.deepcopy(recipe)
     optimizer, scheduler = get_dotted(tree, "optimizer.type"), get_dotted(tree, "scheduler.type")
@@ -101,20 +121,41 @@ def adopt_stated_numbers(recipe: Tree, tree: Tree, path: Path) -> Tree:
         )
     if scheduler is not None and scheduler not in keys.SCHEDULES:
         raise ConfigError(f"{path}: scheduler.type: {scheduler!r}; set schedule.kind in the recipe instead")
-    stated = {mine: (json_key, get_dotted(tree, json_key)) for json_key, mine in keys.RECIPE_OWNS.items()}
-    if scheduler is not None:
-        stated["schedule.kind"] = ("scheduler.type", keys.SCHEDULES[scheduler])
-    for mine, (json_key, value) in stated.items():
+    _refuse_unread(tree, path)
+    stated = [(json_key, mine, get_dotted(tree, json_key)) for json_key, mine in keys.RECIPE_OWNS.items()]
+    stated.append(("scheduler.type", "schedule.kind", keys.SCHEDULES.get(scheduler)))
+    adopted: dict[str, str] = {}
+    for json_key, mine, value in stated:
         if value is None or value == "auto":
             continue
         own = get_dotted(recipe, mine)
         if own is None:
-            set_dotted(recipe, mine.split("."), value)
+            adopted[mine] = f"{path}: {json_key}"
+            set_dotted(recipe, mine.split("."), value, adopted[mine])
         elif own != value:
-            raise ConfigError(
-                f'{path}: {json_key} is {value}, the recipe\'s {mine} is {own}; write "auto" here'
-            )
-    return recipe
+            other = adopted.get(mine, f"the recipe's {mine}")
+            raise ConfigError(f'{path}: {json_key} is {value}, {other} is {own}; write "auto" here')
+    return recipe, adopted
+
+
+def _refuse_unread(tree: Tree, path: Path) -> None:
+    """Refuses parameters of the JSON's optimizer and scheduler that change something, but nothing here."""
+    unread = []
+    for name in ("optimizer", "scheduler"):
+        section = tree.get(name, {})
+        for dotted, part in ((name, section), (f"{name}.params", get_dotted(tree, f"{name}.params") or {})):
+            if not isinstance(part, dict):
+                raise ConfigError(f"{path}: {dotted}: expected an object, given {part!r}")
+            for key, value in part.items():
+                full = f"{dotted}.{key}"
+                read = full in keys.RECIPE_OWNS or full in (f"{name}.type", f"{name}.params")
+                if not read and value != "auto" and value not in keys.AS_BUILT.get(full, ()):
+                    unread.append(f"{full} ({json.dumps(value)})")
+    if unread:
+        raise ConfigError(
+            f"{path}: {', '.join(unread)}: the recipe's optimizer and schedule know no such thing, and would "
+            "train without it; drop it here"
+        )
 
 
 def resolve_deepspeed(tree: Tree, config: RunConfig, plan: BatchPlan, device: Precisions, path: Path) -> Tree:
@@ -144,7 +185,6 @@ def _zero_defaults(config: RunConfig) -> Tree:
     """Bucket sizes in elements, by the model's width where it is known (the rule Hugging Face uses)."""
     hidden = getattr(config.model, "hidden_size", None)
     return {
-        "stage": 0,
         "overlap_comm": True,
         "reduce_bucket_size": hidden * hidden if hidden else 500_000_000,
         "allgather_bucket_size": 500_000_000,
@@ -169,7 +209,8 @@ def _fill_precision(filled: Tree, device: Precisions, path: Path) -> None:
         )
     if bf16 is True and not device.bf16:
         raise ConfigError(
-            f"{path}: bf16.enabled: this device does not compute in bf16; use fp16 (ds.fp16.enabled=true)"
+            f"{path}: bf16.enabled: this device does not compute in bf16; use fp16 "
+            "(ds_configs/zero2_fp16.json), or fp32 with ds.bf16.enabled=false"
         )
     if bf16 == "auto":
         bf16 = fp16 is not True and device.bf16

@@ -5,29 +5,27 @@ tables against the installed DeepSpeed.
 """
 
 TOP_LEVEL = {
-    "activation_checkpointing", "aio", "bf16", "checkpoint", "comms_logger",
-    "communication_data_type", "compile", "data_efficiency", "data_types", "dataloader_drop_last",
-    "datastates", "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "fp16",
-    "gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping",
-    "gradient_predivide_factor", "log_level", "managed_gradient_accumulation", "memory_breakdown",
-    "optimizer", "prescale_gradients", "scheduler", "seq_parallel_communication_data_type",
-    "steps_per_print", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu",
-    "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown",
-    "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "zero_optimization",
+    "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type", "compile", "data_types",
+    "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "fp16",
+    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "log_level",
+    "memory_breakdown", "optimizer", "prescale_gradients", "scheduler",
+    "seq_parallel_communication_data_type", "steps_per_print", "timers", "torch_autocast",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism",
+    "vocabulary_size", "wall_clock_breakdown", "weight_quantization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "zero_optimization",
 }  # fmt: skip
 
 SECTIONS = {
     "zero_optimization": {
-        "allgather_bucket_size", "allgather_partitions", "allgather_sequential", "compute_grad_norm",
+        "allgather_bucket_size", "allgather_partitions", "compute_grad_norm",
         "contiguous_gradients", "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters",
         "leaf_module", "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings",
         "memory_efficient_linear", "offload_optimizer", "offload_param", "overlap_comm",
         "override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint",
         "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
-        "save_muon_momentum_buffer_in_memory", "stage", "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save", "stage3_max_live_parameters",
-        "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
+        "save_muon_momentum_buffer_in_memory", "stage", "stage3_allgather_sequential",
+        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+        "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
         "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
         "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size",
         "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size",
@@ -67,6 +65,7 @@ REMOVED = {
     "sparse_attention": "use model.attention in the recipe",
     "sparse_gradients": "an nn.Embedding(sparse=True) needs no setting",
     "zero_optimization.cpu_offload": "use zero_optimization.offload_optimizer: {device: cpu}",
+    "zero_optimization.cpu_offload_param": "use zero_optimization.offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_params": "use zero_optimization.offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_use_pin_memory": "use offload_optimizer: {pin_memory: true}",
     "zero_optimization.mics_hierarchical_params_gather": "use zero_hpz_partition_size",
@@ -76,11 +75,17 @@ REMOVED = {
 
 # What DeepSpeed has and this trainer does itself, or does not wire up.
 NOT_HERE = {
+    "activation_checkpointing": "set model.activation_checkpointing in the recipe",
     "autotuning": "benchmarks/throughput.py compares settings",
     "comet": "metrics.jsonl holds every number",
     "csv_monitor": "metrics.jsonl holds every number",
+    "data_efficiency": "the recipe's data section decides what is read, and in what order",
+    "dataloader_drop_last": "the recipe's data section decides what is read, and in what order",
+    "datastates_ckpt": "this trainer writes checkpoints itself; set checkpoint.every in the recipe",
     "expert_parallel": "this trainer does not split experts yet",
+    "gradient_allreduce_op": "every token counts once, which needs DeepSpeed's mean over ranks",
     "hybrid_engine": "it serves RLHF generation, which this trainer does not do",
+    "managed_gradient_accumulation": "set batch.gradient_accumulation_steps in the recipe",
     "pipeline": "this trainer does not cut models into pipeline stages yet",
     "sequence_parallel_size": "this trainer does not split sequences yet",
     "tensor_parallel": "this trainer does not split tensors yet",
@@ -101,6 +106,21 @@ RECIPE_OWNS = {
     "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
     "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
+    "scheduler.params.cos_min_ratio": "schedule.min_learning_rate_ratio",
+}
+
+# Values of optimizer and scheduler parameters that say what this trainer does anyway; others are refused,
+# since nothing here would read them.
+AS_BUILT = {
+    "optimizer.legacy_fusion": (False,),
+    "optimizer.params.adam_w_mode": (True,),
+    "optimizer.params.amsgrad": (False,),
+    "optimizer.params.bias_correction": (True,),
+    "optimizer.params.torch_adam": (True, False),
+    "scheduler.params.last_batch_iteration": (-1,),
+    "scheduler.params.warmup_min_lr": (0,),
+    "scheduler.params.warmup_min_ratio": (0,),
+    "scheduler.params.warmup_type": ("linear",),
 }
 
 # DeepSpeed's schedule -> the recipe's shape after warm-up.

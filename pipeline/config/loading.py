@@ -24,18 +24,7 @@ DEEPSPEED_OWNS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number (YAML 1.1 takes it for text) and refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} is given twice", problem_mark=key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+    """SafeLoader that reads 3e-4 as a number (YAML 1.1 takes it for text)."""
 
 
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
@@ -53,33 +42,36 @@ def did_you_mean(given: str, valid: Iterable[str]) -> str:
     return f' (did you mean "{near[0]}"?)' if near else f" (valid: {', '.join(options)})"
 
 
-def read_yaml(path: Path) -> tuple[Tree, dict[str, int]]:
-    """The mapping in a YAML file, and the line of each of its dotted keys.
+def read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
+    """The mapping in a YAML file, and the place (`file:line`) of each of its dotted keys.
 
     Raises:
-        ConfigError: missing, unreadable, malformed (with line and column), or not a mapping.
+        ConfigError: missing, unreadable, malformed or a key given twice (line and column), not a mapping.
     """
-    text = read_text(path)
+    loader = _Loader(read_text(path))
     try:
-        tree = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-        lines = _key_lines(yaml.compose(text, Loader=yaml.SafeLoader))
+        node = loader.get_single_node()
+        places = _key_places(node, path)
+        tree = {} if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 45th day of a month
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found a {type(tree).__name__}")
-    return tree, lines
+    return tree, places
 
 
 def read_text(path: Path) -> str:
     """The UTF-8 text of a configuration file; a ConfigError names what is near when it is missing."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings) if siblings else ""
@@ -90,14 +82,20 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _key_lines(node: Any, prefix: str = "") -> dict[str, int]:
-    lines: dict[str, int] = {}
+def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
+    places: dict[str, str] = {}
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a plain name", problem_mark=key.start_mark)
             dotted = f"{prefix}{key.value}"
-            lines[dotted] = key.start_mark.line + 1
-            lines.update(_key_lines(value, dotted + "."))
-    return lines
+            if dotted in places:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                )
+            places[dotted] = f"{path}:{key.start_mark.line + 1}"
+            places.update(_key_places(value, path, dotted + "."))
+    return places
 
 
 def parse_override(argument: str) -> tuple[list[str], Any]:
@@ -111,19 +109,20 @@ def parse_override(argument: str) -> tuple[list[str], Any]:
     if not equals or not all(parts):
         raise ConfigError(f"command line: {argument!r} is not an override; write section.key=value")
     try:
-        return parts, yaml.load(value, Loader=_Loader)  # noqa: S506
-    except yaml.YAMLError:
+        return parts, yaml.load(value, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"command line: the value of {key} is not valid YAML: {value!r}") from None
 
 
-def set_dotted(tree: Tree, parts: list[str], value: Any) -> None:
-    """Sets one value in nested mappings, making those that are missing."""
+def set_dotted(tree: Tree, parts: list[str], value: Any, place: str) -> None:
+    """Sets one value in nested mappings, making those that are missing; errors begin with `place`."""
     for position, part in enumerate(parts[:-1]):
-        tree = tree.setdefault(part, {})
+        if tree.get(part) is None:  # absent, or a section whose keys are all commented out
+            tree[part] = {}
+        tree = tree[part]
         if not isinstance(tree, dict):
-            raise ConfigError(
-                f"command line: {'.'.join(parts)}: {'.'.join(parts[: position + 1])} is a value, not a section"
-            )
+            section = ".".join(parts[: position + 1])
+            raise ConfigError(f"{place}: {'.'.join(parts)}: {section} is a value, not a section")
     tree[parts[-1]] = value
 
 
@@ -137,8 +136,14 @@ def get_dotted(tree: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def validate_recipe(tree: Tree, source: Path, lines: Mapping[str, int], overridden: set[str]) -> RunConfig:
+def validate_recipe(tree: Tree, source: Path, places: Mapping[str, str], overridden: set[str]) -> RunConfig:
     """The typed recipe.
+
+    Args:
+        tree: What the recipe and the command line say.
+        source: The recipe's file.
+        places: Where each dotted key stands.
+        overridden: Dotted keys from the command line.
 
     Raises:
         ConfigError: one line a problem, each with file, line, key, what was given and what is valid.
@@ -146,7 +151,7 @@ def validate_recipe(tree: Tree, source: Path, lines: Mapping[str, int], overridd
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(problem, source, lines, overridden) for problem in error.errors()]
+        problems = [_explain(problem, source, places, overridden) for problem in error.errors()]
         unique = list(dict.fromkeys(problems))
         raise ConfigError("\n".join(unique)) from None
     if (config.max_steps is None) == (config.max_epochs is None):
@@ -154,33 +159,40 @@ def validate_recipe(tree: Tree, source: Path, lines: Mapping[str, int], overridd
     return config
 
 
-def _explain(problem: Any, source: Path, lines: Mapping[str, int], overridden: set[str]) -> str:
+def place_of(dotted: str, source: Path, places: Mapping[str, str], overridden: set[str]) -> str:
+    """`command line`, `file:line` of the key or of the section it is missing in, or the recipe's file."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        known = ".".join(parts[:length])
+        if known in overridden:
+            return "command line"
+        if known in places:
+            return places[known]
+    return str(source)
+
+
+def _explain(problem: Any, source: Path, places: Mapping[str, str], overridden: set[str]) -> str:
     parts, section = _locate(problem["loc"])
+    kind, given = problem["type"], problem["input"]
+    if kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(given, dict):
+        parts.append("kind")
     dotted = ".".join(parts)
-    if dotted in overridden:
-        place = "command line"
-    else:
-        known = next(
-            (".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in lines), ""
-        )
-        place = f"{source}:{lines[known]}" if known else str(source)
-    kind = problem["type"]
+    start = f"{place_of(dotted, source, places, overridden)}: {dotted}: "
     if kind == "extra_forbidden":
         if parts[-1] in DEEPSPEED_OWNS:
-            return f"{place}: {dotted}: the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
+            return start + "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
         valid = section.model_fields if section else {}
-        return f"{place}: {dotted}: unknown key{did_you_mean(parts[-1], valid)}"
+        return f"{start}unknown key{did_you_mean(parts[-1], valid)}"
     if kind == "union_tag_invalid":
-        given, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'custom'", "")
-        options = re.findall(r"'(\w+)'", expected)
-        hint = did_you_mean(given, options)
-        return f"{place}: {dotted}.kind: {given!r} is no known kind{hint}; your own: package.module:function"
-    if kind == "union_tag_not_found":
-        return f"{place}: {dotted}.kind: missing"
-    if kind == "missing":
-        return f"{place}: {dotted}: missing"
+        tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'custom'", "")
+        hint = did_you_mean(tag, re.findall(r"'(\w+)'", expected))
+        return f"{start}{tag!r} is no known kind{hint}; your own: package.module:function"
+    if kind == "missing" or (kind == "union_tag_not_found" and isinstance(given, dict)):
+        return start + "missing"
+    if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
+        return f"{start}expected a section of keys and values, given {given!r}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{place}: {dotted}: {message}, given {problem['input']!r}"
+    return f"{start}{message}, given {given!r}"
 
 
 def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:
@@ -188,12 +200,12 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:
     parts: list[str] = []
     section: type[BaseModel] | None = RunConfig
     members: dict[str, type[BaseModel]] = {}
-    for item in loc:
+    for position, item in enumerate(loc):
         if item in members:
             section, members = members[item], {}
             continue
         parts.append(str(item))
-        if section is not None and item is not loc[-1]:
+        if section is not None and position < len(loc) - 1:
             annotation = section.model_fields[item].annotation if item in section.model_fields else None
             members = {}
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+RUN_NAME = r"^[\w.-]+$"
 
 
 class Closed(BaseModel):
@@ -205,7 +206,7 @@ class ScheduleConfig(Closed):
 
 
 class EngineConfig(Closed):
-    """Without `--deepspeed`: plain PyTorch in one process. With it, the JSON decides and this must be absent."""
+    """Plain PyTorch in one process. With `--deepspeed` the JSON decides, and this must be absent."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """`bf16` computes under autocast; parameters stay in fp32."""
@@ -268,7 +269,7 @@ class SampleConfig(Closed):
 class RunConfig(Closed):
     """A whole run. How the work is split, and the precision, stand in the DeepSpeed JSON instead."""
 
-    name: str = Field("run", pattern=r"^[\w.-]+$")
+    name: str = Field("run", pattern=RUN_NAME)
     """Name of the run; its directory is `<runs_dir>/<name>-<time>`."""
     runs_dir: str = "runs"
     """Where run directories are made."""

@@ -14,7 +14,7 @@ from pipeline.config.deepspeed_json import (
     load_deepspeed_json,
     resolve_deepspeed,
 )
-from pipeline.config.loading import Tree, parse_override, read_yaml, set_dotted, validate_recipe
+from pipeline.config.loading import Tree, parse_override, place_of, read_yaml, set_dotted, validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 
@@ -47,26 +47,32 @@ def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) ->
     for_recipe = [(parts, value) for parts, value in parsed if parts[0] != "ds"]
     if for_deepspeed and deepspeed is None:
         raise ConfigError(
-            f"command line: ds.{'.'.join(for_deepspeed[0][0])} changes the DeepSpeed JSON, but none is given; "
-            "add --deepspeed FILE.json"
+            f"command line: ds.{'.'.join(for_deepspeed[0][0])} changes the DeepSpeed JSON, but none is "
+            "given; add --deepspeed FILE.json"
         )
-    tree, lines = read_yaml(recipe)
+    tree, places = read_yaml(recipe)
     for parts, value in for_recipe:
-        set_dotted(tree, parts, value)
+        set_dotted(tree, parts, value, "command line")
     raw = None
     if deepspeed is not None:
         raw = load_deepspeed_json(deepspeed, for_deepspeed)
-        tree = adopt_stated_numbers(tree, raw, deepspeed)
-    config = validate_recipe(tree, recipe, lines, {".".join(parts) for parts, _ in for_recipe})
+        tree, adopted = adopt_stated_numbers(tree, raw, deepspeed)
+        places |= adopted
+    overridden = {".".join(parts) for parts, _ in for_recipe}
+    config = validate_recipe(tree, recipe, places, overridden)
     if raw is not None and "engine" in config.model_fields_set:
+        place = place_of("engine.precision", recipe, places, overridden)
         raise ConfigError(
-            f"{recipe}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); drop the section"
+            f"{place}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); drop the section"
         )
     return Settings(config, raw, recipe, deepspeed)
 
 
 def recipe_yaml(config: RunConfig) -> str:
-    """The resolved recipe, every default written out; valid as a recipe itself."""
-    return yaml.safe_dump(
-        config.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True
-    )
+    """The resolved recipe, every default written out; valid as a recipe itself.
+
+    `engine` stands in it only where the user wrote it: beside a DeepSpeed JSON it must be absent.
+    """
+    left_out = set() if "engine" in config.model_fields_set else {"engine"}
+    tree = config.model_dump(mode="json", exclude_none=True, exclude=left_out)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

@@ -25,7 +25,7 @@ class Ranks:
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; none of them means one process alone.
+    """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; none of them: one process alone.
 
     Raises:
         LaunchError: some are set and others are missing, or a value is not a number.
@@ -42,7 +42,9 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
         )
     try:
         rank, local_rank, world_size = (int(given[name]) for name in names)
-        local_world_size = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+        # LOCAL_SIZE is the deepspeed launcher's name for it.
+        local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size
+        local_world_size = int(local)
     except ValueError:
         raise LaunchError(f"the environment's {given} are not all whole numbers") from None
     if not 0 <= rank < world_size:

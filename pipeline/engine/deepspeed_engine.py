@@ -89,7 +89,7 @@ class DeepSpeedEngine:
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
-        if not engine.training:
+        if not self.module.training:  # engine.training stays True through engine.eval()
             engine.train()
         totals = self._job.all_reduce_sum(
             count_and_vote(micro_batches, objective, stop_requested, self.device)
@@ -132,7 +132,7 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step."""
-        if self._engine.training:
+        if self.module.training:
             self._engine.eval()
         return objective(self._engine, to_device(batch, self.device, self._float_dtype))
 

@@ -40,7 +40,8 @@ class TorchEngine:
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, stop_requested: bool
     ) -> StepResult:
         """See Engine.train_step."""
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         totals = count_and_vote(micro_batches, objective, stop_requested, self.device)
         scale = backward_scale(totals[0], self.dp_world_size).float()
         self._optimizer.zero_grad(set_to_none=True)
@@ -61,14 +62,16 @@ class TorchEngine:
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step."""
-        self.module.eval()
+        if self.module.training:
+            self.module.eval()
         with self._autocast():
             return objective(self.module, to_device(batch, self.device, None))
 
     def save(self, folder: Path) -> None:
         """See Engine.save."""
         state = {"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}
-        torch.save(state, folder / "state.pt")
+        with open(folder / "state.pt", "wb") as file:  # a full disk is then an OSError
+            torch.save(state, file)
 
     def load(self, folder: Path) -> None:
         """See Engine.load."""

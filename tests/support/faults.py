@@ -1,0 +1,69 @@
+"""Models and data that fail in one chosen way, brought into a run by import path."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Points(Dataset[Any]):
+    """Two noisy classes of points in the plane."""
+
+    def __init__(self, num_samples: int = 64):
+        generator = torch.Generator().manual_seed(0)
+        self.labels = torch.arange(num_samples) % 2
+        self.inputs = torch.randn(num_samples, 2, generator=generator) + 2.0 * self.labels[:, None]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.inputs[index], "labels": self.labels[index]}
+
+
+def points(split: str) -> Points:
+    return Points(64 if split == "train" else 11)
+
+
+class Faulty(nn.Module):
+    """A linear classifier to which something happens in the given forward of the given rank."""
+
+    def __init__(self, fault: str, rank: int, at: int, once_file: str | None):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.fault, self.rank, self.at, self.once_file = fault, rank, at, once_file
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        mine = int(os.environ.get("RANK", "0")) == self.rank
+        if mine and self.training and self.calls == self.at and self._first_time():
+            if self.fault == "raise":
+                raise ZeroDivisionError("a programmer's mistake")
+            if self.fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
+        logits: Tensor = self.linear(inputs)
+        if self.fault == "nan" and self.training and self.calls >= self.at:
+            logits = logits * float("nan")
+        return logits
+
+    def _first_time(self) -> bool:
+        if self.once_file is None:
+            return True
+        marker = Path(self.once_file)
+        if marker.exists():
+            return False
+        marker.touch()
+        return True
+
+
+def faulty(fault: str, rank: int = 0, at: int = 3, once_file: str | None = None) -> nn.Module:
+    return Faulty(fault, rank, at, once_file)

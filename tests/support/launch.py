@@ -1,0 +1,98 @@
+"""Real launches of launch/train.py, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from support.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+TRAIN = str(ROOT / "launch" / "train.py")
+BIN = Path(sys.executable).parent
+
+# Differ from run to run by nature; everything else must not.
+CLOCKS = ("perf/", "memory/")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RANK", "WORLD_SIZE", "MASTER_"))
+    }
+    path = os.pathsep.join([str(BIN), inherited["PATH"]])
+    return inherited | {"PATH": path, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", **extra}
+
+
+def command(*arguments: str, ranks: int = 0) -> list[str]:
+    """`python launch/train.py`, or through the deepspeed launcher on `ranks` ranks."""
+    if not ranks:
+        return [sys.executable, TRAIN, *arguments]
+    launcher = [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return [*launcher, TRAIN, *arguments]
+
+
+def launch(
+    *arguments: str, ranks: int = 0, cwd: Path = ROOT, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments, ranks=ranks),
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment(**extra),
+        timeout=240,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def write_recipe(folder: Path, **changes: Any) -> Path:
+    """A run of seconds: a tiny Llama on a few kB of this project's own source."""
+    texts = folder / "texts"
+    texts.mkdir(exist_ok=True)
+    for source in sorted((ROOT / "pipeline" / "config").glob("*.py")):
+        (texts / source.name).write_text(source.read_text())
+    tree: dict[str, Any] = {
+        "name": "tiny",
+        "runs_dir": str(folder / "runs"),
+        "max_steps": 10,
+        "model": {
+            "kind": "causal_lm",
+            "architecture": "llama",
+            "num_layers": 2,
+            "num_heads": 4,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+        },
+        "data": {
+            "kind": "text",
+            "paths": [str(texts)],
+            "sequence_length": 32,
+            "eval_fraction": 0.3,
+            "tokenizer": {"vocab_size": 300},
+            "cache_dir": str(folder / "cache"),
+        },
+        "batch": {"global_batch_size": 8},
+        "optimizer": {"learning_rate": 1e-2},
+        "eval": {"every": 4, "max_batches": 2},
+        "checkpoint": {"every": 3},
+        "wandb": {"mode": "disabled"},
+        "sample": {"max_new_tokens": 0},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(tree | changes))  # JSON is YAML
+    return path
+
+
+def run_directories(folder: Path) -> list[Path]:
+    return sorted((folder / "runs").glob("tiny-*"))
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without what depends on the clock, bit for bit."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in rows]

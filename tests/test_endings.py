@@ -1,0 +1,158 @@
+"""Every way a run can end, with real launches: killed, stopped, crashed, out of disk, out of numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from support.launch import ROOT, command, environment, launch, numbers, run_directories, write_recipe
+
+pytestmark = pytest.mark.slow
+CONFIGS = ROOT / "ds_configs"
+FAULTS = {"PYTHONPATH": str(ROOT / "tests")}
+
+
+def fault_recipe(folder: Path, fault: str, **arguments: object) -> Path:
+    return write_recipe(
+        folder,
+        model={"kind": "support.faults:faulty", "args": {"fault": fault, **arguments}},
+        data={"kind": "support.faults:points"},
+        objective={"kind": "classification"},
+    )
+
+
+def splits():
+    yield pytest.param([], 0, id="plain")
+    yield pytest.param(["--deepspeed", str(CONFIGS / "zero2.json")], 0, id="zero2-1rank")
+    yield pytest.param(
+        ["--deepspeed", str(CONFIGS / "zero1.json"), "ds.bf16.enabled=false", "ds.fp16.enabled=true"],
+        2,
+        id="zero1-fp16-2ranks",
+    )
+    yield pytest.param(["--deepspeed", str(CONFIGS / "zero3.json")], 2, id="zero3-2ranks")
+
+
+@pytest.mark.parametrize(("split", "ranks"), splits())
+def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    texts = f"data.paths=[{whole / 'texts'}]"  # the same text for both
+    recipe = write_recipe(whole)
+    assert launch("--config", str(recipe), *split, ranks=ranks).returncode == 0
+
+    recipe = write_recipe(broken)
+    arguments = ["--config", str(recipe), texts, *split]
+    kill_once(arguments, ranks, broken, rows=6)
+    assert len(run_directories(broken)) == 1, "killed before or after the run"
+    again = launch(*arguments, ranks=ranks)
+    assert again.returncode == 0, again.stderr
+    assert "going on with" in again.stderr
+    (run,) = run_directories(broken)
+    assert numbers(run) == numbers(run_directories(whole)[0])
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000009", "step-00000010"]
+
+
+def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int) -> None:
+    """SIGKILL to the whole process group once `rows` rows are logged."""
+    process = subprocess.Popen(
+        command(*arguments, ranks=ranks),
+        env=environment(),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        written = [p for run in run_directories(folder) for p in run.glob("metrics.jsonl")]
+        if written and len(written[0].read_text().splitlines()) >= rows:
+            break
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_sigterm_saves_leaves_and_goes_on(tmp_path, ranks):
+    once = tmp_path / "once"
+    recipe = fault_recipe(tmp_path, "terminate", rank=max(0, ranks - 1), at=3, once_file=str(once))
+    split = ["--deepspeed", str(CONFIGS / "zero1.json"), "batch.micro_batch_size=4"] if ranks else []
+    first = launch("--config", str(recipe), *split, ranks=ranks, **FAULTS)
+    assert first.returncode == 128 + signal.SIGTERM, first.stderr
+    assert "Traceback" not in first.stdout + first.stderr
+    (run,) = run_directories(tmp_path)
+    stopped_at = numbers(run)[-1]["step"]
+    assert 3 <= stopped_at < 10
+    assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "COMPLETE").exists()
+    second = launch("--config", str(recipe), *split, ranks=ranks, **FAULTS)
+    assert second.returncode == 0, second.stderr
+    assert [row["step"] for row in numbers(run) if "train/loss" in row] == list(range(1, 11))
+
+
+def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
+    recipe = fault_recipe(tmp_path, "raise", rank=1)
+    began = time.monotonic()
+    result = launch("--config", str(recipe), "--deepspeed", str(CONFIGS / "zero2.json"), ranks=2, **FAULTS)
+    assert result.returncode not in (0, 2)
+    assert time.monotonic() - began < 60
+    both = result.stdout + result.stderr
+    assert both.count("Traceback (most recent call last)") == 1
+    assert both.count("ZeroDivisionError: a programmer's mistake") == 1
+    assert "[rank 1]" in both
+
+
+def test_a_killed_rank_ends_the_others_without_their_tracebacks(tmp_path):
+    recipe = fault_recipe(tmp_path, "kill", rank=1)
+    result = launch("--config", str(recipe), "--deepspeed", str(CONFIGS / "zero2.json"), ranks=2, **FAULTS)
+    assert result.returncode != 0
+    assert (result.stdout + result.stderr).count("Traceback") <= 1
+
+
+def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):
+    recipe = fault_recipe(tmp_path, "nan", at=2)
+    result = launch("--config", str(recipe), "max_steps=30", "batch.micro_batch_size=8", **FAULTS)
+    assert result.returncode == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "NaN gradient" in errors[0]
+    assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path):
+    recipe = write_recipe(tmp_path, max_steps=6)
+    # Files over 100 kB cannot be written: the metrics fit, a checkpoint does not.
+    limited = f"ulimit -f 100; exec {' '.join(command('--config', str(recipe)))}"
+    result = subprocess.run(
+        ["bash", "-c", limited],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    assert "the checkpoint cannot be written" in result.stderr
+    assert "Traceback" not in result.stderr
+    (run,) = run_directories(tmp_path)
+    assert not list((run / "checkpoints").glob("step-*/COMPLETE"))
+    assert launch("--config", str(recipe)).returncode == 0  # and it goes on once there is room
+
+
+def test_more_steps_for_a_finished_run(tmp_path):
+    recipe = write_recipe(tmp_path)
+    fixed = f"run_dir={tmp_path / 'fixed'}"
+    assert launch("--config", str(recipe), fixed, "max_steps=4").returncode == 0
+    more = launch("--config", str(recipe), fixed, "max_steps=6", "checkpoint.resume=required")
+    assert more.returncode == 0, more.stderr
+    assert numbers(tmp_path / "fixed")[-1]["step"] == 6
+    assert json.loads((tmp_path / "fixed" / "summary.json").read_text())["global_step"] == 6
+    other = launch("--config", str(recipe), fixed, "max_steps=8", "model.num_layers=1")
+    assert other.returncode == 2
+    assert "model.num_layers was 2, is 1" in other.stderr
