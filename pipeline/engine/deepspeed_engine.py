@@ -95,23 +95,36 @@ class DeepSpeedEngine:
             count_and_vote(micro_batches, objective, stop_requested, self.device)
         )
         scale = backward_scale(totals[0], self.dp_world_size).float()
+        own_loss_scale = self._own_loss_scale()
         for group in self._zero_optimizer.param_groups:
             group["lr"] = learning_rate
         skipped_before = engine.skipped_steps
         loss_sum = torch.zeros((), device=self.device)
         for cpu_batch in micro_batches:
             loss = objective(engine, to_device(cpu_batch, self.device, self._float_dtype))
-            engine.backward(loss.loss_sum * scale, scale_wrt_gas=False)
+            engine.backward(loss.loss_sum * (scale * own_loss_scale), scale_wrt_gas=False)
             self._step()
             loss_sum += loss.loss_sum.detach()
+        grad_norm: Tensor | float | None
         if self._own_guard:
             skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
-            grad_norm: Tensor | float | None = self._norm
+            grad_norm = self._norm
         else:
             skipped = torch.tensor(float(engine.skipped_steps - skipped_before))
-            grad_norm = engine.get_global_grad_norm()
+            norm = engine.get_global_grad_norm()
+            grad_norm = None if norm is None else norm / own_loss_scale
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         return StepResult(loss_sum, totals[0], grad_norm, skipped, totals[1], scale_now)
+
+    def _own_loss_scale(self) -> float:
+        """The fp16 loss scale where DeepSpeed leaves it to the caller, else 1.
+
+        At stage 0 engine.backward (0.19.6 to 0.19.8) does not scale the loss, yet step divides the gradients
+        by the scale: they would vanish beside AdamW's eps. tests/engine holds both halves of this.
+        """
+        optimizer = self._engine.optimizer
+        scaled_by_deepspeed = isinstance(optimizer, deepspeed.runtime.base_optimizer.ZeROOptimizer)
+        return 1.0 if self.precision != "fp16" or scaled_by_deepspeed else float(optimizer.loss_scale)
 
     def _step(self) -> None:
         try:

@@ -25,6 +25,16 @@ def largest_difference(curve: list[tuple[float, float]], column: int) -> float:
     return max(abs(a[column] - b[column]) / abs(b[column]) for a, b in zip(curve, oracle(), strict=True))
 
 
+def test_the_fp16_loss_scale_does_not_show_in_the_curve(ranks):
+    """At every stage, up to a scale far above AdamW's eps (DeepSpeed's own default is 2**16)."""
+    for stage in (0, 1, 2, 3):
+        deepspeed = deepspeed_json(stage)
+        deepspeed["fp16"] = {"enabled": True, "initial_scale_power": 14}
+        curve = ranks(1).run(train_curve, recipe(), deepspeed)[0]
+        assert largest_difference(curve, 0) < BANDS["fp16"][0]
+        assert largest_difference(curve, 1) < BANDS["fp16"][1]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

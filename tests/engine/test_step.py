@@ -1,0 +1,235 @@
+"""What a step promises: exact token means, parameters a bad batch leaves alone, dropout only in training."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import ClassVar
+
+import pytest
+import torch
+from support.tiny import (
+    VOCABULARY,
+    deepspeed_json,
+    make_engine,
+    recipe,
+    settings,
+    token_bundle,
+    train_curve,
+)
+from torch import nn
+
+from pipeline.assemble import build_eval_loader
+from pipeline.config.batch import plan_batch
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.engine.interface import Engine
+from pipeline.evaluation import evaluate
+from pipeline.objectives import CausalLM, LossSum, build_objective
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+STAGES = [None, 0, 1, 2, 3]  # None: plain PyTorch
+
+
+def json_for(stage: int | None, precision: str = "fp32"):
+    return None if stage is None else deepspeed_json(stage, precision)
+
+
+def run(ranks, stage, function, *arguments, world_size=1):
+    """On the pool, or for plain PyTorch right here."""
+    return function(ALONE, *arguments) if stage is None else ranks(world_size).run(function, *arguments)[0]
+
+
+def parameters(engine: Engine) -> list[torch.Tensor]:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_and_micro_batch_size_do_not_change_the_curve(ranks, stage):
+    """8 x 1 = 4 x 2 = 1 x 8 with uneven masks: no mean of means anywhere."""
+    curves = [
+        run(
+            ranks,
+            stage,
+            train_curve,
+            recipe(batch={"micro_batch_size": m, "global_batch_size": 8}),
+            json_for(stage),
+            4,
+        )
+        for m in (8, 4, 1)
+    ]
+    for curve in curves[1:]:
+        for (loss, norm), (expected_loss, expected_norm) in zip(curve, curves[0], strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-6)
+            assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_equals_two(ranks, stage):
+    one, two = (ranks(n).run(train_curve, recipe(), deepspeed_json(stage), 4)[0] for n in (1, 2))
+    for (loss, norm), (expected_loss, expected_norm) in zip(one, two, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+def test_the_first_loss_is_that_of_guessing(ranks):
+    (loss, _), *_ = train_curve(ALONE, recipe(), None, 1)
+    assert loss == pytest.approx(math.log(VOCABULARY), rel=0.02)
+
+
+class Poisoned(CausalLM):
+    """The same loss, times NaN or infinity when told to."""
+
+    factor = 1.0
+
+    def __call__(self, model, batch) -> LossSum:
+        loss = super().__call__(model, batch)
+        return LossSum(loss.loss_sum * self.factor, loss.count)
+
+
+def good_bad_good(job: Job, tree, deepspeed, factor: float):
+    """Did a bad step leave the parameters alone, was it counted, and does a good one move them after it?"""
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed, data)
+    objective = Poisoned()
+    batch = {key: value[None].repeat(2, 1) for key, value in data.train[job.ranks.rank].items()}
+    engine.train_step([batch], objective, 1e-2, False)
+    before = parameters(engine)
+    # Only the last rank's batch is bad: the others must skip with it.
+    objective.factor = factor if job.ranks.rank == job.ranks.world_size - 1 else 1.0
+    skipped = engine.train_step([batch], objective, 1e-2, False).skipped
+    after = parameters(engine)
+    objective.factor = 1.0
+    good = engine.train_step([batch], objective, 1e-2, False)
+    moved = parameters(engine)
+    return (
+        all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+        float(skipped),
+        any(not torch.equal(a, b) for a, b in zip(after, moved, strict=True)) and float(good.skipped) == 0.0,
+        all(bool(torch.isfinite(p).all()) for p in moved),
+    )
+
+
+def engines():
+    """(stage, precision, world size): plain PyTorch in its one form, DeepSpeed in all of them."""
+    yield None, "fp32", 1
+    yield from itertools.product([0, 1, 2, 3], ["fp32", "bf16", "fp16"], [1, 2])
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize(("stage", "precision", "world_size"), engines())
+def test_a_bad_batch_changes_no_parameter(ranks, stage, precision, world_size, factor):
+    batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    arguments = (recipe(batch=batch), json_for(stage, precision), factor)
+    unchanged, skipped, moved, finite = run(ranks, stage, good_bad_good, *arguments, world_size=world_size)
+    assert unchanged
+    assert skipped == 1.0
+    assert moved
+    assert finite
+
+
+def overflow_once(job: Job, tree, deepspeed):
+    """Steps with a loss scale far too high: DeepSpeed skips and halves until gradients fit into fp16."""
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed, data)
+    batch = {key: value[None].repeat(2, 1) for key, value in data.train[0].items()}
+    results = [engine.train_step([batch], CausalLM(), 1e-3, False) for _ in range(24)]
+    return [(float(r.skipped), r.loss_scale) for r in results]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_fp16_overflow_is_skipped_counted_and_the_scale_falls(ranks, stage):
+    deepspeed = deepspeed_json(stage)
+    deepspeed["fp16"] = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    steps = ranks(1).run(overflow_once, recipe(batch=batch), deepspeed)[0]
+    assert steps[0][0] == 1.0
+    assert steps[-1][0] == 0.0
+    assert steps[-1][1] < 2**24
+
+
+def modes(job: Job, tree, deepspeed):
+    """Is the module in training mode in train_step, after an evaluation in between?"""
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed, data)
+    seen = []
+
+    class Watching(CausalLM):
+        def __call__(self, model, batch):
+            seen.append(engine.module.training)
+            return super().__call__(model, batch)
+
+    batch = {key: value[None] for key, value in data.train[0].items()}
+    engine.train_step([batch], Watching(), 1e-3, False)
+    engine.eval_step(batch, Watching())
+    engine.train_step([batch], Watching(), 1e-3, False)
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_dropout_is_off_in_evaluation_and_on_again_after(ranks, stage):
+    tree = recipe(batch={"micro_batch_size": 1, "gradient_accumulation_steps": 1})
+    assert run(ranks, stage, modes, tree, json_for(stage)) == [True, False, True]
+
+
+def evaluated(job: Job, tree, deepspeed):
+    data = token_bundle()
+    config = settings(tree, deepspeed).config
+    engine = make_engine(job, tree, deepspeed, data)
+    loader = build_eval_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
+    return evaluate(engine, build_objective(config), loader, job)
+
+
+def test_evaluation_is_the_same_on_any_number_of_ranks(ranks):
+    """19 samples on 1 and 2 ranks in batches of 2, 3 and 16: uneven everywhere, one rank without any."""
+    rows = [evaluated(ALONE, recipe(batch={"micro_batch_size": 16}), None)]
+    for world_size, micro in [(1, 3), (2, 2), (2, 16), (2, 64)]:
+        tree = recipe(batch={"micro_batch_size": micro})
+        rows += ranks(world_size).run(evaluated, tree, deepspeed_json(3))
+    for row in rows[1:]:
+        assert row == pytest.approx(rows[0], rel=1e-6)
+    assert rows[0]["eval/perplexity"] == pytest.approx(math.exp(rows[0]["eval/loss"]))
+
+
+def largest_share(job: Job, tree, deepspeed):
+    """Elements this rank holds between steps, and of the whole model."""
+    engine = make_engine(job, tree, deepspeed, token_bundle())
+    held = sum(p.ds_tensor.numel() + p.numel() for p in engine.module.parameters())
+    return held, sum(p.ds_numel for p in engine.module.parameters())
+
+
+def test_zero3_builds_the_model_in_shards(ranks):
+    json = deepspeed_json(3, stage3_param_persistence_threshold=0)
+    for held, whole in ranks(2).run(largest_share, recipe(), json):
+        assert held < 0.51 * whole
+
+
+class Peak(nn.Module):
+    """Four linear layers that note how many whole elements exist while each one is made."""
+
+    whole_elements: ClassVar[list[int]] = []
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(4):
+            self.layers.append(nn.Linear(64, 64))
+            Peak.whole_elements.append(sum(p.data.numel() for p in self.layers.parameters()))
+
+
+def whole_while_built(job: Job, deepspeed):
+    from pipeline.engine.zero3 import Zero3Sharding
+
+    Peak.whole_elements.clear()
+    with Zero3Sharding(deepspeed, torch.float32).construct():
+        Peak()
+    return max(Peak.whole_elements)
+
+
+def test_zero3_never_holds_all_of_a_plain_module_while_it_is_made(ranks):
+    json = deepspeed_json(3, stage3_param_persistence_threshold=0)
+    json["train_micro_batch_size_per_gpu"] = 1
+    assert max(ranks(2).run(whole_while_built, json)) == 0, "a finished layer was not sharded at once"

@@ -1,0 +1,120 @@
+"""The walls of the house: imports go one way, third parties stay behind theirs, parts stay small."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "pipeline"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Lower layers first; a module imports from its own layer or from lower ones.
+LAYERS = [
+    ["errors"],
+    ["config", "importing"],
+    ["distributed", "logs"],
+    ["cross_entropy", "objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
+    ["engine"],
+    ["checkpoint", "metrics", "evaluation"],
+    ["run_directory", "training"],
+    ["assemble"],
+    ["running"],
+    ["cli"],
+]
+# Never each other.
+APART = ["models", "data", "sinks", "optim", "schedule"]
+
+WALLS = {
+    "deepspeed": ["engine", "checkpoint"],
+    "wandb": ["sinks"],
+    "transformers": ["models", "data"],
+}
+TORCH_FREE = ["errors", "config", "cli", "importing", "logs"]
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
+    """(line, module) of every import, type-checking ones left out."""
+    tree = ast.parse(path.read_text())
+    guarded = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found = []
+    for node in nodes:
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append((node.lineno, node.module))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    height = {name: level for level, names in enumerate(LAYERS) for name in names}
+    part = part_of(path)
+    if part == "__init__":
+        assert not imports(path)
+        return
+    assert part in height, f"{part} has no layer yet"
+    for line, module in imports(path):
+        names = module.split(".")
+        if names[0] == "pipeline" and len(names) > 1:
+            other = names[1]
+            assert height[other] <= height[part], f"{path}:{line}: {part} may not import {other}"
+            both_apart = part in APART and other in APART
+            assert part == other or not both_apart, (
+                f"{path}:{line}: {part} and {other} do not know each other"
+            )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_third_parties_stay_behind_their_walls(path):
+    part = part_of(path)
+    for line, module in imports(path):
+        allowed = WALLS.get(module.split(".")[0])
+        assert allowed is None or part in allowed, f"{path}:{line}: {module} belongs in {allowed}"
+    if part in TORCH_FREE:
+        for line, module in imports(path, top_level_only=True):
+            assert module.split(".")[0] not in ("torch", "transformers"), (
+                f"{path}:{line}: {module} is slow to load"
+            )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_parts_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= 300, "a file of 300 lines at most"
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree) or path.name == "__init__.py" or not tree.body, "no module docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= 60, f"{node.name}: {length} lines"
+
+
+def test_nothing_in_launch_shadows_a_package():
+    """The launcher runs `python launch/train.py`, which puts launch/ first on sys.path."""
+    taken = {"deepspeed", "wandb", "data", "logging", "torch", "pipeline", "yaml"}
+    assert not taken & {path.stem for path in (ROOT / "launch").rglob("*.py")}
+
+
+def test_the_loop_decides_when_and_nothing_else():
+    tree = ast.parse((PACKAGE / "training.py").read_text())
+    loop = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train")
+    text = ast.unparse(loop)
+    for word in ("deepspeed", "rank ==", ".item()", "try:", "print("):
+        assert word not in text, f"{word} in the loop"
+    assert loop.end_lineno - loop.lineno <= 45
