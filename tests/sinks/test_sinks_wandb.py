@@ -5,7 +5,6 @@ import math
 import os
 import pty
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-STANDIN = Path(__file__).parents[1] / "wandb_standin.py"
+from support.wandb_server import Server
 
 # Logs `steps` rows (eval at every 5th step), then ends as told; prints what the parent must know.
 PROGRAM = """
@@ -58,33 +56,6 @@ PROGRAM = """
 """
 
 
-class Server:
-    """The stand-in in a process of its own."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.process = subprocess.Popen([sys.executable, str(STANDIN), str(self.port), str(folder)])
-        deadline = time.monotonic() + 20
-        while socket.socket().connect_ex(("127.0.0.1", self.port)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def runs(self) -> dict:
-        return json.loads((self.folder / "runs.json").read_text())
-
-    def rows(self, run_id: str) -> list[dict]:
-        return read_lines(self.folder / f"history-{run_id}.jsonl")
-
-    def calls(self) -> list[dict]:
-        return read_lines(self.folder / "requests.jsonl")
-
-
 @pytest.fixture
 def server(tmp_path: Path):
     server = Server(tmp_path / "server")
@@ -97,10 +68,6 @@ def environment(home: Path, url: str, **more: str) -> dict[str, str]:
     """This process's, without anything of the user's own W&B: no key, no netrc, no settings."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     return kept | {"HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": url} | more
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class Outcome:

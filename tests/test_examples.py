@@ -1,0 +1,104 @@
+"""What is shipped runs: the recipes, the documented example, the default run's own promises."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launch import ROOT, TRAIN, environment, launch, numbers
+
+OFFLINE = "wandb.mode=disabled"
+
+
+def last(run: Path, key: str) -> float:
+    return next(row[key] for row in reversed(numbers(run)) if key in row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "split", [[], ["--deepspeed", "ds_configs/zero2_fp16.json"]], ids=["plain", "zero2-fp16"]
+)
+def test_the_cnn_reads_over_95_percent_of_held_out_digits(tmp_path, split):
+    """Class weights, float inputs cast to fp16, evaluation in fp16: the image task in full."""
+    recipe = "launch/recipes/digits_cnn.yaml"
+    result = launch("--config", recipe, *split, f"run_dir={tmp_path}", OFFLINE)
+    assert result.returncode == 0, result.stderr
+    assert last(tmp_path, "eval/accuracy") > 0.95
+
+
+@pytest.mark.slow
+def test_the_documented_example_learns_its_wave(tmp_path):
+    result = launch("--config", "docs/example/regression.yaml", f"run_dir={tmp_path}", OFFLINE)
+    assert result.returncode == 0, result.stderr
+    rows = [row["eval/loss"] for row in numbers(tmp_path) if "eval/loss" in row]
+    assert rows[-1] < 0.03 < 0.3 < rows[0]
+
+
+@pytest.mark.slow
+def test_the_default_run_learns_saves_and_writes(tmp_path):
+    """A fifth of the default run on the real text: the whole of it is `make train`."""
+    arguments = ["--deepspeed", "ds_configs/zero2.json", "max_steps=60", f"run_dir={tmp_path}", OFFLINE]
+    result = launch(*arguments)
+    assert result.returncode == 0, result.stderr
+    rows = [row["eval/loss"] for row in numbers(tmp_path) if "eval/loss" in row]
+    assert rows[0] == pytest.approx(math.log(8192), rel=0.02)
+    assert rows[-1] < rows[0] - 1.5
+    for file in ("recipe.yaml", "ds_config.json", "environment.json", "metrics.jsonl", "logs/rank00000.log"):
+        assert (tmp_path / file).stat().st_size > 0
+    assert (tmp_path / "checkpoints" / "step-00000060" / "COMPLETE").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["sample"].startswith("def ")
+    for word in ("the model wrote", "metrics.jsonl", "checkpoints", "recipe.yaml"):
+        assert word in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_zero3_through_the_launcher(tmp_path, ranks):
+    small = ["max_steps=3", "model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128"]
+    split = ["--deepspeed", "ds_configs/zero3.json"]
+    result = launch(*split, *small, "eval.max_batches=1", f"run_dir={tmp_path}", OFFLINE, ranks=ranks)
+    assert result.returncode == 0, result.stderr
+    assert "the model wrote" in result.stdout
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_script(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
+    small = ["max_steps=2", "model.num_layers=1", "model.hidden_size=32", "eval.max_batches=1", OFFLINE]
+    result = subprocess.run(
+        [*torchrun, "--deepspeed", "ds_configs/zero1.json", *small, f"run_dir={tmp_path}"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "split.json").read_text())["world_size"] == 2
+
+
+def documented_commands() -> list[str]:
+    """Every command line of README.md and docs/ that starts launch/train.py."""
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for line in page.read_text().splitlines():
+            if re.match(r"\s*(deepspeed|torchrun|python) .*launch/train\.py", line):
+                found.append(line.strip().removesuffix("\\").split("  #")[0])
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("line", documented_commands())
+def test_documented_commands_are_valid(line, capsys, monkeypatch):
+    """Each is planned by --dry-run: its files exist and its keys are known."""
+    from pipeline.cli import main
+
+    arguments = shlex.split(line[line.index("launch/train.py") + len("launch/train.py") :])
+    monkeypatch.chdir(ROOT)
+    assert main([*arguments, "--dry-run"]) == 0, capsys.readouterr().err

@@ -1,0 +1,280 @@
+"""Loss sums and counts against the means of transformers and torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_outputs import CausalLMOutput
+
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.objectives import (
+    CausalLM,
+    Classification,
+    Custom,
+    build_objective,
+    call_model,
+    logits_of,
+)
+
+VOCABULARY = 61
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def tokens():
+    """(input_ids, labels) of shape (3, 10); half of the labels are left out."""
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(0, VOCABULARY, (3, 10), generator=generator)
+    labels = input_ids.clone()
+    labels[torch.rand(3, 10, generator=generator) < 0.5] = -100
+    return input_ids, labels
+
+
+def assert_mean(loss, expected):
+    torch.testing.assert_close(loss.loss_sum / loss.count, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- CausalLM -----------------------------------------------------------------------------------------
+
+
+def test_causal_lm_on_aligned_labels_is_transformers_loss(model, tokens):
+    input_ids, labels = tokens
+    loss = CausalLM()(model, {"input_ids": input_ids, "labels": labels})
+    assert_mean(loss, model(input_ids=input_ids, labels=labels).loss)
+    assert loss.count == (labels[:, 1:] != -100).sum()
+
+
+def test_causal_lm_on_shifted_labels_is_transformers_loss(model, tokens):
+    input_ids, labels = tokens
+    batch = {"input_ids": input_ids, "shift_labels": labels}
+    loss = CausalLM()(model, batch)
+    assert_mean(loss, model(input_ids=input_ids, labels=labels, shift_labels=labels).loss)
+    assert loss.count == CausalLM().count(batch) == (labels != -100).sum()
+
+
+def test_both_kinds_of_labels_mean_the_same(model, tokens):
+    input_ids, labels = tokens
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    aligned = CausalLM()(model, {"input_ids": input_ids, "labels": labels})
+    other = CausalLM()(model, {"input_ids": input_ids, "shift_labels": shifted})
+    assert torch.equal(aligned.loss_sum, other.loss_sum)
+    assert torch.equal(aligned.count, other.count)
+
+
+def test_the_sums_of_the_parts_are_the_sum_of_the_whole(model, tokens):
+    input_ids, labels = tokens
+    whole = CausalLM()(model, {"input_ids": input_ids, "labels": labels})
+    parts = [
+        CausalLM()(model, {"input_ids": input_ids[i : i + 1], "labels": labels[i : i + 1]}) for i in range(3)
+    ]
+    torch.testing.assert_close(sum(part.loss_sum for part in parts), whole.loss_sum)
+    assert sum(part.count for part in parts) == whole.count
+
+
+def test_causal_lm_gives_transformers_gradient(model, tokens):
+    input_ids, labels = tokens
+    weight = model.lm_head.weight
+    loss = CausalLM()(model, {"input_ids": input_ids, "labels": labels})
+    (mine,) = torch.autograd.grad(loss.loss_sum / loss.count, weight)
+    (theirs,) = torch.autograd.grad(model(input_ids=input_ids, labels=labels).loss, weight)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_without_a_valid_label_counts_nothing(model, tokens):
+    input_ids, _ = tokens
+    loss = CausalLM()(model, {"input_ids": input_ids, "shift_labels": torch.full_like(input_ids, -100)})
+    assert (loss.loss_sum.item(), loss.count.item()) == (0.0, 0)
+
+
+# --- Classification -----------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    """Returns the logits it was made with."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, inputs):
+        return self.logits
+
+
+@pytest.fixture
+def classes():
+    """(model, batch) with 5 classes and 40 samples."""
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, 5, (40,), generator=generator)
+    logits = torch.randn(40, 5, generator=generator) + F.one_hot(labels, 5)
+    return Logits(logits), {"inputs": torch.zeros(40, 1), "labels": labels}
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("class_weights", [None, [1.0, 2.0, 0.5, 0.0, 3.0]])
+@pytest.mark.parametrize("ignored", [0, 7])
+def test_classification_is_torchs_loss(classes, class_weights, label_smoothing, ignored):
+    model, batch = classes
+    batch["labels"][:ignored] = -100
+    weight = None if class_weights is None else torch.tensor(class_weights)
+    expected = nn.CrossEntropyLoss(weight, label_smoothing=label_smoothing)(model.logits, batch["labels"])
+    objective = Classification(class_weights, label_smoothing)
+    loss = objective(model, batch)
+    assert_mean(loss, expected)
+    torch.testing.assert_close(objective.count(batch), loss.count)
+
+
+def test_classification_counts_the_correct_ones(classes):
+    model, batch = classes
+    loss = Classification([1.0, 2.0, 3.0, 4.0, 5.0])(model, batch)
+    correct = (model.logits.argmax(1) == batch["labels"]).sum()
+    assert 0 < correct < 40
+    assert loss.extras == {"correct": correct, "samples": torch.tensor(40)}
+    assert set(loss.extras) == set(Classification.extra_keys)
+
+
+def test_class_weights_are_exact_in_half_precision(classes):
+    model, batch = classes
+    weights = [1.0, 1.001, 0.999, 1.0, 1.0]
+    loss = Classification(weights)(Logits(model.logits.detach().bfloat16()), batch)
+    assert loss.loss_sum.dtype == loss.count.dtype == torch.float32
+    assert loss.count == torch.tensor(weights)[batch["labels"]].sum()
+
+
+def test_too_many_class_weights_are_told(classes):
+    model, batch = classes
+    with pytest.raises(ConfigError, match=r"^objective\.class_weights: 6 weights for 5 classes$"):
+        Classification([1.0] * 6)(model, batch)
+
+
+def test_too_few_class_weights_are_told_by_the_count_as_well(classes):
+    model, batch = classes
+    objective = Classification([1.0] * 4)
+    with pytest.raises(ConfigError, match=r"^objective\.class_weights: 4 weights for 5 classes$"):
+        objective(model, batch)
+    with pytest.raises(ConfigError, match=r"^objective\.class_weights: 4 weights, and a label is 4$"):
+        objective.count(batch)
+
+
+# --- Custom -------------------------------------------------------------------------------------------
+
+
+def squares(outputs, batch):
+    return ((outputs - batch["targets"]) ** 2).sum()
+
+
+def squares_of_some(outputs, batch):
+    return (batch["weight"] * (outputs - batch["targets"]) ** 2).sum()
+
+
+squares_of_some.count = lambda batch: batch["weight"].sum()
+
+
+def mean_of_squares(outputs, batch):
+    return (outputs - batch["targets"]) ** 2
+
+
+def test_a_custom_objective_counts_samples():
+    batch = {"inputs": torch.ones(6, 1), "targets": torch.zeros(6, 1)}
+    loss = Custom(squares)(lambda inputs: 2 * inputs, batch)
+    assert (loss.loss_sum.item(), loss.count.item()) == (24.0, 6)
+    assert Custom(squares).count(batch) == 6
+
+
+def test_a_custom_objective_may_count_for_itself():
+    weight = torch.tensor([[1.0], [0.0], [0.5]])
+    batch = {"inputs": torch.ones(3, 1), "targets": torch.zeros(3, 1), "weight": weight}
+    objective = Custom(squares_of_some)
+    loss = objective(lambda inputs, weight: 2 * inputs, batch)
+    assert (loss.loss_sum.item(), loss.count.item()) == (6.0, 1.5)
+    assert objective.count(batch) == 1.5
+
+
+@pytest.mark.parametrize("function", [mean_of_squares, lambda outputs, batch: 3.0])
+def test_a_custom_objective_returns_one_sum(function):
+    batch = {"inputs": torch.ones(6, 1), "targets": torch.zeros(6, 1)}
+    with pytest.raises(TypeError, match="an objective returns one 0-dim tensor"):
+        Custom(function)(lambda inputs: inputs, batch)
+
+
+# --- what goes into a model and comes out of it ---------------------------------------------------------
+
+
+def test_a_lone_input_goes_in_by_position_and_targets_stay_out():
+    batch = {"inputs": torch.ones(1), "labels": torch.zeros(1), "targets": torch.zeros(1)}
+    assert call_model(lambda anything: anything, batch) is batch["inputs"]
+
+
+def test_several_inputs_go_in_by_name():
+    batch = {"input_ids": torch.ones(1), "attention_mask": torch.zeros(1), "shift_labels": torch.zeros(1)}
+    given = call_model(lambda **given: given, batch)
+    assert list(given) == ["input_ids", "attention_mask"]
+
+
+def test_logits_are_found_in_what_models_return():
+    logits = torch.ones(2)
+    for output in (logits, CausalLMOutput(logits=logits), {"logits": logits}, (logits, None), [logits]):
+        assert logits_of(output) is logits
+    for output in (None, {"loss": logits}, (), (None, logits)):
+        with pytest.raises(TypeError, match=r"expected logits: a tensor or \.logits"):
+            logits_of(output)
+
+
+# --- the recipe's words -------------------------------------------------------------------------------
+
+
+def config(model, **objective):
+    return RunConfig.model_validate(
+        {"max_steps": 1, "model": model, "data": {"kind": "digits"}, "objective": objective}
+    )
+
+
+LANGUAGE_MODEL = {"kind": "causal_lm", "architecture": "llama"}
+OWN = {"kind": "my.model:build"}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "expected"),
+    [
+        (LANGUAGE_MODEL, "auto", CausalLM),
+        ({"kind": "cnn"}, "auto", Classification),
+        (OWN, "causal_lm", CausalLM),
+        (OWN, "classification", Classification),
+        (OWN, "test_objectives:squares", Custom),
+    ],
+)
+def test_the_objective_follows_the_recipe(model, kind, expected):
+    assert type(build_objective(config(model, kind=kind))) is expected
+
+
+def test_auto_with_a_model_of_ones_own_is_refused():
+    with pytest.raises(ConfigError, match=r"objective\.kind: with a model of your own say what is minimised"):
+        build_objective(config(OWN))
+
+
+def test_a_function_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="has no 'squres'; did you mean 'squares'"):
+        build_objective(config(OWN, kind="test_objectives:squres"))
+
+
+def test_weights_and_smoothing_of_an_objective_that_has_none_are_refused():
+    for ignored in ({"class_weights": [1.0]}, {"label_smoothing": 0.1}):
+        for model, kind in ((LANGUAGE_MODEL, "auto"), (OWN, "test_objectives:squares")):
+            with pytest.raises(ConfigError, match=f"{next(iter(ignored))}: only classification reads"):
+                build_objective(config(model, kind=kind, **ignored))
