@@ -148,7 +148,7 @@ def build_eval_loader(
         micro_batch_size=plan.micro_batch_size,
         dp_rank=engine.dp_rank,
         dp_world_size=engine.dp_world_size,
-        max_batches=config.eval.max_batches,
+        max_samples=config.eval.max_samples,
         num_workers=config.loader.num_workers,
         pin_memory=engine.device.type == "cuda",
     )

@@ -62,7 +62,7 @@ def test_the_default_run_learns_saves_and_writes(tmp_path):
 def test_zero3_through_the_launcher(tmp_path, ranks):
     small = ["max_steps=3", "model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128"]
     split = ["--deepspeed", "ds_configs/zero3.json"]
-    result = launch(*split, *small, "eval.max_batches=1", f"run_dir={tmp_path}", OFFLINE, ranks=ranks)
+    result = launch(*split, *small, "eval.max_samples=8", f"run_dir={tmp_path}", OFFLINE, ranks=ranks)
     assert result.returncode == 0, result.stderr
     assert "the model wrote" in result.stdout
 
@@ -70,7 +70,7 @@ def test_zero3_through_the_launcher(tmp_path, ranks):
 @pytest.mark.slow
 def test_torchrun_starts_the_same_script(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
-    small = ["max_steps=2", "model.num_layers=1", "model.hidden_size=32", "eval.max_batches=1", OFFLINE]
+    small = ["max_steps=2", "model.num_layers=1", "model.hidden_size=32", "eval.max_samples=8", OFFLINE]
     result = subprocess.run(
         [*torchrun, "--deepspeed", "ds_configs/zero1.json", *small, f"run_dir={tmp_path}"],
         check=False,

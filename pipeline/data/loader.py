@@ -133,7 +133,7 @@ class EvalLoader:
         micro_batch_size: Samples of one batch of one rank.
         dp_rank: This rank among those that split the data.
         dp_world_size: Number of those ranks.
-        max_batches: Batches a rank gets at the most; None: the whole data set.
+        max_samples: Samples over all ranks at the most, the first ones; None: the whole data set.
         num_workers: Processes that fetch ahead; they stay between two passes.
         pin_memory: Copy batches to page-locked memory.
 
@@ -149,7 +149,7 @@ class EvalLoader:
         micro_batch_size: int,
         dp_rank: int,
         dp_world_size: int,
-        max_batches: int | None,
+        max_samples: int | None,
         num_workers: int,
         pin_memory: bool,
     ) -> None:
@@ -158,7 +158,7 @@ class EvalLoader:
             micro_batch_size=micro_batch_size,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
-            max_batches=max_batches,
+            max_samples=max_samples,
         )
         self._loader = _torch_loader(
             dataset,

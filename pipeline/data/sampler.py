@@ -106,16 +106,15 @@ class EvalSampler:
         micro_batch_size: int,
         dp_rank: int,
         dp_world_size: int,
-        max_batches: int | None,
+        max_samples: int | None,
     ) -> None:
         assert num_samples >= 1
         assert 0 <= dp_rank < dp_world_size
-        self.num_samples = num_samples
+        self.num_samples = num_samples if max_samples is None else min(num_samples, max_samples)
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
         self.dp_world_size = dp_world_size
-        whole = math.ceil(num_samples / (micro_batch_size * dp_world_size))
-        self._num_batches = whole if max_batches is None else min(whole, max_batches)
+        self._num_batches = math.ceil(self.num_samples / (micro_batch_size * dp_world_size))
 
     def __len__(self) -> int:
         return self._num_batches

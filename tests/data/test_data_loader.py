@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from itertools import chain
 
 import numpy as np
@@ -48,7 +47,7 @@ def eval_loader(dataset, **changes):
         "micro_batch_size": 2,
         "dp_rank": 0,
         "dp_world_size": 1,
-        "max_batches": None,
+        "max_samples": None,
         "num_workers": 0,
         "pin_memory": False,
     }
@@ -154,17 +153,6 @@ def test_a_text_data_set_travels_as_a_path(token_file):
     assert torch.equal(pickle.loads(content)[5]["input_ids"], dataset[5]["input_ids"])
 
 
-def test_a_text_batch_costs_next_to_nothing(token_file):
-    loader = train_loader(TextDataset(token_file, 256), micro_batch_size=8, gradient_accumulation_steps=1)
-    loader.next_group()
-    times = []
-    for _ in range(500):
-        start = time.perf_counter()
-        loader.next_group()
-        times.append(time.perf_counter() - start)
-    assert np.median(times) < 200e-6  # 20 on an idle machine; 100 is the budget, twice that on a busy one
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_evaluation_gives_every_rank_as_many_batches(num_workers):
     loaders = [
@@ -179,8 +167,11 @@ def test_evaluation_gives_every_rank_as_many_batches(num_workers):
         ]
 
 
-def test_evaluation_stops_at_max_batches():
-    loader = eval_loader(Numbers(100), max_batches=3)
-    assert len(loader) == 3
-    assert [batch["number"].tolist() for batch, _ in loader] == [[0, 1], [2, 3], [4, 5]]
-    assert len(eval_loader(Numbers(3), max_batches=9)) == 2
+def test_evaluation_stops_at_max_samples_whatever_the_number_of_ranks():
+    for world in (1, 2, 3):
+        seen = []
+        for rank in range(world):
+            loader = eval_loader(Numbers(100), max_samples=5, dp_rank=rank, dp_world_size=world)
+            seen += [n for batch, is_real in loader if is_real for n in batch["number"].tolist()]
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+    assert len(eval_loader(Numbers(3), max_samples=9)) == 2

@@ -163,7 +163,7 @@ def test_blocks_join_without_a_seam():
 @given(n=st.integers(1, 100), micro=st.integers(1, 5), world=st.sampled_from(WORLDS))
 def test_evaluation_covers_the_data_once(n, micro, world):
     samplers = [
-        EvalSampler(n, micro_batch_size=micro, dp_rank=rank, dp_world_size=world, max_batches=None)
+        EvalSampler(n, micro_batch_size=micro, dp_rank=rank, dp_world_size=world, max_samples=None)
         for rank in range(world)
     ]
     batches = [list(sampler) for sampler in samplers]

@@ -78,7 +78,7 @@ def write_recipe(folder: Path, **changes: Any) -> Path:
         },
         "batch": {"global_batch_size": 8},
         "optimizer": {"learning_rate": 1e-2},
-        "eval": {"every": 4, "max_batches": 2},
+        "eval": {"every": 4, "max_samples": 20},
         "checkpoint": {"every": 3},
         "wandb": {"mode": "disabled"},
         "sample": {"max_new_tokens": 0},
