@@ -65,9 +65,9 @@ def logits_of(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]  # type: ignore[no-any-return]
+        return output["logits"]
     if hasattr(output, "logits"):
-        return output.logits  # type: ignore[no-any-return]
+        return output.logits
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
         return output[0]
     raise TypeError(f"the model returned a {type(output).__name__}; expected logits: a tensor or .logits")
@@ -100,14 +100,14 @@ class CausalLM:
 
 
 class Classification:
-    """Cross entropy over classes, with optional class weights; counts the correct ones.
+    """Cross entropy over classes, with optional class weights, over the labels that are not -100.
 
     With weights the mean is over the weights of the labels, as in torch.nn.CrossEntropyLoss. The weights are
     fp32 whatever the precision, and follow the batch to its device.
     """
 
     unit = "samples"
-    extra_keys = ("correct", "samples")
+    extra_keys: tuple[str, ...] = ("correct", "samples")
 
     def __init__(self, class_weights: list[float] | None = None, label_smoothing: float = 0.0):
         self.weights_C = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
@@ -121,7 +121,15 @@ class Classification:
     def count(self, batch: Batch) -> Tensor:
         labels_B = batch["labels"]
         weights_C = self._weights(labels_B.device)
-        return torch.tensor(labels_B.numel()) if weights_C is None else weights_C[labels_B].sum()
+        valid_B = labels_B != IGNORED
+        if weights_C is None:
+            return valid_B.sum()
+        try:
+            return (weights_C[labels_B.clamp(min=0)] * valid_B).sum()
+        except IndexError:
+            raise ConfigError(
+                f"objective.class_weights: {weights_C.numel()} weights, and a label is {labels_B.max()}"
+            ) from None
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         labels_B = batch["labels"]
@@ -132,12 +140,18 @@ class Classification:
                 f"objective.class_weights: {weights_C.numel()} weights for {logits_BC.shape[-1]} classes"
             )
         loss_sum = F.cross_entropy(
-            logits_BC, labels_B, weights_C, reduction="sum", label_smoothing=self.label_smoothing
+            logits_BC,
+            labels_B,
+            weights_C,
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
         )
-        correct = (logits_BC.argmax(-1) == labels_B).sum()
-        return LossSum(
-            loss_sum, self.count(batch), {"correct": correct, "samples": correct.new_tensor(labels_B.numel())}
-        )
+        extras = {
+            "correct": (logits_BC.argmax(-1) == labels_B).sum(),
+            "samples": (labels_B != IGNORED).sum(),
+        }
+        return LossSum(loss_sum, self.count(batch), extras)
 
 
 class Custom:
@@ -167,7 +181,8 @@ def build_objective(config: RunConfig) -> Objective:
     """The objective the recipe names; `auto` follows the model's kind.
 
     Raises:
-        ConfigError: `auto` with a model of one's own, or an import path that leads nowhere.
+        ConfigError: `auto` with a model of one's own, an import path that leads nowhere, or settings of
+            classification for another objective.
     """
     objective = config.objective
     kind = objective.kind
@@ -179,8 +194,11 @@ def build_objective(config: RunConfig) -> Objective:
                 "objective.kind: with a model of your own say what is minimised: causal_lm, classification, "
                 "or package.module:function"
             )
-    if kind == "causal_lm":
-        return CausalLM()
     if kind == "classification":
         return Classification(objective.class_weights, objective.label_smoothing)
+    for name in ("class_weights", "label_smoothing"):
+        if getattr(objective, name):
+            raise ConfigError(f"objective.{name}: only classification reads it, and this is {kind}")
+    if kind == "causal_lm":
+        return CausalLM()
     return Custom(import_object(kind, ConfigError))

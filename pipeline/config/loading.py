@@ -48,8 +48,9 @@ def read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     Raises:
         ConfigError: missing, unreadable, malformed or a key given twice (line and column), not a mapping.
     """
-    loader = _Loader(read_text(path))
+    text = read_text(path)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         places = _key_places(node, path)
         tree = {} if node is None else loader.construct_document(node)
@@ -106,7 +107,7 @@ def parse_override(argument: str) -> tuple[list[str], Any]:
     """
     key, equals, value = argument.partition("=")
     parts = key.split(".")
-    if not equals or not all(parts):
+    if not equals or not all(parts) or parts == ["ds"]:
         raise ConfigError(f"command line: {argument!r} is not an override; write section.key=value")
     try:
         return parts, yaml.load(value, Loader=_Loader)

@@ -42,8 +42,8 @@ deepspeed launch/train.py --deepspeed ds_configs/zero2.json model.num_layers=4 '
 deepspeed launch/train.py --deepspeed ds_configs/zero2.json ds.zero_optimization.stage=3
 ```
 
-A key that begins with `ds.` changes the DeepSpeed JSON, any other the recipe. The command line goes before the
-file, the file before the default. An unknown key is an error that names the nearest one.
+A key that begins with `ds.` changes the DeepSpeed JSON, any other the recipe. The command line goes before
+the file, the file before the default. An unknown key is an error that names the nearest one.
 """
 
 
@@ -59,7 +59,10 @@ def document() -> str:
         for section in members:
             if len(members) > 1:
                 parts.append(f"### {_kind(section)}\n")
-            parts += [f"{section.__doc__}\n", _table(f"{name}.", section.model_fields)]
+            parts += [
+                _paragraph(" ".join((section.__doc__ or "").split())),
+                _table(f"{name}.", section.model_fields),
+            ]
     return "\n".join([*parts, *_deepspeed()])
 
 
@@ -155,9 +158,8 @@ def _default(field: FieldInfo) -> str:
 
 def _range(field: FieldInfo) -> str:
     """The limits of a number, the length of a list, the pattern of a text."""
-    inner = [item for each in get_args(field.annotation) for item in getattr(each, "__metadata__", ())[:1]]
     limits = []
-    for rule in [*field.metadata, *(inner[0].metadata if inner else ())]:
+    for rule in [*field.metadata, *_item_rules(field.annotation)]:
         for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
             if (limit := getattr(rule, name, None)) is not None:
                 limits.append(f"{sign} {limit:,}")
@@ -165,6 +167,16 @@ def _range(field: FieldInfo) -> str:
             limits.append(f"at least {length}")
         limits += [PATTERNS[p] for p in (getattr(rule, "pattern", None),) if p in PATTERNS]
     return ", ".join(limits)
+
+
+def _item_rules(annotation: Any) -> list[Any]:
+    """The rules for the items of a list, which are all alike."""
+    for each in get_args(annotation):
+        if get_origin(each) is Annotated:
+            return [rule for item in each.__metadata__ for rule in item.metadata]
+        if rules := _item_rules(each):
+            return rules
+    return []
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ class Closed(BaseModel):
     """A section of the recipe: no unknown keys, no change after validation."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, protected_namespaces=()
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
@@ -155,19 +155,20 @@ class ObjectiveConfig(Closed):
     kind: str = Field("auto", pattern=r"^(auto|causal_lm|classification|" + IMPORT_PATH[1:-1] + r")$")
     """`causal_lm`, `classification`, or `package.module:function` with
     `function(outputs, batch) -> loss_sum`. `auto`: by the model's kind."""
-    class_weights: list[float] | None = None
+    class_weights: list[Annotated[float, Field(ge=0)]] | None = None
     """Weight of each class in the classification loss. Default: all 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all classes (classification)."""
 
 
 class BatchConfig(Closed):
-    """Any two of the three numbers; the third follows for the world size of the run."""
+    """Any two of the three numbers; the third follows for the world size of the run. Without this section:
+    `micro_batch_size: 8`."""
 
     micro_batch_size: int | None = Field(None, gt=0)
     """Samples one rank takes through the model at once."""
     gradient_accumulation_steps: int | None = Field(None, gt=0)
-    """Micro-batches a rank adds up before the optimizer steps. Alone or absent with micro: 1."""
+    """Micro-batches a rank adds up before the optimizer steps. Default where nothing else decides it: 1."""
     global_batch_size: int | None = Field(None, gt=0)
     """Samples an optimizer step sees: micro x accumulation x data-parallel size."""
 
@@ -241,8 +242,8 @@ class EvalConfig(Closed):
 
     every: int = Field(0, ge=0)
     """Optimizer steps between evaluations; 0: only before the first and after the last step."""
-    max_batches: int | None = Field(None, gt=0)
-    """Global micro-batches at the most. Default: the whole split."""
+    max_samples: int | None = Field(None, gt=0)
+    """Samples at the most, the first ones of the split. Default: the whole split."""
 
 
 class CheckpointConfig(Closed):

@@ -1,4 +1,4 @@
-"""Recipe -> nn.Module. Random weights depend on the seed alone: not on the split, the precision or the ranks."""
+"""Recipe -> nn.Module. Random weights depend on the seed alone, not on split, precision or ranks."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
         ModelError: it cannot be built, does not fit the data, or its weights do not fit it.
     """
     torch.manual_seed(seed)
-    return BUILDERS[type(config)](config, request)  # type: ignore[operator, no-any-return]
+    return BUILDERS[type(config)](config, request)  # type: ignore[operator]

@@ -23,6 +23,8 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
         inspect.signature(build).bind(**config.args)
     except TypeError as error:
         raise ModelError(f"model.args do not fit {config.kind}: {error}") from None
+    except ValueError:
+        pass  # a callable written in C may have no signature
     with request.sharding.construct():
         model = build(**config.args)
     if not isinstance(model, nn.Module):

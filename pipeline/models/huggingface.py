@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from pipeline.config.loading import did_you_mean
 from pipeline.config.schema import CausalLMConfig
@@ -18,6 +22,9 @@ from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding
 
 log = logging.getLogger(__name__)
+
+# What transformers raises for values of a config that cannot be.
+IMPOSSIBLE = (StrictDataclassError, ImportError, KeyError, TypeError, ValueError)
 
 # The recipe's word -> transformers' word.
 FIELDS = {
@@ -29,6 +36,8 @@ FIELDS = {
     "num_key_value_heads": "num_key_value_heads",
     "max_sequence_length": "max_position_embeddings",
 }
+# Older architectures have words of their own for the width of the MLP.
+OWN_WORDS = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
 
 
 def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
@@ -42,10 +51,7 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
         raise ModelError(
             "model: give exactly one of architecture (new weights) and pretrained (a folder or hub name)"
         )
-    if config.pretrained is not None:
-        model = _load(config, request)
-    else:
-        model = _create(config, request)
+    model = _load(config, request) if config.pretrained is not None else _create(config, request)
     model.config.use_cache = False  # keys and values are kept for generation only
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -53,24 +59,7 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
 
 
 def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
-    fields = _stated_fields(config)
-    fields.setdefault("vocab_size", request.vocab_size)
-    if request.sequence_length is not None:
-        fields.setdefault("max_position_embeddings", request.sequence_length)
-    if fields["vocab_size"] is None:
-        raise ModelError("model.vocab_size: the data has no tokenizer; write the number")
-    architecture = config.architecture
-    if architecture not in CONFIG_MAPPING:
-        raise ModelError(f"model.architecture: transformers has no {architecture!r}{_near(architecture)}")
-    default = AutoConfig.for_model(architecture)
-    for name in [*fields, *config.extra]:
-        if not hasattr(default, name):
-            raise ModelError(
-                f"model: a {architecture} config has no {name}{did_you_mean(name, vars(default))}"
-            )
-    ends = {"bos_token_id": request.end_of_document_id, "eos_token_id": request.end_of_document_id}
-    # Defaults that follow from another field (head_dim, key-value heads) follow from the stated one.
-    hf_config = AutoConfig.for_model(architecture, **(ends | fields | config.extra))
+    hf_config = _new_config(config, request)
     _check_fit(hf_config, config, request)
     try:
         # Weights are drawn below, module by module: the same ones whatever the split.
@@ -78,10 +67,33 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=torch.float32, attn_implementation=config.attention
             )
-    except ValueError as error:
-        raise ModelError(f"model: {architecture}: {' '.join(str(error).split())}") from None
+    except (ImportError, KeyError, ValueError) as error:
+        raise ModelError(f"model: {config.architecture}: {_reason(error)}") from None
     _draw_weights(model, request.sharding)
-    return model  # type: ignore[no-any-return]
+    return model
+
+
+def _new_config(config: CausalLMConfig, request: ModelRequest) -> PretrainedConfig:
+    architecture = config.architecture
+    if architecture not in CONFIG_MAPPING:
+        raise ModelError(f"model.architecture: transformers has no {architecture!r}{_near(architecture)}")
+    default = AutoConfig.for_model(architecture)
+    fields = _stated_fields(config, default)
+    fields.setdefault("vocab_size", request.vocab_size)
+    if fields["vocab_size"] is None:
+        raise ModelError("model.vocab_size: the data has no tokenizer; write the number")
+    if request.sequence_length is not None and hasattr(default, "max_position_embeddings"):
+        fields.setdefault("max_position_embeddings", request.sequence_length)
+    heads, groups = fields.get("num_attention_heads"), getattr(default, "num_key_value_heads", None)
+    if heads is not None and groups and heads % groups:
+        # The architecture's own number is for its own number of heads.
+        fields.setdefault("num_key_value_heads", heads)
+    ends = {"bos_token_id": request.end_of_document_id, "eos_token_id": request.end_of_document_id}
+    try:
+        # Defaults that follow from another field (head_dim, key-value heads) follow from the stated one.
+        return AutoConfig.for_model(architecture, **(ends | fields))
+    except IMPOSSIBLE as error:
+        raise ModelError(f"model: {architecture}: {_reason(error)}") from None
 
 
 def _near(architecture: str | None) -> str:
@@ -89,10 +101,20 @@ def _near(architecture: str | None) -> str:
     return hint if "mean" in hint else ""
 
 
-def _stated_fields(config: CausalLMConfig) -> dict[str, Any]:
-    return {
-        theirs: getattr(config, ours) for ours, theirs in FIELDS.items() if getattr(config, ours) is not None
-    }
+def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str, Any]:
+    """What the recipe says, in transformers' words; every one of them a field of `known`."""
+    fields = dict(config.extra)
+    for ours, theirs in FIELDS.items():
+        if theirs in fields:
+            raise ModelError(f"model.extra.{theirs}: the recipe calls this model.{ours}; write it there")
+        words = (theirs, *OWN_WORDS.get(theirs, ()))
+        if (value := getattr(config, ours)) is not None:
+            fields[next((word for word in words if hasattr(known, word)), theirs)] = value
+    for name in fields:
+        if not hasattr(known, name):
+            near = did_you_mean(name, (word for word in vars(known) if not word.startswith("_")))
+            raise ModelError(f"model: a {known.model_type} config has no {name}{near}")
+    return fields
 
 
 @torch.no_grad()
@@ -118,15 +140,15 @@ def _draw_weights(model: PreTrainedModel, sharding: Sharding) -> None:
 
 
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
-    name = config.pretrained
+    given, name = f"model.pretrained: {config.pretrained!r}", _folder_or_hub_name(config.pretrained or "")
     trust = config.trust_remote_code
     try:
         hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.pretrained: {name!r}: {_first_sentence(error)}") from None
-    stated = _stated_fields(config) | config.extra
-    for key, value in stated.items():
-        if getattr(hf_config, key, value) != value:
+    except (OSError, *IMPOSSIBLE) as error:
+        nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
+        raise ModelError(f"{given}: {_reason(error)}{nor}") from None
+    for key, value in _stated_fields(config, hf_config).items():
+        if getattr(hf_config, key) != value:
             raise ModelError(
                 f"model: {name} has {key} {getattr(hf_config, key)}, the recipe says {value}; "
                 "drop it, the weights decide"
@@ -137,6 +159,8 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         from transformers.integrations import HfDeepSpeedConfig
 
         keep_alive = HfDeepSpeedConfig(request.sharding.zero3_config)  # read while weights are loaded
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its report says that weights which do not fit can be ignored
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
@@ -146,32 +170,57 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=trust,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they come back in `info`, by name
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"model.pretrained: {name!r}: {_first_sentence(error)}") from None
+    except SafetensorError as error:
+        raise ModelError(f"{given}: its weights are no safetensors: {_reason(error)}") from None
+    except (OSError, RuntimeError, *IMPOSSIBLE) as error:
+        raise ModelError(f"{given}: {_reason(error)}") from None
     finally:
+        transformers_logging.set_verbosity(verbosity)
         del keep_alive
-    problems = {
-        key: sorted(map(str, info.get(f"{key}_keys", ()))) for key in ("missing", "unexpected", "mismatched")
-    }
-    told = [
-        f"{key}: {', '.join(names[:5])}{' ...' * (len(names) > 5)}"
-        for key, names in problems.items()
-        if names
-    ]
+    _refuse_what_does_not_fit(info, given)
+    return model
+
+
+def _folder_or_hub_name(given: str) -> str:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model.pretrained: {given!r}: the folder has no config.json")
+        return str(path)
+    # A hub name is `name` or `owner/name`.
+    if given.startswith((".", "/", "~")) or given.count("/") > 1 or path.exists():
+        raise ModelError(f"model.pretrained: {given!r}: there is no such folder")
+    return given
+
+
+def _refuse_what_does_not_fit(info: dict[str, Any], given: str) -> None:
+    told = []
+    for kind in ("missing", "unexpected", "mismatched"):
+        # A mismatched one comes as (name, shape in the file, shape in the model).
+        keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(f"{kind}_keys", ()))
+        if keys:
+            told.append(f"{kind}: {', '.join(keys[:5])}{' ...' * (len(keys) > 5)}")
     if told:
-        raise ModelError(f"model.pretrained: the weights in {name!r} do not fit the model; {'; '.join(told)}")
-    return model  # type: ignore[no-any-return]
+        raise ModelError(f"{given}: the weights do not fit the model; {'; '.join(told)}")
 
 
 def _check_fit(hf_config: PretrainedConfig, config: CausalLMConfig, request: ModelRequest) -> None:
-    rows = hf_config.vocab_size
+    text_config = hf_config.get_text_config()
+    rows = getattr(text_config, "vocab_size", None)
+    if rows is None:
+        raise ModelError(f"model: {hf_config.model_type} is no language model: its config has no vocab_size")
     if request.vocab_size is not None and rows < request.vocab_size:
         raise ModelError(
             f"model.vocab_size is {rows}, but the tokenizer has {request.vocab_size} entries; "
             "drop model.vocab_size, or use the model's own tokenizer (data.tokenizer.pretrained)"
         )
-    longest = getattr(hf_config, "max_position_embeddings", None)
+    heads = getattr(text_config, "num_attention_heads", None)
+    groups = getattr(text_config, "num_key_value_heads", None)
+    if heads and groups and heads % groups:
+        raise ModelError(f"model.num_heads {heads} is not a multiple of num_key_value_heads {groups}")
+    longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and request.sequence_length is not None and request.sequence_length > longest:
         raise ModelError(
             f"data.sequence_length is {request.sequence_length}, but the model takes {longest} positions; "
@@ -179,6 +228,11 @@ def _check_fit(hf_config: PretrainedConfig, config: CausalLMConfig, request: Mod
         )
 
 
-def _first_sentence(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """The first sentence of what transformers says, without its frame around the cause."""
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__  # type: ignore[assignment]
+    if isinstance(error, KeyError):
+        return f"transformers knows no {error}"
     text = " ".join(str(error).split())
     return text.split(". ")[0][:300]

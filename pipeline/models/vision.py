@@ -10,7 +10,7 @@ from pipeline.models.request import ModelRequest
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions, global average pooling, one linear layer: (B, 1, H, W) -> logits (B, K)."""
+    """Two convolutions, average pooling to 2 x 2, one linear layer: (B, 1, H, W) -> logits (B, K)."""
 
     def __init__(self, num_classes: int, channels: int, dropout: float):
         super().__init__()

@@ -1,0 +1,342 @@
+"""The DeepSpeed JSON: names checked, every "auto" filled, the tables held against the installed DeepSpeed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import deepspeed
+import pytest
+from deepspeed.runtime import config as installed
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
+
+from pipeline.config import deepspeed_keys as keys
+from pipeline.config.batch import plan_batch
+from pipeline.config.deepspeed_json import (
+    Precisions,
+    load_deepspeed_json,
+    precision_of,
+    resolve_deepspeed,
+)
+from pipeline.config.loading import get_dotted, parse_override, set_dotted
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import load_settings
+from pipeline.errors import ConfigError
+
+SHIPPED = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+MODELS_OF_SECTIONS = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "fp16": DeepSpeedFP16Config,
+    "bf16": DeepSpeedBF16Config,
+    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+}
+MODELS = {
+    "language model": ("{kind: causal_lm, architecture: llama, hidden_size: 64}", "{kind: text, paths: [a]}"),
+    "pretrained": ("{kind: causal_lm, pretrained: folder}", "{kind: text, paths: [a]}"),
+    "cnn": ("{kind: cnn}", "{kind: digits}"),
+    "custom": ("{kind: 'my.model:build'}", "{kind: 'my.data:load'}"),
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """The checked tree of a JSON given as text or as an object, with `ds.` overrides."""
+
+    def function(content, *overrides):
+        path = tmp_path / "split.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return load_deepspeed_json(path, [parse_override(each) for each in overrides])
+
+    return function
+
+
+def fails_with(load, tmp_path, content, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(content, *overrides)
+    message = str(caught.value).replace(f"{tmp_path}/", "")
+    assert "\n" not in message
+    return message
+
+
+def nested(dotted, value):
+    tree = {}
+    set_dotted(tree, dotted.split("."), value, "test")
+    return tree
+
+
+def resolved(path, model, device=Precisions(bf16=True, fp16=True), world_size=2):  # noqa: B008 (frozen)
+    recipe = path.parent / "recipe.yaml"
+    model_section, data_section = MODELS[model]
+    recipe.write_text(f"max_steps: 3\nmodel: {model_section}\ndata: {data_section}\n")
+    return load_settings(recipe, path, []).resolve(world_size, device)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", ":1:2: not valid JSON: "),
+        ('{\n  "fp16": {"enabled": true,}\n}', ":2:"),
+        ('{\n  "fp16": {"enabled": True}\n}', ":2:23: not valid JSON: "),
+        ('{\n  // a comment\n}', ":2:3: not valid JSON: "),
+        ("", ":1:1: not valid JSON: "),
+        ("[" * 100_000, ": not valid JSON: nested too deeply"),
+        ('{"fp16": {}, "fp16": {}}', ": the key 'fp16' is given twice"),
+        ('{"fp16": {"enabled": true, "enabled": false}}', ": the key 'enabled' is given twice"),
+        ("[]", ": expected an object of keys to values, found a list"),
+        ('"zero2"', ": expected an object of keys to values, found a str"),
+        ('{"zero_optimisation": {}}', ': zero_optimisation: unknown key (did you mean "zero_optimization"?)'),
+        ('{"zero_stage": 2}', ": zero_stage: unknown key"),
+        ('{"lr": 2}', ": lr: unknown key"),
+        ('{"tensor_paralel": {}}', ': tensor_paralel: unknown key (did you mean "tensor_parallel"?)'),
+        ('{"zero_optimization": 2}', ": zero_optimization: expected an object, given 2"),
+        ('{"fp16": true}', ": fp16: expected an object, given True"),
+        ('{"zero_optimization": {"stage": 4}}', ": zero_optimization.stage: expected 0, 1, 2 or 3, given 4"),
+        ('{"zero_optimization": {"stage": "2"}}', ": zero_optimization.stage: expected 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"stage": true}}', ": zero_optimization.stage: expected 0, 1, 2 or 3"),
+        ('{"bf16": {"enabled": "yes"}}', ": bf16.enabled: expected true, false or \"auto\", given 'yes'"),
+        ('{"fp16": {"enabled": 1}}', ': fp16.enabled: expected true, false or "auto", given 1'),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_file_is_one_line(load, tmp_path, text, message):
+    assert fails_with(load, tmp_path, text).startswith(f"split.json{message}")
+
+
+@pytest.mark.parametrize(
+    ("dotted", "near"),
+    [
+        ("zero_optimization.overlap_com", "overlap_comm"),
+        ("fp16.intial_scale_power", "initial_scale_power"),
+        ("bf16.enable", "enabled"),
+        ("zero_optimization.offload_optimizer.devise", "device"),
+        ("zero_optimization.offload_param.pin_memroy", "pin_memory"),
+    ],
+)
+def test_an_unknown_key_of_a_section_names_the_nearest(load, tmp_path, dotted, near):
+    hint = f'{dotted}: unknown key (did you mean "{near}"?)'
+    assert fails_with(load, tmp_path, nested(dotted, 1)) == f"split.json: {hint}"
+    assert fails_with(load, tmp_path, {}, f"{dotted}=1") == f"command line: ds.{hint}"
+
+
+@pytest.mark.parametrize("dotted", keys.REMOVED)
+def test_what_deepspeed_dropped_is_refused_with_what_to_use_instead(load, tmp_path, dotted):
+    message = fails_with(load, tmp_path, nested(dotted, {}))
+    assert message == f"split.json: {dotted}: DeepSpeed no longer has this; {keys.REMOVED[dotted]}"
+
+
+@pytest.mark.parametrize("key", keys.NOT_HERE)
+def test_what_is_not_read_here_is_refused_with_what_to_use_instead(load, tmp_path, key):
+    assert fails_with(load, tmp_path, {key: {}}) == f"split.json: {key}: not read here; {keys.NOT_HERE[key]}"
+
+
+def test_the_command_line_comes_after_the_file(load):
+    tree = load({"zero_optimization": {"stage": 1}}, "zero_optimization.stage=3", "bf16.enabled=true")
+    assert tree == {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+
+
+def test_a_wrong_value_on_the_command_line_says_so(load, tmp_path):
+    message = fails_with(load, tmp_path, {}, "zero_optimization.stage=5")
+    assert message == "command line: ds.zero_optimization.stage: expected 0, 1, 2 or 3, given 5"
+    message = fails_with(load, tmp_path, {}, "zero_optimization=5")
+    assert message == "command line: ds.zero_optimization: expected an object, given 5"
+
+
+def test_null_says_nothing(load):
+    zero = {"stage": 2, "offload_optimizer": None}
+    assert load({"fp16": None, "zero_optimization": zero}) == {"zero_optimization": {"stage": 2}}
+    assert "zero_optimization" not in load({"zero_optimization": None})
+
+
+def test_a_byte_order_mark_is_passed_over(load):
+    assert load('\ufeff{"steps_per_print": 1}') == {"steps_per_print": 1}
+
+
+# --- "auto" -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_file_resolves_and_deepspeed_accepts_it(tmp_path, shipped, model):
+    path = tmp_path / shipped.name
+    path.write_text(shipped.read_text())
+    plan, filled = resolved(path, model, world_size=1)
+    assert '"auto"' not in json.dumps(filled)
+    config = installed.DeepSpeedConfig(filled)
+    assert config.train_batch_size == plan.global_batch_size
+    assert config.gradient_clipping == 1.0
+    stage = re.search(r"zero(\d)", shipped.stem)
+    assert config.zero_optimization_stage == (int(stage[1]) if stage else 0)
+    expected = "fp16" if shipped.stem.endswith("fp16") else "bf16"
+    assert precision_of(filled) == expected
+    assert config.bfloat16_config.enabled == (expected == "bf16")
+    assert config.float16_config.enabled == (expected == "fp16")
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_file_is_short(shipped):
+    assert 10 <= len(shipped.read_text().splitlines()) <= 25
+
+
+def test_there_is_a_file_for_every_stage():
+    stages = {get_dotted(json.loads(path.read_text()), "zero_optimization.stage") for path in SHIPPED}
+    assert stages == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "dotted",
+    ["zero_optimization.offload_optimizer.device", "fp16.loss_scale", "steps_per_print", "aio.block_size"],
+)
+def test_an_auto_that_nothing_fills_is_an_error_that_names_it(tmp_path, dotted):
+    path = tmp_path / "split.json"
+    path.write_text(json.dumps(nested(dotted, "auto")))
+    with pytest.raises(ConfigError, match=f'{re.escape(dotted)}: nothing here can fill this "auto"; write a'):
+        resolved(path, "cnn")
+
+
+def test_bucket_sizes_follow_the_width_of_the_model(tmp_path):
+    names = ["reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"]
+    path = tmp_path / "split.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **dict.fromkeys(names, "auto")}}))
+    _, filled = resolved(path, "language model")
+    assert [filled["zero_optimization"][name] for name in names] == [4096, 3686, 640]
+    _, filled = resolved(path, "cnn")
+    assert all(isinstance(filled["zero_optimization"][name], int) for name in names)
+
+
+def test_a_file_that_says_nothing_is_stage_0_in_fp32(tmp_path):
+    path = tmp_path / "split.json"
+    path.write_text("{}")
+    plan, filled = resolved(path, "cnn", world_size=4)
+    assert filled == {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 0},
+    }
+    assert plan.global_batch_size == 32
+    assert precision_of(filled) == "fp32"
+
+
+def test_resolving_leaves_the_tree_as_it_was(tmp_path):
+    tree = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "bf16": {"enabled": "auto"}}
+    before = json.dumps(tree)
+    config = RunConfig.model_validate({"max_steps": 1, "model": {"kind": "cnn"}, "data": {"kind": "digits"}})
+    resolve_deepspeed(tree, config, plan_batch(config.batch, 1), Precisions(True, True), tmp_path)
+    assert json.dumps(tree) == before
+
+
+# --- precision ----------------------------------------------------------------------------------------
+
+SETTINGS = [None, "auto", True, False]
+
+
+@pytest.mark.parametrize("device", [Precisions(b, f) for b in (True, False) for f in (True, False)], ids=repr)
+@pytest.mark.parametrize(("bf16", "fp16"), itertools.product(SETTINGS, SETTINGS))
+def test_the_precision_is_the_one_asked_for_or_the_best_the_device_has(tmp_path, bf16, fp16, device):
+    path = tmp_path / "split.json"
+    tree = {"bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}}
+    path.write_text(json.dumps(tree))
+    impossible = (bf16 is True and fp16 is True) or (bf16 is True and not device.bf16)
+    if impossible or (fp16 is True and not device.fp16):
+        with pytest.raises(ConfigError, match="both true" if bf16 is fp16 is True else "does not compute in"):
+            resolved(path, "cnn", device)
+        return
+    if bf16 is True:
+        expected = "bf16"
+    elif fp16 is True:
+        expected = "fp16"
+    elif bf16 == "auto" and device.bf16:
+        expected = "bf16"
+    elif fp16 == "auto" and device.fp16:
+        expected = "fp16"
+    else:
+        expected = "fp32"
+    _, filled = resolved(path, "cnn", device)
+    assert precision_of(filled) == expected
+    assert [filled[name].get("enabled", False) for name in ("bf16", "fp16")] == [
+        expected == "bf16",
+        expected == "fp16",
+    ]
+
+
+@pytest.mark.parametrize(("asked", "other"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_precision_the_device_has_not_is_told_with_a_way_out(tmp_path, asked, other):
+    path = tmp_path / "split.json"
+    path.write_text(json.dumps({asked: {"enabled": True}}))
+    with pytest.raises(ConfigError) as caught:
+        resolved(path, "cnn", Precisions(bf16=asked != "bf16", fp16=asked != "fp16"))
+    message = str(caught.value)
+    assert f"{asked}.enabled: this device does not compute in {asked}; use {other} (ds_configs/" in message
+    named = re.search(r"ds_configs/\w+\.json", message)
+    assert Path(named[0]).name in {path.name for path in SHIPPED}
+    assert f"ds.{asked}.enabled=false" in message
+
+
+# --- the tables against the installed DeepSpeed -----------------------------------------------------------
+
+
+def names_of(model):
+    """The names DeepSpeed's own documentation uses (aliases), and those it calls deprecated."""
+    deprecated = {
+        name
+        for name, field in model.model_fields.items()
+        if (field.json_schema_extra or {}).get("deprecated")
+    }
+    return {field.alias or name for name, field in model.model_fields.items()}, deprecated
+
+
+@pytest.mark.parametrize("dotted", keys.SECTIONS)
+def test_the_sections_are_those_of_the_installed_deepspeed(dotted):
+    known, deprecated = names_of(MODELS_OF_SECTIONS[dotted])
+    assert keys.SECTIONS[dotted] - known == set(), "not read by DeepSpeed"
+    refused = {key.rpartition(".")[2] for key in keys.REMOVED if key.startswith(f"{dotted}.")}
+    assert known - keys.SECTIONS[dotted] - refused == set(), "DeepSpeed reads more"
+    assert refused & known <= deprecated
+
+
+@pytest.fixture(scope="module")
+def sources():
+    root = Path(deepspeed.__file__).parent
+    folders = (
+        "runtime",
+        "profiling",
+        "comm",
+        "monitor",
+        "autotuning",
+        "compile",
+        "datastates",
+        "utils",
+        "module_inject",
+    )
+    return "\n".join(
+        path.read_text(encoding="utf-8") for name in folders for path in sorted((root / name).rglob("*.py"))
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("key", sorted(keys.TOP_LEVEL | set(keys.NOT_HERE)))
+def test_deepspeed_reads_every_name_of_the_top_level(sources, key):
+    assert re.search(rf"""['"]{key}['"]""", sources), f"{key} stands nowhere in the installed DeepSpeed"
+
+
+def test_every_removed_key_of_the_installed_deepspeed_is_known():
+    removed = getattr(installed, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
+    removed_zero = getattr(installed, "_REMOVED_ZERO_CONFIG_KEYS", {})
+    assert set(removed) | {f"zero_optimization.{key}" for key in removed_zero} <= set(keys.REMOVED)
+    assert not set(removed) & keys.TOP_LEVEL
+
+
+def test_the_tables_do_not_contradict_each_other():
+    tables = [keys.TOP_LEVEL, set(keys.REMOVED), set(keys.NOT_HERE)]
+    assert not any(a & b for a, b in itertools.combinations(tables, 2))
+    nested_keys = {f"{section}.{key}" for section, names in keys.SECTIONS.items() for key in names}
+    assert not nested_keys & set(keys.REMOVED)
+    assert {key.partition(".")[0] for key in keys.RECIPE_OWNS} <= keys.TOP_LEVEL
+    assert not set(keys.RECIPE_OWNS) & set(keys.AS_BUILT)

@@ -1,0 +1,246 @@
+"""Who owns which number: the recipe the training, the JSON the split; two different answers are an error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline.config import deepspeed_keys as keys
+from pipeline.config.deepspeed_json import Precisions
+from pipeline.config.loading import get_dotted, set_dotted
+from pipeline.config.settings import load_settings
+from pipeline.errors import ConfigError
+
+DEVICE = Precisions(bf16=True, fp16=True)
+# A value for each key of the JSON, different from the recipe's default.
+STATED = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer.params.lr": 1e-4,
+    "optimizer.params.betas": [0.8, 0.99],
+    "optimizer.params.eps": 1e-7,
+    "optimizer.params.weight_decay": 0.01,
+    "scheduler.params.warmup_num_steps": 7,
+    "scheduler.params.total_num_steps": 70,
+    "scheduler.params.warmup_max_lr": 1e-4,
+    "scheduler.params.cos_min_ratio": 0.02,
+}
+# As transformers' documentation shows it for ZeRO-3, all of it.
+FROM_THE_TRAINER = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def function(split, recipe="", *overrides, max_steps="max_steps: 100\n"):
+        (tmp_path / "split.json").write_text(json.dumps(split))
+        text = f"model: {{kind: cnn}}\ndata: {{kind: digits}}\n{max_steps}{recipe}"
+        (tmp_path / "recipe.yaml").write_text(text)
+        return load_settings(tmp_path / "recipe.yaml", tmp_path / "split.json", list(overrides))
+
+    return function
+
+
+def fails_with(load, tmp_path, *arguments, **keywords):
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments, **keywords)
+    message = str(caught.value).replace(f"{tmp_path}/", "")
+    assert "\n" not in message
+    return message
+
+
+def nested(dotted, value):
+    tree = {}
+    set_dotted(tree, dotted.split("."), value, "test")
+    return tree
+
+
+def as_yaml(dotted, value):
+    return json.dumps(nested(dotted, value))[1:-1] + "\n"  # JSON is YAML
+
+
+def field(config, dotted):
+    value = get_dotted(config.model_dump(), dotted)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_these_tests_state_every_number_two_files_can_state():
+    assert set(STATED) == set(keys.RECIPE_OWNS)
+
+
+@pytest.mark.parametrize(("json_key", "mine"), keys.RECIPE_OWNS.items())
+def test_a_number_of_the_json_is_adopted_where_the_recipe_is_silent(load, json_key, mine):
+    max_steps = "" if mine == "max_steps" else "max_steps: 100\n"
+    config = load(nested(json_key, STATED[json_key]), max_steps=max_steps).config
+    assert field(config, mine) == STATED[json_key]
+
+
+@pytest.mark.parametrize(("json_key", "mine"), keys.RECIPE_OWNS.items())
+def test_the_same_number_twice_is_fine_and_another_one_is_an_error_that_quotes_both(
+    load, tmp_path, json_key, mine
+):
+    stated, split = STATED[json_key], nested(json_key, STATED[json_key])
+    max_steps = "" if mine == "max_steps" else "max_steps: 100\n"
+    config = load(split, as_yaml(mine, stated), max_steps=max_steps).config
+    assert field(config, mine) == stated
+    own = [0.9, 0.95] if isinstance(stated, list) else 71 if isinstance(stated, int) else 0.25
+    message = fails_with(load, tmp_path, split, as_yaml(mine, own), max_steps=max_steps)
+    assert message == f'split.json: {json_key} is {stated}, the recipe\'s {mine} is {own}; write "auto" here'
+
+
+def test_the_command_line_counts_as_the_recipe(load, tmp_path):
+    message = fails_with(load, tmp_path, {"gradient_clipping": 0.5}, "", "optimizer.max_grad_norm=2.0")
+    assert "gradient_clipping is 0.5, the recipe's optimizer.max_grad_norm is 2.0" in message
+
+
+def test_the_json_may_not_contradict_itself(load, tmp_path):
+    split = {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}},
+    }
+    message = fails_with(load, tmp_path, split)
+    assert "scheduler.params.warmup_max_lr is 0.0002, split.json: optimizer.params.lr is 0.0001" in message
+
+
+def test_an_adopted_number_that_is_none_names_the_json(load, tmp_path):
+    message = fails_with(load, tmp_path, nested("optimizer.params.lr", "1e-4"))
+    place = "split.json: optimizer.params.lr: optimizer.learning_rate: "
+    assert message == f"{place}input should be a valid number, given '1e-4'"
+    message = fails_with(load, tmp_path, {"gradient_clipping": -1})
+    assert message.startswith(
+        "split.json: gradient_clipping: optimizer.max_grad_norm: input should be greater"
+    )
+
+
+def test_a_section_of_the_recipe_that_is_none_is_told(load, tmp_path):
+    message = fails_with(load, tmp_path, {"gradient_clipping": 1.0}, "optimizer: adam\n")
+    assert "optimizer.max_grad_norm: optimizer is a value, not a section" in message
+
+
+@pytest.mark.parametrize(("theirs", "ours"), keys.SCHEDULES.items())
+def test_a_schedule_of_the_json_is_adopted(load, tmp_path, theirs, ours):
+    split = {"scheduler": {"type": theirs}}
+    assert load(split).config.schedule.kind == ours
+    message = fails_with(load, tmp_path, split, "schedule: {kind: wsd}\n")
+    assert f"scheduler.type is {ours}, the recipe's schedule.kind is wsd" in message
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [("optimizer", "Lamb"), ("optimizer", "OneBitAdam"), ("scheduler", "OneCycle"), ("scheduler", "auto")],
+)
+def test_a_type_that_is_not_built_here_is_refused(load, tmp_path, section, kind):
+    message = fails_with(load, tmp_path, {section: {"type": kind}})
+    assert message.startswith(f"split.json: {section}.type: {kind!r}; ")
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "quoted"),
+    [
+        ("optimizer.params.amsgrad", True, "true"),
+        ("optimizer.params.adam_w_mode", False, "false"),
+        ("optimizer.params.bias_correction", False, "false"),
+        ("optimizer.params.max_grad_norm", 1.0, "1.0"),
+        ("optimizer.params.learning_rate", 1e-4, "0.0001"),
+        ("optimizer.legacy_fusion", True, "true"),
+        ("optimizer.parms", {"lr": 1}, '{"lr": 1}'),
+        ("scheduler.params.warmup_min_lr", 1e-5, "1e-05"),
+        ("scheduler.params.warmup_min_ratio", 0.1, "0.1"),
+        ("scheduler.params.warmup_type", "log", '"log"'),
+        ("scheduler.params.cycle_first_step_size", 10, "10"),
+        ("scheduler.max_train_steps", 10, "10"),
+    ],
+)
+def test_a_parameter_that_nothing_here_reads_is_refused(load, tmp_path, dotted, value, quoted):
+    message = fails_with(load, tmp_path, nested(dotted, value))
+    assert message.startswith(f"split.json: {dotted} ({quoted}): ")
+    assert message.endswith("; drop it here")
+
+
+def test_all_unread_parameters_are_named_at_once(load, tmp_path):
+    split = {
+        "optimizer": {"type": "AdamW", "params": {"amsgrad": True, "lr": 1e-3}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "log", "warmup_num_steps": 5}},
+    }
+    message = fails_with(load, tmp_path, split)
+    assert 'optimizer.params.amsgrad (true), scheduler.params.warmup_type ("log"): ' in message
+
+
+@pytest.mark.parametrize(("dotted", "values"), keys.AS_BUILT.items())
+def test_a_parameter_that_says_what_is_done_anyway_is_fine(load, dotted, values):
+    for value in [*values, "auto"]:
+        assert load(nested(dotted, value)).config == load({}).config
+
+
+@pytest.mark.parametrize("dotted", ["optimizer", "scheduler", "optimizer.params", "scheduler.params"])
+def test_a_section_is_an_object(load, tmp_path, dotted):
+    message = fails_with(load, tmp_path, nested(dotted, "AdamW"))
+    assert message == f"split.json: {dotted}: expected an object, given 'AdamW'"
+
+
+def test_a_file_from_the_hugging_face_trainer_works(load):
+    settings = load(FROM_THE_TRAINER, "schedule: {kind: constant}\nbatch: {micro_batch_size: 4}\n")
+    plan, filled = settings.resolve(2, DEVICE)
+    assert '"auto"' not in json.dumps(filled)
+    assert (filled["train_batch_size"], plan.global_batch_size) == (8, 8)
+    assert filled["bf16"]["enabled"] is True
+    assert filled["fp16"]["enabled"] is False
+    assert filled["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert "optimizer" not in filled
+    assert "scheduler" not in filled
+    assert settings.config.schedule.kind == "constant"
+
+
+def test_deepspeed_accepts_the_file_from_the_hugging_face_trainer(load):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    _, filled = load(FROM_THE_TRAINER).resolve(1, DEVICE)
+    assert DeepSpeedConfig(filled).zero_config.sub_group_size == 10**9
+
+
+def test_a_batch_of_the_json_follows_the_equation(load):
+    settings = load({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4})
+    plan, filled = settings.resolve(2, DEVICE)
+    assert plan.gradient_accumulation_steps == filled["gradient_accumulation_steps"] == 8
+    settings = load({"train_batch_size": 64})
+    assert settings.resolve(4, DEVICE)[0].micro_batch_size == 16

@@ -1,0 +1,367 @@
+"""A recipe with a mistake in it: one line that names file, line, key and what would be right."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import yaml
+
+from pipeline.config.loading import parse_override, read_yaml
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import load_settings, recipe_yaml
+from pipeline.errors import ConfigError
+
+RECIPE = """\
+name: small
+max_steps: 10
+
+model:
+  kind: causal_lm
+  architecture: llama
+  num_layers: 2
+
+data:
+  kind: text
+  paths: [notes.txt]
+  tokenizer:
+    vocab_size: 300
+
+optimizer:
+  learning_rate: 1e-3
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`load("old", "new", "key=value", ...)`: the recipe with one text replaced, and the overrides."""
+
+    def function(old="", new="", *overrides, text=RECIPE):
+        assert old in text
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text.replace(old, new, 1) if old else text)
+        return load_settings(path, None, list(overrides)).config
+
+    return function
+
+
+def fails_with(load, tmp_path, *arguments, **keywords):
+    """The error's text without the folder, so that it can be compared."""
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments, **keywords)
+    return str(caught.value).replace(f"{tmp_path}/", "")
+
+
+def test_the_recipe_of_these_tests_is_right(load):
+    config = load()
+    assert config.name == "small"
+    assert config.optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("max_steps: 10", "max_step: 10", 'recipe.yaml:2: max_step: unknown key (did you mean "max_steps"?)'),
+        ("optimizer:", "optimiser:", 'recipe.yaml:15: optimiser: unknown key (did you mean "optimizer"?)'),
+        (
+            "learning_rate:",
+            "learning_rte:",
+            'recipe.yaml:16: optimizer.learning_rte: unknown key (did you mean "learning_rate"?)',
+        ),
+        (
+            "num_layers: 2",
+            "n_layers: 2",
+            'recipe.yaml:7: model.n_layers: unknown key (did you mean "num_layers"?)',
+        ),
+        ("paths:", "path:", 'recipe.yaml:11: data.path: unknown key (did you mean "paths"?)'),
+        (
+            "    vocab_size:",
+            "    vocabsize:",
+            'recipe.yaml:13: data.tokenizer.vocabsize: unknown key (did you mean "vocab_size"?)',
+        ),
+    ],
+)
+def test_an_unknown_key_is_told_with_its_line_and_the_nearest_valid_one(load, tmp_path, old, new, message):
+    lines = fails_with(load, tmp_path, old, new).splitlines()
+    assert message in lines
+    missing = [line for line in lines if line.endswith((": missing", "of max_steps and max_epochs"))]
+    assert len(lines) == 1 + len(missing)  # a misspelt `paths` is missing as well
+
+
+@pytest.mark.parametrize("section", ["optimizer", "data", "model"])
+def test_an_unknown_key_may_have_the_name_of_its_section(load, tmp_path, section):
+    message = fails_with(load, tmp_path, f"{section}:\n", f"{section}:\n  {section}: 3\n")
+    assert f"{section}.{section}: unknown key" in message
+    assert "max_epochs" not in message, "the valid keys are those of the section, not of the recipe"
+
+
+def test_an_unknown_key_may_have_the_name_of_its_kind(load, tmp_path):
+    message = fails_with(load, tmp_path, "  architecture: llama", "  causal_lm: llama")
+    assert message.startswith("recipe.yaml:6: model.causal_lm: unknown key")
+
+
+def test_where_no_key_is_near_the_valid_ones_are_listed(load, tmp_path):
+    message = fails_with(load, tmp_path, "  learning_rate: 1e-3", "  qqqq: 1")
+    assert message.startswith(
+        "recipe.yaml:16: optimizer.qqqq: unknown key (valid: betas, eps, learning_rate, "
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lerning_rate=1", 'optimizer.lerning_rate: unknown key (did you mean "learning_rate"?)'),
+        ("model.num_layer=4", 'model.num_layer: unknown key (did you mean "num_layers"?)'),
+        ("data.tokenizer.vocab=4", 'data.tokenizer.vocab: unknown key (did you mean "vocab_size"?)'),
+        ("sed=4", 'sed: unknown key (did you mean "seed"?)'),
+        ("optimizer={lr: 4}", "optimizer.lr: unknown key (valid: "),
+        ("model.kind=cmn", "model.kind: 'cmn' is no known kind (did you mean \"cnn\"?)"),
+        ("seed=-1", "seed: input should be greater than or equal to 0, given -1"),
+        ("seed.a=1", "seed.a: seed is a value, not a section"),
+        ("data.paths.0=a", "data.paths.0: data.paths is a value, not a section"),
+    ],
+)
+def test_a_mistake_on_the_command_line_says_command_line(load, tmp_path, override, message):
+    text = RECIPE + "seed: 3\n"
+    assert fails_with(load, tmp_path, "", "", override, text=text).startswith(f"command line: {message}")
+
+
+@pytest.mark.parametrize("argument", ["seed", "=4", "model.=4", ".seed=4", "model..x=4", ""])
+def test_what_is_no_override_is_refused(argument):
+    with pytest.raises(ConfigError, match=r"is not an override; write section\.key=value"):
+        parse_override(argument)
+
+
+@pytest.mark.parametrize("value", ["[1, 2", "{a", "2024-45-45", "'", "[" * 5000])
+def test_an_override_with_malformed_yaml_is_refused(value):
+    with pytest.raises(ConfigError, match=r"command line: the value of data\.paths is not valid YAML"):
+        parse_override(f"data.paths={value}")
+
+
+def test_an_override_may_hold_an_equals_sign_a_list_a_mapping_or_nothing():
+    assert parse_override("sample.prompt=a=b") == (["sample", "prompt"], "a=b")
+    assert parse_override("data.paths=[a, b]") == (["data", "paths"], ["a", "b"])
+    assert parse_override("model.extra={rope_theta: 5e5}") == (["model", "extra"], {"rope_theta": 5e5})
+    assert parse_override("eval.max_samples=") == (["eval", "max_samples"], None)
+
+
+def test_an_override_fills_a_section_that_holds_nothing(load):
+    assert load("  learning_rate: 1e-3", "", "optimizer.eps=1e-6").optimizer.eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("max_steps: 10", "max_steps: ten", "2: max_steps: input should be a valid integer, given 'ten'"),
+        ("max_steps: 10", "max_steps: 1.5", "2: max_steps: input should be a valid integer, given 1.5"),
+        ("max_steps: 10", "max_steps: true", "2: max_steps: input should be a valid integer, given True"),
+        ("1e-3", "'1e-3'", "16: optimizer.learning_rate: input should be a valid number, given '1e-3'"),
+        ("name: small", "name: 2024-01-01", "1: name: input should be a valid string, given "),
+        ("[notes.txt]", "notes.txt", "11: data.paths: input should be a valid list, given 'notes.txt'"),
+        ("[notes.txt]", "[3]", "11: data.paths.0: input should be a valid string, given 3"),
+        ("  learning_rate: 1e-3", "  betas: 0.9", "16: optimizer.betas: input should be a valid tuple"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_is_told_with_what_was_given(load, tmp_path, old, new, message):
+    assert fails_with(load, tmp_path, old, new).startswith(f"recipe.yaml:{message}")
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ("learning_rate: 0", "optimizer.learning_rate: input should be greater than 0, given 0"),
+        ("learning_rate: .inf", "optimizer.learning_rate: input should be a finite number, given inf"),
+        ("learning_rate: .nan", "optimizer.learning_rate: input should be a finite number, given nan"),
+        ("betas: [0.9, 1.0]", "optimizer.betas.1: input should be less than 1, given 1.0"),
+        ("weight_decay: -0.1", "optimizer.weight_decay: input should be greater than or equal to 0"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_its_range_is_told_with_the_limit(load, tmp_path, new, message):
+    assert fails_with(load, tmp_path, "learning_rate: 1e-3", new).startswith(f"recipe.yaml:16: {message}")
+
+
+def test_a_tokenizer_smaller_than_the_bytes_is_refused(load, tmp_path):
+    message = fails_with(load, tmp_path, "vocab_size: 300", "vocab_size: 256")
+    assert message == "recipe.yaml:13: data.tokenizer.vocab_size: input should be greater than 256, given 256"
+
+
+@pytest.mark.parametrize("written", ["3e-4", "3E-4", "+3e-4", "3.e-4", "3.0e-4", "0.0003", "30e-5", "3_0e-5"])
+def test_numbers_are_read_as_people_write_them(load, written):
+    assert load("1e-3", written).optimizer.learning_rate == pytest.approx(3e-4, rel=1e-12)
+
+
+def test_what_only_looks_like_a_number_stays_text(load):
+    assert load("name: small", "name: 3e-4b").name == "3e-4b"
+
+
+def test_every_problem_has_one_line(load, tmp_path):
+    text = RECIPE.replace("num_layers: 2", "num_layers: 0").replace("learning_rate", "lerning_rate")
+    lines = fails_with(load, tmp_path, text=text).splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["recipe.yaml:7", "recipe.yaml:16"]
+
+
+@pytest.mark.parametrize("name", ["model", "data"])
+def test_a_missing_section_is_told(load, tmp_path, name):
+    tree = yaml.safe_load(RECIPE)
+    del tree[name]
+    assert fails_with(load, tmp_path, text=yaml.safe_dump(tree)) == f"recipe.yaml: {name}: missing"
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ("", "model: expected a section of keys and values, given None"),
+        (" 3", "model: expected a section of keys and values, given 3"),
+        (" [a]", "model: expected a section of keys and values, given ['a']"),
+        (" {}", "model.kind: missing"),
+        (" {kind: }", "model.kind: missing"),
+        (" {kind: 3}", "model.kind: '3' is no known kind"),
+        (" {kind: [cnn]}", "model.kind: \"['cnn']\" is no known kind"),
+        (" {kind: my.model}", "model.kind: 'my.model' is no known kind (valid: causal_lm, cnn); your own: "),
+        (" {kind: 'my model:f'}", "model.kind: string should match pattern"),
+    ],
+)
+def test_a_section_that_is_none(load, tmp_path, new, message):
+    old = RECIPE[RECIPE.index("model:") : RECIPE.index("data:")]
+    assert fails_with(load, tmp_path, old, f"model:{new}\n").startswith(f"recipe.yaml:4: {message}")
+
+
+def test_a_plain_section_that_is_none(load, tmp_path):
+    message = fails_with(load, tmp_path, "optimizer:\n  learning_rate: 1e-3", "optimizer: adam")
+    assert message == "recipe.yaml:15: optimizer: expected a section of keys and values, given 'adam'"
+
+
+@pytest.mark.parametrize("key", ["zero_optimization", "fp16", "bf16", "precision", "offload_optimizer"])
+def test_what_the_deepspeed_json_decides_is_sent_there(load, tmp_path, key):
+    message = fails_with(load, tmp_path, "name: small", f"{key}: 1")
+    assert (
+        message
+        == f"recipe.yaml:1: {key}: the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
+    )
+
+
+@pytest.mark.parametrize("replacement", ["name: small", "max_steps: 3\nmax_epochs: 1"])
+def test_a_run_ends_after_steps_or_after_epochs(load, tmp_path, replacement):
+    message = fails_with(load, tmp_path, "max_steps: 10", replacement.replace("name: small", ""))
+    assert message == "recipe.yaml: give exactly one of max_steps and max_epochs"
+
+
+def test_a_key_given_twice_is_refused_with_its_place(load, tmp_path):
+    message = fails_with(load, tmp_path, "  num_layers: 2", "  num_layers: 2\n  num_layers: 3")
+    assert message == "recipe.yaml:8:3: not valid YAML: the key 'num_layers' is given twice"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("model:\n  kind: [a\ndata: 1\n", "recipe.yaml:3:5: not valid YAML: "),
+        ("a: 1\n\tb: 2\n", "recipe.yaml:2:1: not valid YAML: "),
+        ("a: b: c\n", "recipe.yaml:1:5: not valid YAML: mapping values are not allowed here"),
+        ("model: {{model}}\n", "recipe.yaml:1:9: not valid YAML: a key must be a plain name"),
+        ("? [a, b]\n: c\n", "recipe.yaml:1:3: not valid YAML: a key must be a plain name"),
+        ("name: *anchor\n", "recipe.yaml:1:7: not valid YAML: found undefined alias 'anchor'"),
+        ("name: !!python/object:os.system {}\n", "recipe.yaml:1:7: not valid YAML: "),
+        ("name: a\n---\nname: b\n", "recipe.yaml:2:1: not valid YAML: "),
+        ("name: 2024-02-45\n", "recipe.yaml: not valid YAML: day is out of range for month"),
+        ("name: \x07\n", "recipe.yaml: not valid YAML: "),
+        ("a: " + "[" * 5000, "recipe.yaml: not valid YAML: nested too deeply"),
+        ("a: &a {b: *a}\n", "recipe.yaml: not valid YAML: nested too deeply"),
+    ],
+)
+def test_malformed_yaml_is_told_with_line_and_column(load, tmp_path, text, place):
+    message = fails_with(load, tmp_path, text=text)
+    assert message.startswith(place)
+    assert "\n" not in message
+
+
+def test_a_section_may_be_written_once_and_used_twice(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("one: &it {a: 1, b: 2}\ntwo: {<<: *it, b: 3}\nthree: {deeper: {<<: *it}}\n")
+    tree, places = read_yaml(path)
+    assert tree["two"] == {"a": 1, "b": 3}
+    assert tree["three"]["deeper"] == {"a": 1, "b": 2}
+    assert places["two.b"] == f"{path}:2"
+
+
+def test_dates_stay_what_yaml_makes_of_them(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("when: 2024-01-02\n")
+    assert read_yaml(path)[0] == {"when": datetime.date(2024, 1, 2)}
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes("name: é".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: not UTF-8 \(byte 6\)"):
+        read_yaml(path)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xef\xbb\xbfname: x\n")
+    assert read_yaml(path)[0] == {"name": "x"}
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nothing yet\n", "---\n", "null\n"])
+def test_an_empty_file_is_told_what_it_lacks(load, tmp_path, text):
+    message = fails_with(load, tmp_path, text=text)
+    assert message.splitlines() == ["recipe.yaml: model: missing", "recipe.yaml: data: missing"]
+
+
+@pytest.mark.parametrize(("text", "kind"), [("- a\n- b\n", "list"), ("just words\n", "str"), ("3\n", "int")])
+def test_a_file_that_holds_no_mapping_is_refused(load, tmp_path, text, kind):
+    message = fails_with(load, tmp_path, text=text)
+    assert message == f"recipe.yaml: expected a mapping of keys to values, found a {kind}"
+
+
+def test_a_path_that_leads_nowhere_names_what_is_near(tmp_path):
+    (tmp_path / "digits_cnn.yaml").write_text("")
+    with pytest.raises(
+        ConfigError, match=r'digit_cnn\.yaml: no such file \(did you mean "digits_cnn.yaml"\?\)'
+    ):
+        read_yaml(tmp_path / "digit_cnn.yaml")
+    with pytest.raises(ConfigError, match=r"a\.yaml: no such file$"):
+        read_yaml(tmp_path / "nowhere" / "a.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_yaml(tmp_path)
+
+
+def test_a_resolved_recipe_is_a_recipe(load, tmp_path):
+    config = load()
+    path = tmp_path / "resolved.yaml"
+    path.write_text(recipe_yaml(config))
+    assert load_settings(path, None, []).config.model_dump() == config.model_dump()
+    split = tmp_path / "zero1.json"
+    split.write_text('{"zero_optimization": {"stage": 1}}')
+    assert load_settings(path, split, []).config.model_dump() == config.model_dump()
+
+
+def test_the_engine_section_is_plain_pytorchs(load, tmp_path):
+    split = tmp_path / "zero1.json"
+    split.write_text('{"zero_optimization": {"stage": 1}}')
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE + "engine:\n  precision: bf16\n")
+    assert load_settings(path, None, []).config.engine.precision == "bf16"
+    with pytest.raises(ConfigError, match=r"recipe\.yaml:18: engine: with --deepspeed the JSON decides"):
+        load_settings(path, split, [])
+    path.write_text(RECIPE)
+    with pytest.raises(ConfigError, match=r"^command line: engine: with --deepspeed the JSON decides"):
+        load_settings(path, split, ["engine.precision=bf16"])
+
+
+def test_nothing_changes_a_config_after_it_was_validated(load):
+    config = load()
+    with pytest.raises(ValueError, match="frozen"):
+        config.optimizer.eps = 1.0
+
+
+def test_every_field_has_a_meaning_in_the_documentation():
+    def check(section, prefix):
+        for name, field in section.model_fields.items():
+            inner = getattr(field.annotation, "model_fields", None)
+            if inner is not None:
+                check(field.annotation, f"{prefix}{name}.")
+            elif name not in ("model", "data", "kind"):
+                assert field.description, f"{prefix}{name} has no docstring"
+
+    check(RunConfig, "")

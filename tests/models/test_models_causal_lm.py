@@ -1,0 +1,333 @@
+"""Language models: built from a recipe, loaded from a folder, refused in one line where one cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pipeline.config.schema import CausalLMConfig
+from pipeline.errors import ModelError
+from pipeline.models import build_model
+from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import Whole
+from pipeline.objectives import CausalLM
+
+VOCABULARY = 300
+ARCHITECTURES = ["llama", "gpt2", "qwen2"]
+REQUEST = ModelRequest(Whole(), vocab_size=VOCABULARY, sequence_length=16, end_of_document_id=VOCABULARY - 1)
+
+
+def tiny(architecture="llama", **changes):
+    sizes = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64}
+    return CausalLMConfig(**{"architecture": architecture} | sizes | changes)
+
+
+def build(config, seed=0, request=REQUEST):
+    return build_model(config, request, seed)
+
+
+def tokens(seed=0, shape=(4, 16)):
+    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, seed=0):
+    return model.eval()(input_ids=tokens(seed)).logits
+
+
+def assert_same_weights(one, other):
+    for (name, a), (other_name, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert name == other_name
+        assert torch.equal(a, b), name
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """(model, folder it was saved to)."""
+    model = build(tiny(), seed=3)
+    model.save_pretrained(tmp_path / "model")
+    return model, tmp_path / "model"
+
+
+def change_weights(folder, change):
+    """Rewrites model.safetensors after `change(dict of tensors)`."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# --- new models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_new_model_has_the_recipes_sizes(architecture):
+    model = build(tiny(architecture))
+    config = model.config
+    assert config.model_type == architecture
+    assert config.vocab_size == VOCABULARY
+    assert (config.num_hidden_layers, config.num_attention_heads, config.hidden_size) == (2, 4, 32)
+    assert (config.n_inner if architecture == "gpt2" else config.intermediate_size) == 64
+    assert config.max_position_embeddings == 16
+    assert config.eos_token_id == config.bos_token_id == VOCABULARY - 1
+    assert config.use_cache is False
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
+    assert logits(model).shape == (4, 16, VOCABULARY)
+
+
+def test_what_follows_from_a_stated_size_follows_from_it():
+    config = build(tiny(num_heads=8)).config
+    assert (config.head_dim, config.num_key_value_heads) == (4, 8)
+    assert build(tiny(num_key_value_heads=2)).config.num_key_value_heads == 2
+
+
+def test_further_fields_go_in_by_their_own_names():
+    model = build(tiny(extra={"tie_word_embeddings": True, "rms_norm_eps": 1e-4}))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.rms_norm_eps == 1e-4
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_loss_at_step_0_is_that_of_guessing(architecture):
+    ids = tokens(1, (8, 16))
+    loss = CausalLM()(build(tiny(architecture)), {"input_ids": ids, "labels": ids})
+    assert (loss.loss_sum / loss.count).item() == pytest.approx(math.log(VOCABULARY), rel=0.02)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_initial_weights_depend_on_the_seed_alone(architecture):
+    first = build(tiny(architecture), seed=5)
+    torch.rand(1000)  # whatever was drawn before
+    torch.set_default_dtype(torch.float32)
+    again = build(tiny(architecture), seed=5)
+    assert_same_weights(first, again)
+    other = build(tiny(architecture, attention="eager", activation_checkpointing=True), seed=5)
+    assert_same_weights(first, other)
+    longer = build(tiny(architecture), seed=6)
+    same = [torch.equal(a, b) for a, b in zip(first.parameters(), longer.parameters(), strict=True)]
+    drawn = [p.std() > 0 and p.dim() > 1 for p in first.parameters()]
+    assert not any(s and d for s, d in zip(same, drawn, strict=True))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_initial_weights_are_drawn_as_transformers_draws_them(architecture):
+    mine = build(tiny(architecture, hidden_size=128))
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(mine.config, dtype=torch.float32)
+    for (name, a), (_, b) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+        assert a.mean().item() == pytest.approx(b.mean().item(), abs=2e-3), name
+        assert a.std().item() == pytest.approx(b.std().item(), rel=0.1), name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_same_weights_compute_what_transformers_computes(architecture):
+    mine = build(tiny(architecture))
+    theirs = AutoModelForCausalLM.from_config(mine.config, dtype=torch.float32)
+    theirs.load_state_dict(mine.state_dict())
+    torch.testing.assert_close(logits(mine), logits(theirs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_activation_checkpointing_changes_no_gradient(architecture):
+    ids = tokens()
+    gradients = []
+    for checkpointing in (False, True):
+        model = build(
+            tiny(architecture, activation_checkpointing=checkpointing, extra=no_dropout(architecture))
+        )
+        assert model.is_gradient_checkpointing == checkpointing
+        CausalLM()(model.train(), {"input_ids": ids, "labels": ids}).loss_sum.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def no_dropout(architecture):
+    return {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture == "gpt2" else {}
+
+
+# --- weights from a folder ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_saved_model_comes_back_the_same(tmp_path, architecture):
+    model = build(tiny(architecture), seed=4)
+    model.save_pretrained(tmp_path)
+    again = build(CausalLMConfig(pretrained=str(tmp_path)), seed=0)
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
+    assert again.config.use_cache is False
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in again.parameters())
+
+
+def test_half_precision_weights_are_loaded_into_fp32(tmp_path):
+    model = build(tiny(), seed=4).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    again = build(CausalLMConfig(pretrained=str(tmp_path)))
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    for a, b in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b.float())
+
+
+def test_stating_what_the_weights_are_is_fine_and_anything_else_is_not(saved):
+    _, folder = saved
+    build(CausalLMConfig(pretrained=str(folder), num_layers=2, hidden_size=32, extra={"hidden_act": "silu"}))
+    with pytest.raises(
+        ModelError, match="has num_hidden_layers 2, the recipe says 3; drop it, the weights decide"
+    ):
+        build(CausalLMConfig(pretrained=str(folder), num_layers=3))
+    with pytest.raises(ModelError, match=r"config has no num_hiden_layers \(did you mean .num_hidden_layers"):
+        build(CausalLMConfig(pretrained=str(folder), extra={"num_hiden_layers": 3}))
+
+
+def test_missing_and_unexpected_weights_are_named(saved):
+    _, folder = saved
+
+    def rename(tensors):
+        tensors["model.layers.1.mlp.upward.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+        del tensors["model.norm.weight"]
+
+    change_weights(folder, rename)
+    with pytest.raises(ModelError) as caught:
+        build(CausalLMConfig(pretrained=str(folder)))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
+    assert "unexpected: model.layers.1.mlp.upward.weight" in message
+
+
+def test_weights_of_another_shape_are_named(saved):
+    _, folder = saved
+
+    def cut(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:16].clone()
+
+    change_weights(folder, cut)
+    with pytest.raises(ModelError, match=r"do not fit the model; .*model\.norm\.weight"):
+        build(CausalLMConfig(pretrained=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"not weights at all"), "safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "Unrecognized model"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "lama"}'), "lama"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(saved, damage, message):
+    _, folder = saved
+    damage(folder)
+    with pytest.raises(ModelError, match=message) as caught:
+        build(CausalLMConfig(pretrained=str(folder)))
+    assert str(caught.value).startswith(f"model.pretrained: {str(folder)!r}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "models/of/nobody"])
+def test_a_folder_that_is_not_there_is_told_as_such(name):
+    with pytest.raises(ModelError, match=f"^model.pretrained: {name!r}: there is no such folder"):
+        build(CausalLMConfig(pretrained=name))
+
+
+def test_a_folder_may_begin_with_a_tilde(saved, monkeypatch):
+    model, folder = saved
+    monkeypatch.setenv("HOME", str(folder.parent))
+    again = build(CausalLMConfig(pretrained="~/model"))
+    assert_same_weights(again, model)
+
+
+def test_an_encoder_has_no_language_model_to_train(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(ModelError, match="vit is no language model: its config has no vocab_size"):
+        build(CausalLMConfig(pretrained=str(tmp_path)))
+
+
+# --- what does not fit --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CausalLMConfig(), "give exactly one of architecture (new weights) and pretrained"),
+        (tiny(pretrained="x"), "give exactly one of architecture (new weights) and pretrained"),
+        (tiny("lama"), "model.architecture: transformers has no 'lama' (did you mean \"llama\"?)"),
+        (tiny("qqqqqq"), "model.architecture: transformers has no 'qqqqqq'"),
+        (tiny("vit"), "vit"),
+        (tiny("gpt2", num_key_value_heads=2), "model: a gpt2 config has no num_key_value_heads"),
+        (tiny(extra={"rope_thet": 1}), "model: a llama config has no rope_thet"),
+        (tiny(extra={"attention_bias": "yes"}), "llama: Field 'attention_bias' expected bool"),
+        (tiny(extra={"hidden_act": "sillu"}), "sillu"),
+        (tiny(extra={"num_hidden_layers": 3}), "num_hidden_layers: the recipe calls this model.num_layers"),
+        (tiny(num_heads=3), "(32) is not a multiple of the number of attention heads (3)"),
+        (tiny("gpt2", num_heads=3), "divisible"),
+        (tiny(num_key_value_heads=3), "num_heads 4 is not a multiple of num_key_value_heads 3"),
+        (tiny(vocab_size=299), "model.vocab_size is 299, but the tokenizer has 300 entries"),
+        (tiny(max_sequence_length=15), "data.sequence_length is 16, but the model takes 15 positions"),
+        (tiny("gpt2", max_sequence_length=15), "16, but the model takes 15 positions"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_cannot_be_built_is_one_line(config, message):
+    with pytest.raises(ModelError) as caught:
+        build(config)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="FlashAttention is installed")
+def test_an_attention_that_is_not_installed_is_one_line():
+    with pytest.raises(ModelError, match=r"^model: llama: FlashAttention2 has been toggled on"):
+        build(tiny(attention="flash_attention_2"))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["mistral", "qwen3", "mixtral", "gemma", "phi", "olmo2", "gpt_neox", "opt", "falcon"]
+)
+def test_the_sizes_of_one_architecture_do_for_another(architecture):
+    model = build(tiny(architecture))
+    ids = tokens()
+    CausalLM()(model, {"input_ids": ids, "labels": ids}).loss_sum.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_data_without_a_tokenizer_needs_a_vocabulary_in_the_recipe():
+    request = ModelRequest(Whole())
+    with pytest.raises(ModelError, match=r"model\.vocab_size: the data has no tokenizer; write the number"):
+        build(tiny(), request=request)
+    assert build(tiny(vocab_size=77), request=request).config.vocab_size == 77
+
+
+def test_a_loaded_model_is_held_to_the_data_as_well(saved):
+    _, folder = saved
+    config = CausalLMConfig(pretrained=str(folder))
+    with pytest.raises(ModelError, match=r"data\.sequence_length is 17, but the model takes 16 positions"):
+        build(config, request=ModelRequest(Whole(), vocab_size=VOCABULARY, sequence_length=17))
+    with pytest.raises(ModelError, match="but the tokenizer has 301 entries"):
+        build(config, request=ModelRequest(Whole(), vocab_size=301, sequence_length=16))
+
+
+def test_the_sharding_of_the_request_is_used():
+    entered = []
+
+    class Counting(Whole):
+        def construct(self):
+            entered.append("construct")
+            return nullcontext()
+
+        def whole(self, parameters):
+            entered.append(len(list(parameters)))
+            return nullcontext()
+
+    model = build(tiny(), request=ModelRequest(Counting(), vocab_size=VOCABULARY, sequence_length=16))
+    assert entered[0] == "construct"
+    assert sum(entered[1:]) >= len(list(model.parameters())), "every parameter is drawn whole"

@@ -1,0 +1,129 @@
+"""Models that are plain nn.Modules: the small CNN, and a user's own by import path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config.schema import CNNConfig, CustomModelConfig
+from pipeline.errors import ModelError
+from pipeline.models import build_model
+from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import Whole
+
+REQUEST = ModelRequest(Whole(), num_classes=10)
+
+
+def own(kind, **args):
+    return build_model(CustomModelConfig(kind=f"test_models_own:{kind}", args=args), REQUEST, seed=0)
+
+
+def line(*, width, bias=True):
+    return nn.Linear(width, 1, bias=bias)
+
+
+def none_at_all():
+    return {"not": "a module"}
+
+
+def broken():
+    return nn.Linear("wide", 1)
+
+
+a_number = 3
+
+
+# --- the CNN ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(8, 8), (16, 10), (28, 28), (4, 4)])
+def test_the_cnn_takes_images_of_any_size(size):
+    model = build_model(CNNConfig(kind="cnn", channels=4), REQUEST, seed=0)
+    assert model(torch.zeros(3, 1, *size)).shape == (3, 10)
+
+
+def test_the_cnn_has_the_recipes_channels():
+    model = build_model(CNNConfig(kind="cnn", channels=5), REQUEST, seed=0)
+    assert [tuple(p.shape) for p in model.parameters() if p.dim() > 1] == [
+        (5, 1, 3, 3),
+        (10, 5, 3, 3),
+        (10, 40),
+    ]
+
+
+def test_dropout_acts_in_training_alone():
+    model = build_model(CNNConfig(kind="cnn", dropout=0.5), REQUEST, seed=0)
+    images = torch.randn(2, 1, 8, 8)
+    assert torch.equal(model.eval()(images), model(images))
+    assert not torch.equal(model.train()(images), model(images))
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    first = build_model(CNNConfig(kind="cnn"), REQUEST, seed=1)
+    torch.rand(100)
+    again = build_model(CNNConfig(kind="cnn", dropout=0.3), REQUEST, seed=1)
+    other = build_model(CNNConfig(kind="cnn"), REQUEST, seed=2)
+    for a, b, c in zip(first.parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+
+
+def test_classes_come_from_the_recipe_or_the_data():
+    def outputs(stated, data):
+        request = ModelRequest(Whole(), num_classes=data)
+        return build_model(CNNConfig(kind="cnn", num_classes=stated), request, 0).classifier.out_features
+
+    assert outputs(None, 7) == 7
+    assert outputs(12, 7) == 12
+    assert outputs(12, None) == 12
+    with pytest.raises(ModelError, match=r"model\.num_classes is 6, the data has 7 classes"):
+        outputs(6, 7)
+    with pytest.raises(ModelError, match=r"model\.num_classes: the data does not say .* write the number"):
+        outputs(None, None)
+
+
+# --- a model of one's own -----------------------------------------------------------------------------
+
+
+def test_a_function_is_called_with_its_arguments():
+    model = own("line", width=3, bias=False)
+    assert isinstance(model, nn.Linear)
+    assert (model.in_features, model.bias) == (3, None)
+
+
+def test_its_weights_depend_on_the_seed_alone():
+    first = own("line", width=3)
+    torch.rand(10)
+    assert torch.equal(first.weight, own("line", width=3).weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "message"),
+    [
+        ("test_models_own:lines", {}, "has no 'lines'; did you mean 'line'?"),
+        ("test_models_own:a_number", {}, "it is a int, not something to call"),
+        ("test_models_owned:line", {}, "there is no module 'test_models_owned'"),
+        ("no.such.module:line", {}, "there is no module 'no'"),
+        ("test_models_own:line", {}, "model.args do not fit test_models_own:line: missing a required"),
+        ("test_models_own:line", {"widht": 3, "width": 3}, "got an unexpected keyword argument 'widht'"),
+        ("test_models_own:none_at_all", {}, "returned a dict, not an nn.Module"),
+    ],
+)  # fmt: skip
+def test_what_leads_to_no_model_is_one_line(kind, args, message):
+    with pytest.raises(ModelError) as caught:
+        build_model(CustomModelConfig(kind=kind, args=args), REQUEST, 0)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_inside_the_users_function_keeps_its_type():
+    with pytest.raises(TypeError):
+        own("broken")
+
+
+def test_a_class_written_in_c_may_be_named():
+    config = CustomModelConfig(kind="torch.nn:Identity")
+    assert isinstance(build_model(config, REQUEST, 0), nn.Identity)
+    with pytest.raises(ModelError, match=r"returned a dict, not an nn\.Module"):
+        build_model(CustomModelConfig(kind="builtins:dict"), REQUEST, 0)

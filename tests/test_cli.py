@@ -1,0 +1,232 @@
+"""The command line before a run: help, plans and mistakes, quick and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from support.launch import ROOT, environment, launch
+
+ZERO2 = str(ROOT / "ds_configs" / "zero2.json")
+HEAVY = ["torch", "deepspeed", "transformers", "wandb", "numpy", "sklearn", "pipeline.running"]
+# What launch/train.py does, and then: which of the heavy modules came in.
+WRAPPER = f"""
+import sys
+from pipeline.cli import main
+try:
+    code = main()
+except SystemExit as exit:
+    code = exit.code
+print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
+sys.exit(code)
+"""
+
+
+def run_wrapped(*arguments, **extra):
+    return subprocess.run(
+        [sys.executable, "-c", WRAPPER, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(**extra),
+        check=False,
+        timeout=60,
+    )
+
+
+def section(text, heading):
+    """The part of a dry run under `# heading`."""
+    parts = [part for part in text.split("# ") if part.startswith(heading)]
+    assert len(parts) == 1
+    return parts[0].partition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--dry-run"],
+        ["--dry-run", "--deepspeed", ZERO2, "--world-size", "64"],
+        ["--dry-run", "--config", "launch/recipes/digits_cnn.yaml"],
+        ["model.num_layer=4"],
+        ["--config", "launch/recipes/nowhere.yaml"],
+        ["--deepspeed", "ds_configs/zero4.json"],
+    ],
+    ids=" ".join,
+)
+def test_what_starts_nothing_imports_nothing(arguments):
+    done = run_wrapped(*arguments)
+    assert done.stdout.splitlines()[-1] == "imported:"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--dry-run"], ["--dry-run", "--deepspeed", ZERO2]])
+def test_help_and_dry_run_succeed(arguments):
+    done = launch(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_help_names_the_options_and_where_the_keys_stand():
+    text = launch("--help").stdout
+    for word in (
+        "--deepspeed",
+        "--config",
+        "--dry-run",
+        "--world-size",
+        "key=value",
+        "docs/configuration.md",
+    ):
+        assert word in text
+    assert "local_rank" not in text
+
+
+def test_a_dry_run_shows_everything_a_run_would_use():
+    sizes = ("max_steps=10", "batch={micro_batch_size: 8}", "data.sequence_length=256")
+    text = launch("--dry-run", "--deepspeed", ZERO2, "--world-size", "64", *sizes).stdout
+    recipe = yaml.safe_load(section(text, "recipe"))
+    assert recipe["max_steps"] == 10
+    assert recipe["optimizer"]["eps"] == 1e-8, "defaults are filled in"
+    split = json.loads(section(text, "DeepSpeed"))
+    assert split["train_batch_size"] == 512
+    assert '"auto"' not in text
+    assert "ZeRO stage 2" in section(text, "engine")
+    assert "64 ranks" in section(text, "engine")
+    equation = section(text, "batch")
+    assert (
+        "8 (micro_batch_size) x 1 (gradient_accumulation_steps) x 64 (data-parallel ranks) = 512" in equation
+    )
+    assert section(text, "steps").strip() == "10 optimizer steps, 5,120 samples, 1,310,720 tokens"
+
+
+def test_a_dry_run_without_deepspeed_is_plain_pytorch():
+    text = launch("--dry-run").stdout
+    assert section(text, "engine").strip() == "plain PyTorch, one process, fp32"
+    assert "# DeepSpeed" not in text
+
+
+def test_a_dry_run_counts_epochs_where_the_recipe_does():
+    text = launch("--dry-run", "--config", "launch/recipes/digits_cnn.yaml", "max_epochs=7").stdout
+    assert section(text, "steps").startswith("7 epochs")
+
+
+def test_only_one_rank_prints_the_plan():
+    place = {"WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    done = launch("--dry-run", "--deepspeed", ZERO2, **place, RANK="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = launch(
+        "--dry-run", "--deepspeed", ZERO2, "--local_rank=0", **place | {"LOCAL_RANK": "0"}, RANK="0"
+    )
+    assert "x 4 (data-parallel ranks)" in done.stdout
+
+
+@pytest.fixture
+def main(capfd, monkeypatch):
+    """`main(*arguments)` in this process -> (exit code, stdout, stderr)."""
+    from pipeline.cli import main
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(ROOT)
+
+    def function(*arguments):
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # argparse leaves so
+            code = end.code
+        return code, *capfd.readouterr()
+
+    return function
+
+
+def test_overrides_may_stand_before_between_and_after_options(main):
+    between = ("max_steps=7", "--deepspeed", ZERO2, "model.num_layers=3", "--dry-run", "seed=9")
+    code, out, err = main(*between, "ds.fp16.enabled=false")
+    assert (code, err) == (0, "")
+    recipe = yaml.safe_load(section(out, "recipe"))
+    assert (recipe["max_steps"], recipe["model"]["num_layers"], recipe["seed"]) == (7, 3, 9)
+    assert json.loads(section(out, "DeepSpeed"))["fp16"] == {"enabled": False}
+
+
+def test_a_plan_that_does_not_divide_is_told_before_anything_starts(main):
+    plan = ("--dry-run", "--deepspeed", ZERO2, "--world-size", "3")
+    code, out, err = main(*plan, "batch={global_batch_size: 32}")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: batch: global_batch_size = 32 on 3 data-parallel ranks")
+    assert err.endswith("a global_batch_size of 30 or 33 divides\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.num_layers=4"], "overrides are written without dashes: model.num_layers=4"),
+        (
+            ["--dry-run", "--ds.fp16.enabled=true"],
+            "overrides are written without dashes: ds.fp16.enabled=true",
+        ),
+        (["--bogus"], "unrecognized argument --bogus"),
+        (["--seed=4"], "unrecognized argument --seed=4"),
+        (["--world-size", "8"], "--world-size is a positive number and goes with --dry-run"),
+        (["--dry-run", "--world-size", "0"], "--world-size is a positive number and goes with --dry-run"),
+        (["--dry-run", "--world-size", "many"], "argument --world-size: invalid int value: 'many'"),
+    ],
+)
+def test_a_wrong_option_is_told_with_the_usage(main, arguments, message):
+    code, out, err = main(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: train.py")
+    assert err.splitlines()[-1].startswith("train.py: error: ")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["ds.zero_optimization.stage=3"],
+            "command line: ds.zero_optimization.stage changes the DeepSpeed JSON, but none is given; "
+            "add --deepspeed FILE.json",
+        ),
+        (
+            ["--config", "launch/recipes/digit_cnn.yaml"],
+            'launch/recipes/digit_cnn.yaml: no such file (did you mean "digits_cnn.yaml"?)',
+        ),
+        (
+            ["--deepspeed", "ds_configs/zer02.json"],
+            'ds_configs/zer02.json: no such file (did you mean "zero2.json"?)',
+        ),
+        (["num_layers"], "command line: 'num_layers' is not an override; write section.key=value"),
+        (["ds=4", "--deepspeed", ZERO2], "command line: 'ds=4' is not an override; write section.key=value"),
+        (["--deepspeed", ZERO2, "ds.stage=4"], "command line: ds.stage: unknown key"),
+        (["seed=one"], "command line: seed: input should be a valid integer, given 'one'"),
+        (
+            ["engine.precision=bf16", "--deepspeed", ZERO2],
+            "command line: engine: with --deepspeed the JSON decides the precision (bf16, fp16); "
+            "drop the section",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(main, arguments, message):
+    code, out, err = main(*arguments)
+    assert (code, out, err) == (2, "", f"error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "the environment sets WORLD_SIZE but not RANK, LOCAL_RANK; "),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "the environment sets RANK, WORLD_SIZE but not LOCAL_RANK; "),
+        ({"RANK": "a", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "the environment's {'RANK': 'a', "),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK=2 is outside a job of WORLD_SIZE=2"),
+    ],
+)
+def test_an_environment_that_describes_no_job_is_told(main, monkeypatch, given, message):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = main("--dry-run")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1

@@ -1,0 +1,135 @@
+"""The learning rate of a step: its corners, its continuity, and that it depends on the step alone."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.schema import ScheduleConfig
+from pipeline.schedule import multiplier, remark
+
+KINDS = ("cosine", "linear", "constant", "wsd")
+kinds = st.sampled_from(KINDS)
+ratios = st.floats(0.0, 1.0)
+
+
+@st.composite
+def runs(draw):
+    """A schedule that fits into its run."""
+    max_steps = draw(st.integers(2, 2000))
+    warmup = draw(st.integers(0, max_steps - 1))
+    kind = draw(kinds)
+    decay = draw(st.integers(1, max_steps - warmup)) if kind == "wsd" else None
+    config = ScheduleConfig(
+        kind=kind, warmup_steps=warmup, decay_steps=decay, min_learning_rate_ratio=draw(ratios)
+    )
+    return config, max_steps
+
+
+def curve(config, max_steps):
+    return [multiplier(config, step, max_steps) for step in range(max_steps + 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_up_rises_by_equal_steps_from_above_zero_to_the_peak(kind):
+    config = ScheduleConfig(kind=kind, warmup_steps=4)
+    rates = curve(config, 100)
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_warm_up_the_first_step_is_at_the_peak(kind):
+    assert multiplier(ScheduleConfig(kind=kind), 0, 10) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("low", [0.0, 0.1, 1.0])
+def test_the_end_of_the_run_is_the_minimum(kind, low):
+    config = ScheduleConfig(kind=kind, warmup_steps=10, min_learning_rate_ratio=low)
+    assert multiplier(config, 100, 100) == pytest.approx(low)
+    assert multiplier(config, 99, 100) == pytest.approx(low, abs=0.06)
+    assert multiplier(config, 1000, 100) == pytest.approx(low), "past the end it stays there"
+
+
+def test_constant_stays_at_the_peak():
+    assert set(curve(ScheduleConfig(kind="constant", warmup_steps=3), 20)[3:]) == {1.0}
+
+
+def test_cosine_and_linear_are_halfway_in_the_middle():
+    for kind in ("cosine", "linear"):
+        config = ScheduleConfig(kind=kind, warmup_steps=20, min_learning_rate_ratio=0.2)
+        assert multiplier(config, 60, 100) == pytest.approx(0.6)
+
+
+def test_cosine_is_a_cosine_and_linear_a_line():
+    cosine = ScheduleConfig(kind="cosine", min_learning_rate_ratio=0.0)
+    line = ScheduleConfig(kind="linear", min_learning_rate_ratio=0.0)
+    for step in range(101):
+        assert multiplier(cosine, step, 100) == pytest.approx(0.5 * (1 + math.cos(math.pi * step / 100)))
+        assert multiplier(line, step, 100) == pytest.approx(1 - step / 100)
+
+
+def test_wsd_is_stable_and_then_decays_over_its_last_steps():
+    config = ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=20, min_learning_rate_ratio=0.0)
+    rates = curve(config, 100)
+    assert set(rates[10:81]) == {1.0}
+    assert rates[81] == pytest.approx(0.95)
+    assert rates[90] == pytest.approx(0.5)
+    assert rates[99] == pytest.approx(0.05)
+
+
+def test_wsd_decays_over_a_fifth_of_the_run_by_default():
+    rates = curve(ScheduleConfig(kind="wsd", min_learning_rate_ratio=0.0), 100)
+    assert rates.count(1.0) == 81
+    assert rates[90] == pytest.approx(0.5)
+
+
+@settings(deadline=None)
+@given(runs())
+def test_no_step_leaves_the_range_or_jumps(run):
+    config, max_steps = run
+    rates = curve(config, max_steps)
+    low = config.min_learning_rate_ratio
+    assert all(0.0 < rate <= 1.0 for rate in rates[: config.warmup_steps])
+    assert all(low - 1e-12 <= rate <= 1.0 for rate in rates[config.warmup_steps :])
+    assert rates[: config.warmup_steps] == sorted(rates[: config.warmup_steps])
+    assert rates[config.warmup_steps :] == sorted(rates[config.warmup_steps :], reverse=True)
+    shape = config.decay_steps or max(1, max_steps - config.warmup_steps)
+    steepest = max(1 / (config.warmup_steps + 1), math.pi / 2 / shape)
+    jumps = [abs(b - a) for a, b in pairwise(rates)]
+    assert max(jumps) <= steepest + 1e-9
+
+
+@settings(deadline=None)
+@given(runs())
+def test_the_peak_is_reached_once_warm_up_is_done(run):
+    config, max_steps = run
+    assert multiplier(config, config.warmup_steps, max_steps) == 1.0
+
+
+@settings(deadline=None)
+@given(runs(), st.randoms(use_true_random=False))
+def test_a_step_gives_the_same_rate_in_any_order(run, random):
+    config, max_steps = run
+    expected = curve(config, max_steps)
+    steps = random.sample(range(max_steps + 1), k=min(50, max_steps + 1))
+    assert [multiplier(config, step, max_steps) for step in steps] == [expected[step] for step in steps]
+
+
+@settings(deadline=None)
+@given(kinds, st.integers(0, 50), st.none() | st.integers(1, 50), st.integers(1, 40))
+def test_a_run_shorter_than_its_schedule_is_remarked_and_has_a_rate_for_every_step(
+    kind, warmup, decay, max_steps
+):
+    config = ScheduleConfig(kind=kind, warmup_steps=warmup, decay_steps=decay)
+    assert all(0.0 < rate <= 1.0 for rate in curve(config, max_steps)[:-1])
+    needed = warmup + ((decay or max(1, max_steps // 5)) if kind == "wsd" else 0)
+    line = remark(config, max_steps)
+    assert (line is not None) == (needed > max_steps)
+    if line is not None:
+        assert f"warmup_steps {warmup}" in line
+        assert f"the run of {max_steps} steps" in line
