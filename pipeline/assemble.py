@@ -99,10 +99,16 @@ def build_engine(config: RunConfig, deepspeed: Tree | None, job: Job, data: Data
     if deepspeed is None:
         model = build_model(config.model, model_request(config, data, Whole()), config.seed)
         return TorchEngine(model, config.optimizer, config.engine.precision, job.device)
-    from pipeline.engine.deepspeed_engine import DTYPES, DeepSpeedEngine, start_deepspeed
+    from pipeline.engine.deepspeed_engine import (
+        DTYPES,
+        DeepSpeedEngine,
+        check_configuration,
+        start_deepspeed,
+    )
     from pipeline.engine.zero3 import Zero3Sharding
 
     start_deepspeed(job)
+    check_configuration(deepspeed)
     sharding: Sharding = Whole()
     if deepspeed["zero_optimization"].get("stage", 0) == 3:
         sharding = Zero3Sharding(deepspeed, DTYPES[precision_of(deepspeed)])

@@ -9,7 +9,7 @@ TOP_LEVEL = {
     "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "fp16",
     "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "log_level",
     "memory_breakdown", "optimizer", "prescale_gradients", "scheduler",
-    "seq_parallel_communication_data_type", "steps_per_print", "timers", "torch_autocast",
+    "seq_parallel_communication_data_type", "steps_per_print", "timers",
     "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism",
     "vocabulary_size", "wall_clock_breakdown", "weight_quantization", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "zero_optimization",
@@ -90,6 +90,7 @@ NOT_HERE = {
     "sequence_parallel_size": "this trainer does not split sequences yet",
     "tensor_parallel": "this trainer does not split tensors yet",
     "tensorboard": "set log.tensorboard in the recipe",
+    "torch_autocast": "use bf16 or fp16",
     "wandb": "set the wandb section of the recipe",
 }
 

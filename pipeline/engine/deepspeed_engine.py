@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from torch import Tensor, nn
 
 from pipeline.config.deepspeed_json import precision_of
@@ -42,15 +43,23 @@ def start_deepspeed(job: Job) -> None:
     deepspeed.init_distributed(dist_init_required=False)
 
 
+def check_configuration(config: dict[str, Any]) -> None:
+    """Lets DeepSpeed itself validate every value, before a model is made under them.
+
+    Raises:
+        ConfigError: DeepSpeed refuses one.
+    """
+    try:
+        DeepSpeedConfig(copy.deepcopy(config))
+    except (ValueError, AssertionError, DeepSpeedConfigError) as error:  # pydantic's error is a ValueError
+        raise ConfigError(f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}") from None
+
+
 class DeepSpeedEngine:
     """Steps a model through deepspeed.initialize; the JSON decides the ZeRO stage and the precision."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerConfig, config: dict[str, Any], job: Job):
-        """Wraps the model. Collective.
-
-        Raises:
-            ConfigError: DeepSpeed refuses a value of the configuration.
-        """
+        """Wraps the model. Collective."""
         self.device = job.device
         self.precision = precision_of(config)
         self._float_dtype = DTYPES[self.precision]
@@ -66,14 +75,9 @@ class DeepSpeedEngine:
         self._norm: Tensor | None = None
         if self._own_guard:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
-        try:
-            self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=self._optimizer, config=config, dist_init_required=False
-            )
-        except deepspeed.runtime.config_utils.ValidationError as error:
-            raise ConfigError(
-                f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}"
-            ) from None
+        self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=self._optimizer, config=config, dist_init_required=False
+        )
         self._engine.checkpoint_engine = SafeCheckpointEngine()
         self.dp_rank = deepspeed.utils.groups._get_data_parallel_rank()
         self.dp_world_size = deepspeed.utils.groups._get_data_parallel_world_size()

@@ -16,9 +16,14 @@ def backward_scale(global_count: Tensor, dp_world_size: int) -> Tensor:
     average over ranks of (sum x ranks / count) = sum of sums / count. Accumulation adds plain sums; the
     engine is told not to divide by its steps. A batch without one valid token gives a zero gradient.
     """
-    return dp_world_size / global_count.clamp(min=1)
+    return dp_world_size / _or_one(global_count)
 
 
 def mean_loss(loss_sum: Tensor, count: Tensor) -> Tensor:
     """The token (or sample) mean that is logged, from sums over all ranks, in fp64."""
-    return loss_sum.to(torch.float64) / count.to(torch.float64).clamp(min=1)
+    return loss_sum.to(torch.float64) / _or_one(count.to(torch.float64))
+
+
+def _or_one(count: Tensor) -> Tensor:
+    """The count, which may be a sum of weights below 1; 1 where nothing was counted."""
+    return torch.where(count > 0, count, 1.0)
