@@ -3,7 +3,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests of the sink set their own
 
 import pytest

@@ -64,6 +64,9 @@ def complete_environment(ranks: Ranks) -> None:
         "LOCAL_RANK": ranks.local_rank,
         "WORLD_SIZE": ranks.world_size,
         "LOCAL_WORLD_SIZE": ranks.local_world_size,
+        # Without it DeepSpeed on a CPU starts a numactl process each time it counts devices: at ZeRO-3
+        # fifty times a step.
+        "LOCAL_SIZE": ranks.local_world_size,
     }
     for name, value in (address | place).items():
         os.environ.setdefault(name, str(value))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def start_deepspeed(job: Job) -> None:
     On a CPU DeepSpeed would compile a shared-memory all-reduce for a minute; only its inference uses it.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times a step: 5 % of it, and the log.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if job.device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
@@ -75,9 +78,13 @@ class DeepSpeedEngine:
         self._norm: Tensor | None = None
         if self._own_guard:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
+        # At stage 0 in half precision DeepSpeed allocates Adam's state by a step with zero gradients, which
+        # would count as the first and decay the weights: the fused kernels skip it.
+        self._optimizer.found_inf = torch.ones((), device=job.device)  # type: ignore[attr-defined]
         self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=self._optimizer, config=config, dist_init_required=False
         )
+        del self._optimizer.found_inf
         self._engine.checkpoint_engine = SafeCheckpointEngine()
         self.dp_rank = deepspeed.utils.groups._get_data_parallel_rank()
         self.dp_world_size = deepspeed.utils.groups._get_data_parallel_world_size()
