@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -177,7 +178,6 @@ def environment() -> Tree:
     """Versions, machine and commit: what is needed to run the same again. No variables, so no secrets."""
     import torch
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     names = ("torch", "deepspeed", "transformers", "wandb", "numpy")
     cuda = torch.cuda.is_available()
     return {
@@ -189,5 +189,14 @@ def environment() -> Tree:
         else ["cpu"],
         "cpu_cores": os.cpu_count(),
         "host": platform.node(),
-        "git_commit": git.stdout.strip() or None,
+        "git_commit": _git_commit(),
     }
+
+
+def _git_commit() -> str | None:
+    """The commit of the folder the run is started from; None outside a repository or without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    answer = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +41,8 @@ def start_deepspeed(job: Job) -> None:
     On a CPU DeepSpeed would compile a shared-memory all-reduce for a minute; only its inference uses it.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    # ninja, which compiles DeepSpeed's ops, lies beside the venv's python, activated or not.
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times a step: 5 % of it, and the log.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if job.device.type == "cpu":
@@ -63,6 +67,7 @@ class DeepSpeedEngine:
 
     def __init__(self, model: nn.Module, optimizer: OptimizerConfig, config: dict[str, Any], job: Job):
         """Wraps the model. Collective."""
+        config = copy.deepcopy(config)  # what is changed below is not the user's to see
         self.device = job.device
         self.precision = precision_of(config)
         self._float_dtype = DTYPES[self.precision]
@@ -70,7 +75,7 @@ class DeepSpeedEngine:
         # In fp32 at stage 0 DeepSpeed neither guards a step nor reports a norm: the optimizer's hook does.
         self._own_guard = stage == 0 and self.precision == "fp32"
         if self._own_guard:
-            config = copy.deepcopy(config) | {"gradient_clipping": 0.0}
+            config["gradient_clipping"] = 0.0
         groups = parameter_groups(model.parameters(), optimizer.weight_decay)
         self._parameters = [p for group in groups for p in group["params"]]
         self._max_grad_norm = optimizer.max_grad_norm
@@ -84,7 +89,7 @@ class DeepSpeedEngine:
         self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=self._optimizer, config=config, dist_init_required=False
         )
-        del self._optimizer.found_inf
+        del self._optimizer.found_inf  # type: ignore[attr-defined]
         self._engine.checkpoint_engine = SafeCheckpointEngine()
         self.dp_rank = deepspeed.utils.groups._get_data_parallel_rank()
         self.dp_world_size = deepspeed.utils.groups._get_data_parallel_world_size()
