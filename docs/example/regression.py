@@ -24,7 +24,8 @@ def waves(split: str, num_samples: int = 512) -> Waves:
 
 def mlp(width: int = 64) -> nn.Module:
     """Any nn.Module."""
-    return nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+    hidden = [nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*hidden, nn.Linear(width, 1))
 
 
 def squared_error(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:

@@ -29,24 +29,23 @@ class RankFailedError(AssertionError):
 class RankPool:
     """`world_size` processes in one process group, with DeepSpeed started, waiting for functions."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, on_gpu: bool = False):
         self.world_size = world_size
+        device = {} if on_gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            environment = {
+            environment = device | {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
                 "WORLD_SIZE": world_size,
                 "LOCAL_WORLD_SIZE": world_size,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
-                "DS_ACCELERATOR": "cpu",
                 "PYTHONWARNINGS": "ignore",
-                "CUDA_VISIBLE_DEVICES": "",
             }
             process = context.Process(
                 target=_serve, args=(theirs, {k: str(v) for k, v in environment.items()}), daemon=True
