@@ -17,7 +17,8 @@ from pipeline.engine.interface import StepResult
 from pipeline.engine.normalize import mean_loss
 from pipeline.errors import NonFiniteLossError
 
-MAX_CONSECUTIVE_SKIPS = 10
+# Steps in a row without a finite gradient that end a run. fp16 first searches its loss scale: 2**32 takes 32.
+MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Meters:
         """The last step's numbers and the rates since the last summary. Collective; waits for the device.
 
         Raises:
-            NonFiniteLossError: too many steps in a row had no finite gradient (fp16 has its own limit).
+            NonFiniteLossError: too many steps in a row had no finite gradient.
         """
         result = self._last
         assert result is not None, "summary before the first step"
@@ -91,7 +92,7 @@ class Meters:
         if result.loss_scale is not None:
             row["train/loss_scale"] = result.loss_scale
         skips = int(self._consecutive_skips)
-        if skips >= MAX_CONSECUTIVE_SKIPS and self._precision != "fp16":
+        if skips >= MAX_CONSECUTIVE_SKIPS[self._precision]:
             raise NonFiniteLossError(
                 f"the last {skips} steps had an infinite or NaN gradient (loss {row['train/loss']}) and were "
                 "skipped; the parameters are those of the last good step. Look at the data, lower "

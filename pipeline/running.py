@@ -158,4 +158,6 @@ def _end(job: Job | None, ranks: Ranks, message: str, code: int) -> int:
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)
+    if job is not None:
+        job.close()
     return code

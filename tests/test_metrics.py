@@ -1,0 +1,84 @@
+"""Meters: plain arithmetic, with a clock of our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.engine.interface import StepResult
+from pipeline.errors import NonFiniteLossError
+from pipeline.metrics import MAX_CONSECUTIVE_SKIPS, Meters, Workload
+from pipeline.peak_flops import peak_flops
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(loss_sum=30.0, count=10.0, skipped=0.0, norm=1.0):
+    numbers = (torch.tensor(n, dtype=torch.float64) for n in (loss_sum, count))
+    return StepResult(*numbers, torch.tensor(norm), torch.tensor(skipped), torch.tensor(0.0), None)
+
+
+def meters(clock, precision="bf16", unit="tokens"):
+    workload = Workload(samples_per_step=4, world_size=2, unit=unit, flops_per_token=6e9, peak_flops=1e12)
+    return Meters(workload, ALONE, precision, clock)
+
+
+def test_rates_leave_out_what_is_not_training():
+    clock = Clock()
+    meter = meters(clock)
+    for _ in range(3):
+        with meter.waiting_for_data():
+            clock.now += 0.25
+        clock.now += 0.75
+        meter.observe(step())
+    with meter.paused():
+        clock.now += 100.0
+    row = meter.summary()
+    assert row["train/loss"] == pytest.approx(3.0)
+    assert row["perf/step_time_seconds"] == pytest.approx(1.0)
+    assert row["perf/data_time_seconds"] == pytest.approx(0.25)
+    assert row["perf/samples_per_second"] == pytest.approx(4.0)
+    assert row["perf/tokens_per_second"] == pytest.approx(10.0)
+    assert row["perf/tokens_per_second_per_device"] == pytest.approx(5.0)
+    assert row["perf/mfu"] == pytest.approx(5.0 * 6e9 / 1e12)
+
+
+def test_images_have_no_tokens():
+    clock = Clock()
+    meter = meters(clock, unit="samples")
+    clock.now = 1.0
+    meter.observe(step())
+    assert not [key for key in meter.summary() if "tokens" in key or "mfu" in key]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_skips_in_a_row_end_the_run_and_a_good_step_forgives(precision):
+    clock = Clock()
+    meter = meters(clock, precision)
+    limit = MAX_CONSECUTIVE_SKIPS[precision]
+    for _ in range(limit - 1):
+        meter.observe(step(skipped=1.0))
+    meter.observe(step())
+    for _ in range(limit - 1):
+        meter.observe(step(skipped=1.0))
+    meter.summary()
+    meter.observe(step(skipped=1.0, loss_sum=float("nan")))
+    with pytest.raises(NonFiniteLossError, match=f"last {limit} steps"):
+        meter.summary()
+
+
+def test_peaks_are_found_by_the_devices_name():
+    assert peak_flops("NVIDIA H200", "bf16") == 989.5e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "fp16") == 989.5e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops("cpu", "bf16") is None
