@@ -27,35 +27,35 @@ def fault_recipe(folder: Path, fault: str, **arguments: object) -> Path:
 
 
 def splits():
-    yield pytest.param([], 0, id="plain")
-    yield pytest.param(["--deepspeed", str(CONFIGS / "zero2.json")], 0, id="zero2-1rank")
-    yield pytest.param(
-        ["--deepspeed", str(CONFIGS / "zero1.json"), "ds.bf16.enabled=false", "ds.fp16.enabled=true"],
-        2,
-        id="zero1-fp16-2ranks",
-    )
-    yield pytest.param(["--deepspeed", str(CONFIGS / "zero3.json")], 2, id="zero3-2ranks")
+    """(split, ranks, rows that are logged before the kill): before the first checkpoint, and after some."""
+    fp16 = ["ds.bf16.enabled=false", "ds.fp16.enabled=true"]
+    yield pytest.param([], 0, 2, id="plain-before-any-checkpoint")
+    yield pytest.param([], 0, 9, id="plain")
+    yield pytest.param(["--deepspeed", str(CONFIGS / "zero2.json")], 0, 6, id="zero2-1rank")
+    yield pytest.param(["--deepspeed", str(CONFIGS / "zero1.json"), *fp16], 2, 8, id="zero1-fp16-2ranks")
+    yield pytest.param(["--deepspeed", str(CONFIGS / "zero3.json")], 2, 11, id="zero3-2ranks")
 
 
-@pytest.mark.parametrize(("split", "ranks"), splits())
-def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks):
+@pytest.mark.parametrize(("split", "ranks", "rows"), splits())
+def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, rows):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
     texts = f"data.paths=[{whole / 'texts'}]"  # the same text for both
-    recipe = write_recipe(whole)
+    recipe = write_recipe(whole, max_steps=24)
     assert launch("--config", str(recipe), *split, ranks=ranks).returncode == 0
 
-    recipe = write_recipe(broken)
+    recipe = write_recipe(broken, max_steps=24)
     arguments = ["--config", str(recipe), texts, *split]
-    kill_once(arguments, ranks, broken, rows=6)
-    assert len(run_directories(broken)) == 1, "killed before or after the run"
+    kill_once(arguments, ranks, broken, rows)
+    (run,) = run_directories(broken)
+    assert not (run / "summary.json").exists(), "killed after the run"
     again = launch(*arguments, ranks=ranks)
     assert again.returncode == 0, again.stderr
-    assert "going on with" in again.stderr
-    (run,) = run_directories(broken)
+    assert ("going on with" in again.stderr) == (rows > 2)
+    assert run_directories(broken) == [run]
     assert numbers(run) == numbers(run_directories(whole)[0])
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000009", "step-00000010"]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000021", "step-00000024"]
 
 
 def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int) -> None:
