@@ -24,6 +24,7 @@ from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine
+from pipeline.errors import NonFiniteLossError
 from pipeline.evaluation import evaluate
 from pipeline.objectives import CausalLM, LossSum, build_objective
 
@@ -233,3 +234,29 @@ def test_zero3_never_holds_all_of_a_plain_module_while_it_is_made(ranks):
     json = deepspeed_json(3, stage3_param_persistence_threshold=0)
     json["train_micro_batch_size_per_gpu"] = 1
     assert max(ranks(2).run(whole_while_built, json)) == 0, "a finished layer was not sharded at once"
+
+
+def fall_to_the_minimum(job: Job, tree, deepspeed) -> str:
+    """What is raised once the loss scale cannot fall further; the parameters stay finite."""
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed, data)
+    objective = Poisoned()
+    objective.factor = math.inf
+    batch = {key: value[None].repeat(2, 1) for key, value in data.train[0].items()}
+    try:
+        for _ in range(8):
+            engine.train_step([batch], objective, 1e-3, False)
+    except NonFiniteLossError as error:
+        assert all(bool(torch.isfinite(p).all()) for p in parameters(engine))
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_minimum_loss_scale_is_an_error_that_says_what_to_change(ranks, stage):
+    deepspeed = deepspeed_json(stage)
+    deepspeed["fp16"] = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
+    tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
+    answer = ranks(1).run(fall_to_the_minimum, tree, deepspeed)[0]
+    assert "fell to its minimum" in answer
+    assert "use bf16" in answer
