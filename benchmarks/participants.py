@@ -21,7 +21,7 @@ from pipeline.assemble import assemble, flops_per_token, model_request
 from pipeline.config.settings import Settings, load_settings
 from pipeline.data import DataBundle, prepare_data
 from pipeline.data.sampler import GlobalOrder
-from pipeline.distributed.process_group import device_precisions, start_job
+from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
 from pipeline.models import build_model
 from pipeline.models.sharding import Whole
@@ -86,9 +86,9 @@ class GatedLoader:
 def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
     """The pipeline's own loop with everything a run has but evaluation and checkpoints."""
     job = start_job(read_ranks(os.environ), distributed=settings.deepspeed is not None)
-    plan, deepspeed = settings.resolve(job.ranks.world_size, device_precisions(job.device))
+    resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
     data = prepare_data(settings.config.data)
-    run = assemble(settings.config, plan, deepspeed, job, data, RunDirectory(task.folder, None))
+    run = assemble(settings.config, resolved, job, data, RunDirectory(task.folder, None))
     with suppress(FinishedError), run.sinks:
         train(replace(run, eval_loader=None, loader=GatedLoader(run.loader, gate)))
 
@@ -200,7 +200,7 @@ def bare_deepspeed(task: Task, settings: Settings, gate: Gate) -> Trained:
     _build_nothing()
     deepspeed.init_distributed()
     script = Script.of(settings)
-    _, config = settings.resolve(task.world_size, device_precisions(script.device))
+    config = settings.resolve(task.world_size, describe_device(script.device)).deepspeed
     model = script.model()
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=script.optimizer(model), config=config)
     with suppress(FinishedError):

@@ -8,16 +8,14 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
-from pipeline.config.deepspeed_json import precision_of
-from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
+from pipeline.config.settings import Resolved
 from pipeline.data import DataBundle
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.distributed.process_group import Job
+from pipeline.distributed.process_group import Job, allow_tf32
 from pipeline.engine.interface import Engine
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.metrics import Meters, Workload
@@ -35,16 +33,12 @@ log = logging.getLogger(__name__)
 
 
 def assemble(
-    config: RunConfig,
-    plan: BatchPlan,
-    deepspeed: Tree | None,
-    job: Job,
-    data: DataBundle,
-    directory: RunDirectory,
+    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: RunDirectory
 ) -> Run:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
+    plan = resolved.plan
     objective = build_objective(config)
-    engine = build_engine(config, deepspeed, job, data)
+    engine = build_engine(config, resolved, job, data)
     loader = build_loader(config, plan, data, engine)
     max_steps = config.max_steps or math.ceil(
         (config.max_epochs or 1.0) * loader.samples_per_epoch / plan.global_batch_size
@@ -70,7 +64,7 @@ def assemble(
         max_steps=max_steps,
         run_config={
             "recipe": config.model_dump(mode="json"),
-            "deepspeed": deepspeed,
+            "deepspeed": resolved.deepspeed,
             "world_size": job.ranks.world_size,
         },
     )
@@ -94,11 +88,13 @@ def assemble(
     )
 
 
-def build_engine(config: RunConfig, deepspeed: Tree | None, job: Job, data: DataBundle) -> Engine:
-    """The model inside its engine: DeepSpeed where a JSON was given, plain PyTorch otherwise."""
-    if deepspeed is None:
+def build_engine(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle) -> Engine:
+    """The model inside the engine that the split asks for. Collective."""
+    split = resolved.split
+    allow_tf32(resolved.tf32)
+    if resolved.deepspeed is None:
         model = build_model(config.model, model_request(config, data, Whole()), config.seed)
-        return TorchEngine(model, config.optimizer, config.engine.precision, job.device)
+        return TorchEngine(model, config.optimizer, split.precision, job.device)
     from pipeline.engine.deepspeed_engine import (
         DTYPES,
         DeepSpeedEngine,
@@ -108,12 +104,12 @@ def build_engine(config: RunConfig, deepspeed: Tree | None, job: Job, data: Data
     from pipeline.engine.zero3 import Zero3Sharding
 
     start_deepspeed(job)
-    check_configuration(deepspeed)
+    check_configuration(resolved.deepspeed)
     sharding: Sharding = Whole()
-    if deepspeed["zero_optimization"].get("stage", 0) == 3:
-        sharding = Zero3Sharding(deepspeed, DTYPES[precision_of(deepspeed)])
+    if split.zero_stage == 3:
+        sharding = Zero3Sharding(resolved.deepspeed, DTYPES[split.precision])
     model = build_model(config.model, model_request(config, data, sharding), config.seed)
-    return DeepSpeedEngine(model, config.optimizer, deepspeed, job)
+    return DeepSpeedEngine(model, config.optimizer, resolved.deepspeed, job)
 
 
 def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> ModelRequest:
@@ -169,24 +165,18 @@ def describe_workload(
         samples_per_step=plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
-        flops_per_token=flops_per_token(engine.module),
+        flops_per_token=flops_per_token(engine),
         peak_flops=peak_flops(name, engine.precision),
     )
 
 
-def flops_per_token(model: nn.Module) -> float | None:
+def flops_per_token(engine: Engine) -> float | None:
     """6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B) for a transformer with a transformers config.
 
     N counts every parameter once; the second term is attention over the model's longest sequence.
     """
-    config: Any = getattr(model, "config", None)
+    config: Any = getattr(engine.module, "config", None)
     if config is None or not hasattr(config, "num_hidden_layers"):
         return None
-    parameters = count_parameters(model)
     length = getattr(config, "max_position_embeddings", 0)
-    return 6.0 * parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length
-
-
-def count_parameters(model: nn.Module) -> int:
-    """All parameters, whole, also where ZeRO-3 holds them in shards."""
-    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+    return 6.0 * engine.num_parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config.deepspeed_json import Precisions, precision_of
 from pipeline.config.schema import TextDataConfig
 from pipeline.config.settings import Settings, load_settings, recipe_yaml
+from pipeline.config.split import Device
 from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.errors import PipelineError
 
@@ -27,10 +27,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The arguments of launch/train.py."""
     parser = argparse.ArgumentParser(
         prog="train.py",
-        description="Train a model. The recipe says what, the DeepSpeed JSON how the work is split.",
-        epilog="Without --deepspeed: plain PyTorch in one process. All keys: docs/configuration.md.",
+        description="Train a model. The recipe says what, the JSON how the work is split.",
+        epilog="Without --deepspeed: plain PyTorch. All keys: docs/configuration.md.",
     )
-    parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="DeepSpeed configuration")
+    parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="split and precision")
     parser.add_argument(
         "--config",
         type=Path,
@@ -85,24 +85,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(settings: Settings, world_size: int) -> str:
-    """What --dry-run prints: recipe, DeepSpeed JSON, batch plan, steps."""
-    plan, deepspeed = settings.resolve(world_size, probe_precisions())
-    config = settings.config
+    """What --dry-run prints: recipe, DeepSpeed JSON, split, batch plan, steps."""
+    resolved = settings.resolve(world_size, probe_device())
+    plan, config = resolved.plan, settings.config
     parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", recipe_yaml(config)]
-    if deepspeed is None:
-        parts += ["# engine", f"plain PyTorch, one process, {config.engine.precision}\n"]
-    else:
+    if resolved.deepspeed is not None:
         parts += [
-            f"# DeepSpeed ({settings.deepspeed_path}, every auto filled)",
-            json.dumps(deepspeed, indent=2),
-        ]
-        stage = deepspeed["zero_optimization"].get("stage", 0)
-        parts += [
+            f"# DeepSpeed ({settings.split_path}, every auto filled)",
+            json.dumps(resolved.deepspeed, indent=2),
             "",
-            "# engine",
-            f"DeepSpeed, ZeRO stage {stage}, {precision_of(deepspeed)}, {world_size} ranks\n",
         ]
-    parts += ["# batch", str(plan), "", "# steps"]
+    ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+    parts += ["# split", f"{resolved.split}, {ranks}\n", "# batch", str(plan), "", "# steps"]
     if config.max_steps is not None:
         samples = config.max_steps * plan.global_batch_size
         line = f"{config.max_steps:,} optimizer steps, {samples:,} samples"
@@ -114,13 +108,13 @@ def describe(settings: Settings, world_size: int) -> str:
     return "\n".join(parts)
 
 
-def probe_precisions() -> Precisions:
-    """The device's half precisions without torch: by the driver's word on a GPU, else a CPU's."""
+def probe_device() -> Device:
+    """The device without torch: by the driver's word on a GPU, else a CPU."""
     if not Path("/proc/driver/nvidia/version").exists():
-        return Precisions(bf16=True, fp16=True)
+        return Device("cpu", bf16=True, fp16=True)
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
-        return Precisions(bf16=min(float(line) for line in answer.split()) >= 8.0, fp16=True)
+        return Device("cuda", bf16=min(float(line) for line in answer.split()) >= 8.0, fp16=True)
     except (OSError, subprocess.SubprocessError, ValueError):
-        return Precisions(bf16=True, fp16=True)
+        return Device("cuda", bf16=True, fp16=True)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config.schema import CausalLMConfig, CNNConfig, RunConfig
+from pipeline.config.model_schema import CausalLMConfig, CNNConfig
+from pipeline.config.schema import RunConfig
 from pipeline.cross_entropy import IGNORED, cross_entropy_sum
 from pipeline.errors import ConfigError
 from pipeline.importing import import_object

@@ -14,18 +14,17 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from pipeline.config.loading import Tree
-from pipeline.config.settings import Settings
+from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import DataError, LaunchError, PipelineError
+from pipeline.errors import DataError, PipelineError
 from pipeline.logs import log_to_console, log_to_file
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed then says nothing of a missing GPU
 
-from pipeline.assemble import assemble, count_parameters
+from pipeline.assemble import assemble
 from pipeline.data import DataBundle, prepare_data
-from pipeline.distributed.process_group import Job, device_precisions, start_job
+from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.run_directory import RunDirectory, open_run_directory
 from pipeline.sampling import sample_text
 from pipeline.training import Run, TrainState, train
@@ -38,14 +37,9 @@ def run(settings: Settings, ranks: Ranks) -> int:
     log_to_console(ranks)
     job: Job | None = None
     try:
-        if settings.deepspeed is None and ranks.world_size > 1:
-            raise LaunchError(
-                f"{ranks.world_size} ranks were started without --deepspeed, and plain PyTorch trains in one "
-                "process; add --deepspeed ds_configs/ddp.json"
-            )
         # Before the process group exists: preparing data may take longer than its timeout.
         data = prepare_data(settings.config.data)
-        job = start_job(ranks, distributed=settings.deepspeed is not None)
+        job = start_job(ranks, distributed=settings.deepspeed is not None or ranks.world_size > 1)
         return _run(settings, job, data)
     except PipelineError as error:
         return _end(job, ranks, f"error: {error}", error.exit_code)
@@ -57,20 +51,21 @@ def run(settings: Settings, ranks: Ranks) -> int:
 
 def _run(settings: Settings, job: Job, data: DataBundle) -> int:
     config = settings.config
-    plan, deepspeed = settings.resolve(job.ranks.world_size, device_precisions(job.device))
-    directory, lock = _agree_on_directory(settings, deepspeed, job, data)
+    resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
+    directory, lock = _agree_on_directory(settings, resolved, job, data)
     with ExitStack() as stack:
         if lock is not None:
             stack.callback(lock.release)
         log_to_file(directory.path, job.ranks)
-        prepared = assemble(config, plan, deepspeed, job, data, directory)
+        prepared = assemble(config, resolved, job, data, directory)
         stack.callback(prepared.loader.close)
         stack.enter_context(prepared.sinks)
-        _announce(settings, prepared, directory)
+        _announce(settings, resolved, prepared, directory)
         state, signal_number = train(prepared)
         text = None
         if signal_number is None and data.tokenizer is not None and config.sample.max_new_tokens:
-            text = sample_text(prepared.engine.module, data.tokenizer, config.sample, config.seed, job.device)
+            model = prepared.engine.generator()
+            text = sample_text(model, data.tokenizer, config.sample, config.seed, job.device)
     if job.ranks.is_main_process:
         _conclude(directory.path, state, signal_number, text)
     job.barrier()
@@ -79,7 +74,7 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
 
 
 def _agree_on_directory(
-    settings: Settings, deepspeed: Tree | None, job: Job, data: DataBundle
+    settings: Settings, resolved: Resolved, job: Job, data: DataBundle
 ) -> tuple[RunDirectory, FileLock | None]:
     """Rank 0 chooses; the others are told, or told why not.
 
@@ -88,7 +83,7 @@ def _agree_on_directory(
     """
     lock = None
     answer: RunDirectory | PipelineError | None = None
-    split = {"deepspeed": deepspeed, "world_size": job.ranks.world_size, "data": data.fingerprint}
+    split = {"deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size, "data": data.fingerprint}
     if job.ranks.is_main_process:
         try:
             answer, lock = open_run_directory(settings.config, split)
@@ -106,14 +101,13 @@ def _agree_on_directory(
     return answer, lock
 
 
-def _announce(settings: Settings, prepared: Run, directory: RunDirectory) -> None:
-    engine, job = prepared.engine, prepared.job
-    split = "plain PyTorch" if settings.deepspeed is None else f"DeepSpeed ({settings.deepspeed_path})"
+def _announce(settings: Settings, resolved: Resolved, prepared: Run, directory: RunDirectory) -> None:
+    job, file = prepared.job, settings.split_path
     log.info(
-        "%s parameters, %s, %s, %d rank%s on %s; %d steps; %s",
-        f"{count_parameters(engine.module):,}",
-        split,
-        engine.precision,
+        "%s parameters; %s%s; %d rank%s on %s; %d steps; %s",
+        f"{prepared.engine.num_parameters:,}",
+        resolved.split,
+        f" ({file})" if file is not None else "",
         job.ranks.world_size,
         "s" * (job.ranks.world_size > 1),
         job.device.type,

@@ -12,13 +12,13 @@ from pipeline.config.schema import SampleConfig
 
 @torch.no_grad()
 def sample_text(
-    module: nn.Module, tokenizer: Any, config: SampleConfig, seed: int, device: torch.device
+    module: nn.Module | None, tokenizer: Any, config: SampleConfig, seed: int, device: torch.device
 ) -> str | None:
     """What the model writes after the prompt; None for a model that cannot generate.
 
     Collective: under ZeRO-3 every rank takes part in each forward, so all of them write the same text.
     """
-    if not hasattr(module, "generate"):
+    if module is None or not hasattr(module, "generate"):
         return None
     module.eval()
     torch.manual_seed(seed)

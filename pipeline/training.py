@@ -94,7 +94,7 @@ def train(run: Run) -> tuple[TrainState, int | None]:
         while state.global_step < run.max_steps and not stopped:
             with run.meters.waiting_for_data():
                 micro_batches = run.loader.next_group()
-            seed_step(run.seed, state.global_step, run.engine.dp_rank)
+            seed_step(run.seed, state.global_step, run.engine.seed_rank)
             learning_rate = run.peak_learning_rate * multiplier(
                 run.schedule, state.global_step, run.max_steps
             )
@@ -140,12 +140,12 @@ def _remembered(run: Run, state: TrainState) -> dict[str, float]:
     }
 
 
-def seed_step(seed: int, step: int, dp_rank: int) -> None:
+def seed_step(seed: int, step: int, seed_rank: int) -> None:
     """Makes a step's random numbers (dropout) a pure function of seed, step and rank.
 
     No generator state needs to be saved, and a resumed run draws what the unbroken one would have drawn.
     """
-    mixed = int(np.random.SeedSequence((seed, step, dp_rank)).generate_state(1)[0])
+    mixed = int(np.random.SeedSequence((seed, step, seed_rank)).generate_state(1)[0])
     torch.manual_seed(mixed)
     np.random.seed(mixed)
     random.seed(mixed)

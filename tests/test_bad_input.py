@@ -15,7 +15,7 @@ from support.ranks import free_port
 from torch import nn
 
 from pipeline.cli import main
-from pipeline.config.schema import CausalLMConfig
+from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole

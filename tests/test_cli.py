@@ -93,8 +93,8 @@ def test_a_dry_run_shows_everything_a_run_would_use():
     split = json.loads(section(text, "DeepSpeed"))
     assert split["train_batch_size"] == 512
     assert '"auto"' not in text
-    assert "ZeRO stage 2" in section(text, "engine")
-    assert "64 ranks" in section(text, "engine")
+    assert "ZeRO stage 2" in section(text, "split")
+    assert "64 ranks" in section(text, "split")
     equation = section(text, "batch")
     assert (
         "8 (micro_batch_size) x 1 (gradient_accumulation_steps) x 64 (data-parallel ranks) = 512" in equation
@@ -104,7 +104,7 @@ def test_a_dry_run_shows_everything_a_run_would_use():
 
 def test_a_dry_run_without_deepspeed_is_plain_pytorch():
     text = launch("--dry-run").stdout
-    assert section(text, "engine").strip() == "plain PyTorch, one process, fp32"
+    assert section(text, "split").strip() == "plain PyTorch, one process, fp32, 1 rank"
     assert "# DeepSpeed" not in text
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,8 @@ from pipeline.config import deepspeed_keys as keys
 from pipeline.config.batch import BatchPlan
 from pipeline.config.loading import Tree, did_you_mean, get_dotted, read_text, set_dotted
 from pipeline.config.schema import RunConfig
+from pipeline.config.split import Device
 from pipeline.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Precisions:
-    """Which half precisions the device computes in."""
-
-    bf16: bool
-    fp16: bool
 
 
 def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> Tree:
@@ -78,7 +70,7 @@ def _check_names(tree: Tree, path: Path, given: set[str]) -> None:
     def place(full: str) -> str:
         return f"command line: ds.{full}" if full in given else f"{path}: {full}"
 
-    for dotted, valid in [("", keys.TOP_LEVEL), *keys.SECTIONS.items()]:
+    for dotted, valid in [("", keys.TOP_LEVEL | keys.OWN), *keys.SECTIONS.items()]:
         section = get_dotted(tree, dotted) if dotted else tree
         if section is None:
             continue
@@ -97,7 +89,7 @@ def _check_names(tree: Tree, path: Path, given: set[str]) -> None:
     stage = get_dotted(tree, "zero_optimization.stage")
     if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
         raise ConfigError(f"{place('zero_optimization.stage')}: expected 0, 1, 2 or 3, given {stage!r}")
-    for full in ("bf16.enabled", "fp16.enabled"):
+    for full in ("bf16.enabled", "fp16.enabled", "tf32.enabled"):
         enabled = get_dotted(tree, full)
         if enabled not in (None, "auto") and not isinstance(enabled, bool):
             raise ConfigError(f'{place(full)}: expected true, false or "auto", given {enabled!r}')
@@ -138,6 +130,35 @@ def adopt_stated_numbers(recipe: Tree, tree: Tree, path: Path) -> tuple[Tree, di
     return recipe, adopted
 
 
+def adopt_torch_section(recipe: Tree, tree: Tree, path: Path) -> tuple[Tree, dict[str, str]]:
+    """The recipe with the `engine` section that a file with a `torch` section stands for.
+
+    Returns:
+        The completed recipe, and the place in the JSON of each key of its engine section.
+
+    Raises:
+        ConfigError: the recipe has an engine section too, or the file also speaks to DeepSpeed.
+    """
+    if foreign := sorted(set(tree) - keys.WITH_TORCH):
+        raise ConfigError(
+            f"{path}: torch: plain PyTorch does not read {', '.join(foreign)}; drop torch, or drop these"
+        )
+    if "engine" in recipe:
+        raise ConfigError(f"{path}: torch: the recipe has an engine section too; drop one of the two")
+    if get_dotted(tree, "fp16.enabled") is True:
+        raise ConfigError(
+            f"{path}: fp16.enabled: plain PyTorch computes in fp32 or bf16; use ds_configs/zero2_fp16.json"
+        )
+    bf16 = get_dotted(tree, "bf16.enabled")
+    engine = {
+        **tree["torch"],
+        "precision": "auto" if bf16 == "auto" else "bf16" if bf16 else "fp32",
+        "tf32": get_dotted(tree, "tf32.enabled") in (True, "auto"),
+    }
+    places = {f"engine.{key}": f"{path}: torch.{key}" for key in engine}
+    return recipe | {"engine": engine}, places
+
+
 def _refuse_unread(tree: Tree, path: Path) -> None:
     """Refuses parameters of the JSON's optimizer and scheduler that change something, but nothing here."""
     unread = []
@@ -158,14 +179,16 @@ def _refuse_unread(tree: Tree, path: Path) -> None:
         )
 
 
-def resolve_deepspeed(tree: Tree, config: RunConfig, plan: BatchPlan, device: Precisions, path: Path) -> Tree:
+def resolve_deepspeed(tree: Tree, config: RunConfig, plan: BatchPlan, precision: str, path: Path) -> Tree:
     """The dict DeepSpeed gets: every "auto" a value, optimizer and schedule left to the recipe's builders.
 
     Raises:
-        ConfigError: an "auto" that nothing can fill, both half precisions asked for.
+        ConfigError: an "auto" that nothing can fill.
     """
     filled = {
-        key: copy.deepcopy(value) for key, value in tree.items() if key not in ("optimizer", "scheduler")
+        key: copy.deepcopy(value)
+        for key, value in tree.items()
+        if key not in ("optimizer", "scheduler") and key not in keys.OWN
     }
     filled["train_batch_size"] = plan.global_batch_size
     filled["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
@@ -175,7 +198,9 @@ def resolve_deepspeed(tree: Tree, config: RunConfig, plan: BatchPlan, device: Pr
     for key, value in _zero_defaults(config).items():
         if zero.get(key) == "auto":
             zero[key] = value
-    _fill_precision(filled, device, path)
+    for name in ("bf16", "fp16"):
+        if name in filled:
+            filled[name]["enabled"] = name == precision
     for dotted in _leftover_autos(filled):
         raise ConfigError(f'{path}: {dotted}: nothing here can fill this "auto"; write a value')
     return filled
@@ -196,10 +221,14 @@ def _zero_defaults(config: RunConfig) -> Tree:
     }
 
 
-def _fill_precision(filled: Tree, device: Precisions, path: Path) -> None:
-    """bf16 where it is asked for or left open and the device has it, else fp16, else fp32."""
-    bf16 = filled.get("bf16", {}).get("enabled", False)
-    fp16 = filled.get("fp16", {}).get("enabled", False)
+def decide_precision(tree: Tree, device: Device, path: Path) -> str:
+    """`bf16` where it is asked for, or left open and the device has it; else `fp16`; else `fp32`.
+
+    Raises:
+        ConfigError: both half precisions asked for, or one the device does not compute in.
+    """
+    bf16 = get_dotted(tree, "bf16.enabled") or False
+    fp16 = get_dotted(tree, "fp16.enabled") or False
     if bf16 is True and fp16 is True:
         raise ConfigError(f"{path}: bf16.enabled and fp16.enabled are both true; choose one")
     if fp16 is True and not device.fp16:
@@ -212,13 +241,9 @@ def _fill_precision(filled: Tree, device: Precisions, path: Path) -> None:
             f"{path}: bf16.enabled: this device does not compute in bf16; use fp16 "
             "(ds_configs/zero2_fp16.json), or fp32 with ds.bf16.enabled=false"
         )
-    if bf16 == "auto":
-        bf16 = fp16 is not True and device.bf16
-    if fp16 == "auto":
-        fp16 = not bf16 and device.fp16
-    for name, enabled in (("bf16", bf16), ("fp16", fp16)):
-        if name in filled:
-            filled[name]["enabled"] = enabled
+    if bf16 is True or (bf16 == "auto" and fp16 is not True and device.bf16):
+        return "bf16"
+    return "fp16" if fp16 is True or (fp16 == "auto" and device.fp16) else "fp32"
 
 
 def precision_of(filled: Tree) -> str:

@@ -8,14 +8,18 @@ TOP_LEVEL = {
     "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type", "compile", "data_types",
     "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "fp16",
     "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "log_level",
-    "memory_breakdown", "optimizer", "prescale_gradients", "scheduler",
-    "seq_parallel_communication_data_type", "steps_per_print", "timers",
-    "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism",
+    "memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "scheduler",
+    "seq_parallel_communication_data_type", "sequence_parallel_size", "steps_per_print", "tensor_parallel",
+    "timers", "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism",
     "vocabulary_size", "wall_clock_breakdown", "weight_quantization", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "zero_optimization",
 }  # fmt: skip
 
 SECTIONS = {
+    "torch": {"bucket_cap_mb", "find_unused_parameters", "parallel"},
+    "tf32": {"enabled"},
+    "tensor_parallel": {"autotp_size", "partition_config", "preset_model", "tp_overlap_comm"},
+    "pipeline": {"partition", "stages"},
     "zero_optimization": {
         "allgather_bucket_size", "allgather_partitions", "compute_grad_norm",
         "contiguous_gradients", "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters",
@@ -46,6 +50,15 @@ SECTIONS = {
     "zero_optimization.offload_param": {
         "buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory",
     },
+}  # fmt: skip
+
+# This trainer's own, beside DeepSpeed's: `torch` asks for plain PyTorch in place of DeepSpeed.
+OWN = {"tf32", "torch"}
+
+# What may stand beside a `torch` section; everything else speaks to DeepSpeed.
+WITH_TORCH = {
+    "bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler", "tf32",
+    "torch", "train_batch_size", "train_micro_batch_size_per_gpu",
 }  # fmt: skip
 
 # What DeepSpeed 0.19 no longer has, and what to use instead.
@@ -86,9 +99,7 @@ NOT_HERE = {
     "gradient_allreduce_op": "every token counts once, which needs DeepSpeed's mean over ranks",
     "hybrid_engine": "it serves RLHF generation, which this trainer does not do",
     "managed_gradient_accumulation": "set batch.gradient_accumulation_steps in the recipe",
-    "pipeline": "this trainer does not cut models into pipeline stages yet",
-    "sequence_parallel_size": "this trainer does not split sequences yet",
-    "tensor_parallel": "this trainer does not split tensors yet",
+    "pipeline.activation_checkpoint_interval": "set model.activation_checkpointing in the recipe",
     "tensorboard": "set log.tensorboard in the recipe",
     "torch_autocast": "use bf16 or fp16",
     "wandb": "set the wandb section of the recipe",

@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipeline.config import deepspeed_keys as keys
-from pipeline.config.schema import IMPORT_PATH, RUN_NAME, RunConfig
+from pipeline.config.model_schema import IMPORT_PATH
+from pipeline.config.schema import RUN_NAME, RunConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -7,85 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
-IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+from pipeline.config.model_schema import IMPORT_PATH, Closed, ModelConfig, kind_tag
+
 RUN_NAME = r"^[\w.-]+$"
-
-
-class Closed(BaseModel):
-    """A section of the recipe: no unknown keys, no change after validation."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class CausalLMConfig(Closed):
-    """A language model from transformers: new (`architecture`) or with weights (`pretrained`)."""
-
-    kind: Literal["causal_lm"] = "causal_lm"
-    architecture: str | None = None
-    """transformers model type of a new model with random weights: `llama`, `gpt2`, `qwen2`, ..."""
-    pretrained: str | None = None
-    """Local folder or hub name to start from (safetensors). Exactly one of this and `architecture`."""
-    vocab_size: int | None = Field(None, gt=0)
-    """Rows of the embedding. Default: the tokenizer's size. Not smaller than the tokenizer's."""
-    hidden_size: int | None = Field(None, gt=0)
-    """Width of the residual stream. Default: the architecture's own."""
-    intermediate_size: int | None = Field(None, gt=0)
-    """Width of the MLP. Default: the architecture's own."""
-    num_layers: int | None = Field(None, gt=0)
-    """Decoder blocks. Default: the architecture's own."""
-    num_heads: int | None = Field(None, gt=0)
-    """Attention heads. Default: the architecture's own."""
-    num_key_value_heads: int | None = Field(None, gt=0)
-    """Key-value heads of grouped-query attention. Default: the architecture's own."""
-    max_sequence_length: int | None = Field(None, gt=0)
-    """Longest sequence the positions allow. Default of a new model: `data.sequence_length`."""
-    extra: dict[str, Any] = {}
-    """Further fields of the transformers config of this architecture, in its own words."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention implementation of transformers."""
-    activation_checkpointing: bool = False
-    """Recompute each block in backward instead of keeping its activations."""
-    trust_remote_code: bool = False
-    """Run Python code that ships with the hub repository named in `pretrained`."""
-
-
-class CNNConfig(Closed):
-    """A small convolutional network for images, a plain nn.Module."""
-
-    kind: Literal["cnn"]
-    num_classes: int | None = Field(None, gt=1)
-    """Outputs. Default: the data set's."""
-    channels: int = Field(32, gt=0)
-    """Channels of the first convolution; the second has twice as many."""
-    dropout: float = Field(0.1, ge=0, lt=1)
-    """Probability of dropping an activation before the last layer."""
-
-
-class CustomModelConfig(Closed):
-    """A model of your own: `kind: package.module:function`, called with `args`, returns an nn.Module."""
-
-    kind: str = Field(pattern=IMPORT_PATH)
-    """Import path `package.module:function`."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the function."""
-
-
-def _kind_tag(value: Any) -> str | None:
-    """The union member for a section: a built-in kind, or `custom` for an import path."""
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    return "custom" if isinstance(kind, str) and ":" in kind else kind
-
-
-ModelConfig = Annotated[
-    Annotated[CausalLMConfig, Tag("causal_lm")]
-    | Annotated[CNNConfig, Tag("cnn")]
-    | Annotated[CustomModelConfig, Tag("custom")],
-    Discriminator(_kind_tag),
-]
 
 
 class TokenizerConfig(Closed):
@@ -129,7 +55,7 @@ class CustomDataConfig(Closed):
     kind: str = Field(pattern=IMPORT_PATH)
     """Import path `package.module:function`. It is called with `"train"` and `"eval"` and returns a
     torch Dataset of dicts of tensors (or None where there is no such split)."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field({})
     """Keyword arguments of the function."""
 
 
@@ -137,7 +63,7 @@ DataConfig = Annotated[
     Annotated[TextDataConfig, Tag("text")]
     | Annotated[DigitsDataConfig, Tag("digits")]
     | Annotated[CustomDataConfig, Tag("custom")],
-    Discriminator(_kind_tag),
+    Discriminator(kind_tag),
 ]
 
 
@@ -207,10 +133,21 @@ class ScheduleConfig(Closed):
 
 
 class EngineConfig(Closed):
-    """Plain PyTorch in one process. With `--deepspeed` the JSON decides, and this must be absent."""
+    """Plain PyTorch. A split file says the same in its `torch` section; with a DeepSpeed JSON this must be
+    absent."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """`bf16` computes under autocast; parameters stay in fp32."""
+    parallel: Literal["auto", "single", "dp", "ddp"] = "auto"
+    """`single`: one process, one device. `dp`: nn.DataParallel, one process and all visible GPUs. `ddp`:
+    DistributedDataParallel, one process a device. `auto`: `ddp` where a launcher started several ranks."""
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    """`bf16` computes under autocast; parameters stay in fp32. `auto`: bf16 where the device has it."""
+    tf32: bool = False
+    """Let a GPU multiply fp32 matrices in TF32 (10 bits of mantissa): faster, and no longer fp32's digits."""
+    bucket_cap_mb: float = Field(25.0, gt=0)
+    """MiB of gradients `ddp` sends at once."""
+    find_unused_parameters: bool = False
+    """`ddp`: look each step for parameters that took no part. Without it they are an
+    error that names them."""
 
 
 class LogConfig(Closed):
@@ -233,7 +170,7 @@ class WandbConfig(Closed):
     """User or team. Default: the key's own."""
     group: str | None = None
     """Group of runs shown together. Default: the run's name."""
-    tags: list[str] = []
+    tags: list[str] = Field([])
     """Labels of the run."""
 
 

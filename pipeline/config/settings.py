@@ -8,15 +8,37 @@ from pathlib import Path
 import yaml
 
 from pipeline.config.batch import BatchPlan, plan_batch
+from pipeline.config.combinations import Choice, refuse_impossible
 from pipeline.config.deepspeed_json import (
-    Precisions,
     adopt_stated_numbers,
+    adopt_torch_section,
+    decide_precision,
     load_deepspeed_json,
     resolve_deepspeed,
 )
-from pipeline.config.loading import Tree, parse_override, place_of, read_yaml, set_dotted, validate_recipe
+from pipeline.config.loading import (
+    Tree,
+    get_dotted,
+    parse_override,
+    place_of,
+    read_yaml,
+    set_dotted,
+    validate_recipe,
+)
 from pipeline.config.schema import RunConfig
+from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The settings for one number of ranks on one kind of device."""
+
+    plan: BatchPlan
+    deepspeed: Tree | None
+    """The dict DeepSpeed gets; None for plain PyTorch."""
+    split: Split
+    tf32: bool
 
 
 @dataclass(frozen=True)
@@ -26,14 +48,34 @@ class Settings:
     config: RunConfig
     deepspeed: Tree | None
     recipe_path: Path
-    deepspeed_path: Path | None
+    split_path: Path | None
+    """The file after --deepspeed."""
 
-    def resolve(self, dp_world_size: int, device: Precisions) -> tuple[BatchPlan, Tree | None]:
-        """The batch plan for this many data-parallel ranks and the dict DeepSpeed gets (None without it)."""
-        plan = plan_batch(self.config.batch, dp_world_size)
-        if self.deepspeed is None or self.deepspeed_path is None:
-            return plan, None
-        return plan, resolve_deepspeed(self.deepspeed, self.config, plan, device, self.deepspeed_path)
+    def resolve(self, world_size: int, device: Device) -> Resolved:
+        """Everything filled in for this many ranks.
+
+        Raises:
+            ConfigError: the numbers do not fit these ranks or this device, or two choices exclude each other.
+        """
+        if self.deepspeed is None or self.split_path is None:
+            engine = self.config.engine
+            precision: str = engine.precision
+            if precision == "auto":
+                precision = "bf16" if device.bf16 else "fp32"
+            parallel: str = engine.parallel
+            if parallel == "auto":
+                parallel = "ddp" if world_size > 1 else "single"
+            split = Split(world_size, precision, parallel)
+            resolved = Resolved(plan_batch(self.config.batch, world_size), None, split, engine.tf32)
+        else:
+            precision = decide_precision(self.deepspeed, device, self.split_path)
+            split = deepspeed_split(self.deepspeed, world_size, precision, self.split_path)
+            plan = plan_batch(self.config.batch, split.dp_world_size)
+            filled = resolve_deepspeed(self.deepspeed, self.config, plan, precision, self.split_path)
+            tf32 = get_dotted(self.deepspeed, "tf32.enabled") in (True, "auto")
+            resolved = Resolved(plan, filled, split, tf32)
+        refuse_impossible(Choice(self.config, resolved.deepspeed or {}, split, device), self.split_path)
+        return resolved
 
 
 def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) -> Settings:
@@ -58,6 +100,10 @@ def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) ->
         raw = load_deepspeed_json(deepspeed, for_deepspeed)
         tree, adopted = adopt_stated_numbers(tree, raw, deepspeed)
         places |= adopted
+        if "torch" in raw:
+            tree, adopted = adopt_torch_section(tree, raw, deepspeed)
+            places |= adopted
+            raw = None
     overridden = {".".join(parts) for parts, _ in for_recipe}
     config = validate_recipe(tree, recipe, places, overridden)
     if raw is not None and "engine" in config.model_fields_set:

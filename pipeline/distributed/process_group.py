@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from pipeline.config.deepspeed_json import Precisions
+from pipeline.config.split import Device
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
 from pipeline.errors import LaunchError
 
@@ -107,8 +107,14 @@ def _bind_device(ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
-def device_precisions(device: torch.device) -> Precisions:
-    """Which half precisions this device computes in. A CPU has bf16 always, fp16 with AVX512-FP16 or AMX."""
+def allow_tf32(allowed: bool) -> None:
+    """Whether a GPU may multiply fp32 matrices, and convolve, in TF32. No effect on a CPU."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def describe_device(device: torch.device) -> Device:
+    """Which half precisions this device computes in. A CPU has both; fp16 is slow where it is emulated."""
     if device.type == "cuda":
-        return Precisions(bf16=torch.cuda.is_bf16_supported(including_emulation=False), fp16=True)
-    return Precisions(bf16=True, fp16=torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return Device("cuda", bf16=torch.cuda.is_bf16_supported(including_emulation=False), fp16=True)
+    return Device("cpu", bf16=True, fp16=True)

@@ -23,7 +23,7 @@ from pipeline.config.deepspeed_json import precision_of
 from pipeline.config.schema import OptimizerConfig
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_files import SafeCheckpointEngine
-from pipeline.engine.interface import StepResult, count_and_vote, to_device
+from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.errors import CheckpointError, ConfigError, NonFiniteLossError
@@ -47,6 +47,8 @@ def start_deepspeed(job: Job) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if job.device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # torch computes in fp16 on every CPU; DeepSpeed asks whether the CPU has instructions for it.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_init_required=False)
 
 
@@ -69,6 +71,7 @@ class DeepSpeedEngine:
         """Wraps the model. Collective."""
         config = copy.deepcopy(config)  # what is changed below is not the user's to see
         self.device = job.device
+        self.num_parameters = count_parameters(model)
         self.precision = precision_of(config)
         self._float_dtype = DTYPES[self.precision]
         stage = config["zero_optimization"].get("stage", 0)
@@ -93,12 +96,17 @@ class DeepSpeedEngine:
         self._engine.checkpoint_engine = SafeCheckpointEngine()
         self.dp_rank = deepspeed.utils.groups._get_data_parallel_rank()
         self.dp_world_size = deepspeed.utils.groups._get_data_parallel_world_size()
+        self.seed_rank = self.dp_rank
         self._job = job
 
     @property
     def module(self) -> nn.Module:
         """The user's model, without any wrapper."""
         return self._engine.module
+
+    def generator(self) -> nn.Module | None:
+        """See Engine.generator."""
+        return self.module
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, stop_requested: bool

@@ -18,7 +18,7 @@ class StepResult:
     """One optimizer step. Tensors are 0-dim on the device: reading one waits for it."""
 
     loss_sum: Tensor
-    """Sum over this rank's micro-batches."""
+    """This rank's share of the global batch's loss sum: all ranks' shares add up to it."""
     global_count: Tensor
     """Valid tokens (or samples) of the global batch."""
     grad_norm: Tensor | float | None
@@ -37,11 +37,20 @@ class Engine(Protocol):
     device: torch.device
     precision: str
     dp_rank: int
+    """Ranks with the same one take the same samples."""
     dp_world_size: int
+    seed_rank: int
+    """Ranks with the same one draw the same random numbers: those that compute the same activations."""
+    num_parameters: int
+    """Of the whole model, wherever its parts lie."""
 
     @property
     def module(self) -> nn.Module:
-        """The user's model, without any wrapper."""
+        """The user's model, or this rank's part of it, without any wrapper."""
+        ...
+
+    def generator(self) -> nn.Module | None:
+        """The model to write text with, after training; None where no rank can run a whole one."""
         ...
 
     def train_step(
@@ -51,7 +60,7 @@ class Engine(Protocol):
         ...
 
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
-        """The loss of one micro-batch, without gradients, dropout off."""
+        """This rank's share of one micro-batch's loss and counts, without gradients, dropout off."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -74,9 +83,23 @@ def to_device(batch: Batch, device: torch.device, float_dtype: torch.dtype | Non
 
 
 def count_and_vote(
-    micro_batches: Sequence[Batch], objective: Objective, stop_requested: bool, device: torch.device
+    micro_batches: Sequence[Batch],
+    objective: Objective,
+    stop_requested: bool,
+    device: torch.device,
+    copies: int = 1,
 ) -> Tensor:
-    """(this rank's count, its vote to stop) in fp64 on the device, ready to be summed over ranks."""
+    """(this rank's share of the count, its vote to stop), fp64, on the device, to be summed over ranks.
+
+    Args:
+        copies: Ranks that were handed these same micro-batches.
+    """
     count = sum(objective.count(batch).to(torch.float64) for batch in micro_batches)
     vote = torch.tensor(float(stop_requested), dtype=torch.float64)
-    return torch.stack([torch.as_tensor(count, dtype=torch.float64), vote]).to(device, non_blocking=True)
+    share = torch.as_tensor(count, dtype=torch.float64) / copies
+    return torch.stack([share, vote]).to(device, non_blocking=True)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """All parameters, whole, also where ZeRO-3 holds them in shards."""
+    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())

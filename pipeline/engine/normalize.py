@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 
-def backward_scale(global_count: Tensor, dp_world_size: int) -> Tensor:
+def backward_scale(global_count: Tensor, averaged_over: int) -> Tensor:
     """What a micro-batch's loss sum is multiplied by before backward.
 
-    Gradients are averaged over data-parallel ranks afterwards, so the sum is scaled up by their number:
-    average over ranks of (sum x ranks / count) = sum of sums / count. Accumulation adds plain sums; the
-    engine is told not to divide by its steps. A batch without one valid token gives a zero gradient.
+    Gradients are averaged over `averaged_over` ranks afterwards (data-parallel ones, times the ranks that
+    share a sequence), so the sum is scaled up by their number: average over ranks of (sum x ranks / count) =
+    sum of sums / count. Accumulation adds plain sums; the engine is told not to divide by its steps. A batch
+    without one valid token gives a zero gradient.
     """
-    return dp_world_size / _or_one(global_count)
+    return averaged_over / _or_one(global_count)
 
 
 def mean_loss(loss_sum: Tensor, count: Tensor) -> Tensor:

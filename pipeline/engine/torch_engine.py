@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.config.schema import OptimizerConfig
-from pipeline.engine.interface import StepResult, count_and_vote, to_device
+from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
 from pipeline.engine.normalize import backward_scale
 from pipeline.errors import CheckpointError
 from pipeline.objectives import Batch, LossSum, Objective
@@ -23,15 +23,21 @@ class TorchEngine:
 
     dp_rank = 0
     dp_world_size = 1
+    seed_rank = 0
 
     def __init__(self, model: nn.Module, optimizer: OptimizerConfig, precision: str, device: torch.device):
         self.device = device
         self.precision = precision
         self.module = model.to(device)
+        self.num_parameters = count_parameters(model)
         self._max_grad_norm = optimizer.max_grad_norm
         groups = parameter_groups(model.parameters(), optimizer.weight_decay)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_adamw(groups, optimizer)
+
+    def generator(self) -> nn.Module | None:
+        """See Engine.generator."""
+        return self.module
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")

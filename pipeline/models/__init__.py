@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.config.schema import CausalLMConfig, CNNConfig, CustomModelConfig, ModelConfig
+from pipeline.config.model_schema import CausalLMConfig, CNNConfig, CustomModelConfig, ModelConfig
 from pipeline.models.custom import build_custom
 from pipeline.models.huggingface import build_causal_lm
 from pipeline.models.request import ModelRequest

@@ -6,7 +6,7 @@ import inspect
 
 from torch import nn
 
-from pipeline.config.schema import CustomModelConfig
+from pipeline.config.model_schema import CustomModelConfig
 from pipeline.errors import ModelError
 from pipeline.importing import import_object
 from pipeline.models.request import ModelRequest

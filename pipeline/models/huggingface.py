@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from pipeline.config.loading import did_you_mean
-from pipeline.config.schema import CausalLMConfig
+from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding
@@ -53,7 +53,7 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
         )
     model = _load(config, request) if config.pretrained is not None else _create(config, request)
     model.config.use_cache = False  # keys and values are kept for generation only
-    if config.activation_checkpointing:
+    if config.activation_checkpointing != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 

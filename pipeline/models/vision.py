@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.config.schema import CNNConfig
+from pipeline.config.model_schema import CNNConfig
 from pipeline.errors import ModelError
 from pipeline.models.request import ModelRequest
 

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from pipeline.config import deepspeed_keys as keys
-from pipeline.config.deepspeed_json import Precisions
 from pipeline.config.loading import get_dotted, set_dotted
 from pipeline.config.settings import load_settings
+from pipeline.config.split import Device
 from pipeline.errors import ConfigError
 
-DEVICE = Precisions(bf16=True, fp16=True)
+DEVICE = Device("cpu", bf16=True, fp16=True)
 # A value for each key of the JSON, different from the recipe's default.
 STATED = {
     "train_batch_size": 64,
@@ -220,7 +220,8 @@ def test_a_section_is_an_object(load, tmp_path, dotted):
 
 def test_a_file_from_the_hugging_face_trainer_works(load):
     settings = load(FROM_THE_TRAINER, "schedule: {kind: constant}\nbatch: {micro_batch_size: 4}\n")
-    plan, filled = settings.resolve(2, DEVICE)
+    found = settings.resolve(2, DEVICE)
+    plan, filled = found.plan, found.deepspeed
     assert '"auto"' not in json.dumps(filled)
     assert (filled["train_batch_size"], plan.global_batch_size) == (8, 8)
     assert filled["bf16"]["enabled"] is True
@@ -234,13 +235,14 @@ def test_a_file_from_the_hugging_face_trainer_works(load):
 def test_deepspeed_accepts_the_file_from_the_hugging_face_trainer(load):
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    _, filled = load(FROM_THE_TRAINER).resolve(1, DEVICE)
+    filled = load(FROM_THE_TRAINER).resolve(1, DEVICE).deepspeed
     assert DeepSpeedConfig(filled).zero_config.sub_group_size == 10**9
 
 
 def test_a_batch_of_the_json_follows_the_equation(load):
     settings = load({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4})
-    plan, filled = settings.resolve(2, DEVICE)
+    found = settings.resolve(2, DEVICE)
+    plan, filled = found.plan, found.deepspeed
     assert plan.gradient_accumulation_steps == filled["gradient_accumulation_steps"] == 8
     settings = load({"train_batch_size": 64})
-    assert settings.resolve(4, DEVICE)[0].micro_batch_size == 16
+    assert settings.resolve(4, DEVICE).plan.micro_batch_size == 16

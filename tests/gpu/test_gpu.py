@@ -7,7 +7,7 @@ import torch
 from support.ranks import RankPool
 from support.tiny import deepspeed_json, recipe, train_curve
 
-from pipeline.distributed.process_group import Job, device_precisions
+from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.stopping import StopAgreement
 from pipeline.peak_flops import peak_flops
@@ -60,5 +60,5 @@ def test_a_stop_is_believed_two_steps_later_on_every_rank():
 
 
 def test_the_device_is_known():
-    assert device_precisions(torch.device("cuda", 0)).fp16
+    assert describe_device(torch.device("cuda", 0)).fp16
     assert peak_flops("NVIDIA H200", "bf16") == pytest.approx(989.5e12)

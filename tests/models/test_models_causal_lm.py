@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.config.schema import CausalLMConfig
+from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.request import ModelRequest

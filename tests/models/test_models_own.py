@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.config.schema import CNNConfig, CustomModelConfig
+from pipeline.config.model_schema import CNNConfig, CustomModelConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.request import ModelRequest

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 
 from pipeline.assemble import build_engine, build_loader
 from pipeline.config.batch import plan_batch
-from pipeline.config.deepspeed_json import Precisions
 from pipeline.config.loading import validate_recipe
 from pipeline.config.settings import Settings
+from pipeline.config.split import Device
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
@@ -23,6 +23,7 @@ from pipeline.schedule import multiplier
 from pipeline.training import seed_step
 
 VOCABULARY = 257
+CPU = Device("cpu", bf16=True, fp16=True)
 
 
 class MaskedTokens(Dataset[Any]):
@@ -85,8 +86,7 @@ def settings(tree: dict[str, Any], deepspeed: dict[str, Any] | None) -> Settings
 
 def make_engine(job: Job, tree: dict[str, Any], deepspeed: dict[str, Any] | None, data: DataBundle) -> Engine:
     chosen = settings(tree, deepspeed)
-    _, filled = chosen.resolve(job.ranks.world_size, Precisions(True, True))
-    return build_engine(chosen.config, filled, job, data)
+    return build_engine(chosen.config, chosen.resolve(job.ranks.world_size, CPU), job, data)
 
 
 def train_curve(
@@ -101,10 +101,10 @@ def train_curve(
     objective = build_objective(config)
     curve = []
     for step in range(steps):
-        seed_step(config.seed, step, engine.dp_rank)
+        seed_step(config.seed, step, engine.seed_rank)
         rate = config.optimizer.learning_rate * multiplier(config.schedule, step, steps)
         result = engine.train_step(loader.next_group(), objective, rate, False)
-        total = job.all_reduce_sum(result.loss_sum.to(torch.float64)) if deepspeed else result.loss_sum
+        total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
         norm = result.grad_norm
         curve.append(
             (float(mean_loss(total, result.global_count)), float("nan") if norm is None else float(norm))

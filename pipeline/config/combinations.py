@@ -1,0 +1,196 @@
+"""What cannot work together, why, and the nearest thing that does. docs/splits.md shows the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.loading import Tree, get_dotted
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.schema import RunConfig, TextDataConfig
+from pipeline.config.split import Device, Split
+from pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Everything that was chosen, filled in."""
+
+    config: RunConfig
+    deepspeed: Tree
+    """The dict DeepSpeed gets; empty for plain PyTorch."""
+    split: Split
+    device: Device
+
+    def zero(self, dotted: str) -> Any:
+        """A key of the zero_optimization section, None where it is not given."""
+        return get_dotted(self.deepspeed, f"zero_optimization.{dotted}")
+
+    @property
+    def offloads_parameters(self) -> bool:
+        return self.zero("offload_param.device") in ("cpu", "nvme")
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.zero("offload_optimizer.device") in ("cpu", "nvme")
+
+    @property
+    def is_language_model(self) -> bool:
+        return isinstance(self.config.model, CausalLMConfig)
+
+    def model(self, field: str) -> Any:
+        """A number of the recipe's model, None where it is not stated."""
+        return getattr(self.config.model, field, None)
+
+    def divides(self, degree: int, *fields: str) -> bool:
+        """Whether the degree divides every stated one of the model's numbers."""
+        return all((self.model(field) or degree) % degree == 0 for field in fields)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the table."""
+
+    what: str
+    reason: str
+    instead: str
+    broken: Callable[[Choice], bool]
+
+
+RULES = [
+    Rule(
+        "`parallel: single` or `dp` on several ranks",
+        "both are one process; every rank would train a model of its own",
+        "one process, or parallel: ddp",
+        lambda c: c.split.parallel in ("single", "dp") and c.split.world_size > 1,
+    ),
+    Rule(
+        "pipeline stages with ZeRO 2 or 3",
+        "a stage adds up the gradients of its micro-batches, so they cannot be given away after each",
+        "zero_optimization.stage 1",
+        lambda c: c.split.pipeline_stages > 1 and c.split.zero_stage >= 2,
+    ),
+    Rule(
+        "pipeline stages with tensor or sequence parallelism",
+        "DeepSpeed cuts matrices and sequences of whole models only",
+        "pipeline.stages 1, or only pipeline stages",
+        lambda c: c.split.pipeline_stages > 1 and c.split.tensor_parallel * c.split.sequence_parallel > 1,
+    ),
+    Rule(
+        "tensor with sequence parallelism",
+        "DeepSpeed builds the process groups of one or the other",
+        "one of the two, with ZeRO for the rest",
+        lambda c: c.split.tensor_parallel > 1 and c.split.sequence_parallel > 1,
+    ),
+    Rule(
+        "tensor parallelism with ZeRO 3",
+        "AutoTP and ZeRO 3 both hold parts of a parameter, and DeepSpeed does not put the two together",
+        "zero_optimization.stage 2",
+        lambda c: c.split.tensor_parallel > 1 and c.split.zero_stage == 3,
+    ),
+    Rule(
+        "pipeline stages with offloading",
+        "the pipeline engine keeps its optimizer on the device",
+        "ZeRO 3 with offloading and no stages",
+        lambda c: c.split.pipeline_stages > 1 and (c.offloads_optimizer or c.offloads_parameters),
+    ),
+    Rule(
+        "tensor, pipeline or sequence parallelism with a model that is no `causal_lm`",
+        "those cuts are made for language models",
+        "ZeRO 3 divides any nn.Module",
+        lambda c: c.split.dp_world_size < c.split.world_size and not c.is_language_model,
+    ),
+    Rule(
+        "tensor parallelism over ranks that do not divide the heads",
+        "each rank computes whole attention heads (num_heads, num_key_value_heads)",
+        "a degree that divides both",
+        lambda c: not c.divides(c.split.tensor_parallel, "num_heads", "num_key_value_heads"),
+    ),
+    Rule(
+        "sequence parallelism over ranks that do not divide the heads",
+        "Ulysses gives each rank whole attention heads (num_heads)",
+        "a degree that divides num_heads",
+        lambda c: not c.divides(c.split.sequence_parallel, "num_heads"),
+    ),
+    Rule(
+        "sequence parallelism over ranks that do not divide `data.sequence_length`",
+        "every rank holds an equal part of a sequence",
+        "a sequence_length that the degree divides",
+        lambda c: (
+            isinstance(c.config.data, TextDataConfig)
+            and c.config.data.sequence_length % c.split.sequence_parallel != 0
+        ),
+    ),
+    Rule(
+        "sequence parallelism with `attention: eager`",
+        "it would need the mask of the whole sequence on every rank",
+        "attention: sdpa",
+        lambda c: c.split.sequence_parallel > 1 and c.model("attention") == "eager",
+    ),
+    Rule(
+        "more pipeline stages than `num_layers`",
+        "a stage without a block has nothing to do",
+        "fewer stages",
+        lambda c: c.split.pipeline_stages > (c.model("num_layers") or c.split.pipeline_stages),
+    ),
+    Rule(
+        "`offload_param` without ZeRO 3",
+        "below it every rank needs every parameter on its device at all times",
+        "zero_optimization.stage 3, or offload_optimizer alone",
+        lambda c: c.offloads_parameters and c.split.zero_stage < 3,
+    ),
+    Rule(
+        "`offload_optimizer` without ZeRO",
+        "stage 0 updates on the device",
+        "zero_optimization.stage 1, 2 or 3",
+        lambda c: c.offloads_optimizer and c.split.zero_stage == 0,
+    ),
+    Rule(
+        "offloading to NVMe below ZeRO 3",
+        "only ZeRO 3 swaps its parts in and out",
+        "zero_optimization.stage 3, or device cpu",
+        lambda c: c.zero("offload_optimizer.device") == "nvme" and c.split.zero_stage < 3,
+    ),
+    Rule(
+        "ZeRO++ (`zero_hpz_partition_size`, `zero_quantized_*`) without ZeRO 3",
+        "it shortens the gathering of parameters, which only ZeRO 3 does",
+        "zero_optimization.stage 3, or none of these keys",
+        lambda c: c.split.zero_stage < 3 and (_hpz(c) > 1 or bool(_quantized(c))),
+    ),
+    Rule(
+        "`zero_hpz_partition_size` that does not divide the ranks",
+        "each group of that many ranks holds the parameters once",
+        "the number of GPUs of one machine",
+        lambda c: c.split.world_size % _hpz(c) != 0,
+    ),
+    Rule(
+        "`zero_quantized_weights` or `zero_quantized_gradients` without a GPU",
+        "DeepSpeed's quantisation kernels exist for CUDA only",
+        "neither key; zero_hpz_partition_size works everywhere",
+        lambda c: bool(_quantized(c)) and c.device.kind == "cpu",
+    ),
+]
+
+
+def _hpz(choice: Choice) -> int:
+    size = choice.zero("zero_hpz_partition_size")
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _quantized(choice: Choice) -> list[str]:
+    keys = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+    return [key for key in keys if choice.zero(key)]
+
+
+def refuse_impossible(choice: Choice, path: Path | None) -> None:
+    """Holds a choice to every rule.
+
+    Raises:
+        ConfigError: one breaks; says which, why, and what to do instead.
+    """
+    for rule in RULES:
+        if rule.broken(choice):
+            place = f"{path}: " if path is not None else ""
+            raise ConfigError(f"{place}{rule.what}: {rule.reason}; use {rule.instead}")

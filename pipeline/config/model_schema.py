@@ -1,0 +1,85 @@
+"""The recipe's model section, and what every section has in common. See schema.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+
+class Closed(BaseModel):
+    """A section of the recipe: no unknown keys, no change after validation."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class CausalLMConfig(Closed):
+    """A language model from transformers: new (`architecture`) or with weights (`pretrained`)."""
+
+    kind: Literal["causal_lm"] = "causal_lm"
+    architecture: str | None = None
+    """transformers model type of a new model with random weights: `llama`, `gpt2`, `qwen2`, ..."""
+    pretrained: str | None = None
+    """Local folder or hub name to start from (safetensors). Exactly one of this and `architecture`."""
+    vocab_size: int | None = Field(None, gt=0)
+    """Rows of the embedding. Default: the tokenizer's size. Not smaller than the tokenizer's."""
+    hidden_size: int | None = Field(None, gt=0)
+    """Width of the residual stream. Default: the architecture's own."""
+    intermediate_size: int | None = Field(None, gt=0)
+    """Width of the MLP. Default: the architecture's own."""
+    num_layers: int | None = Field(None, gt=0)
+    """Decoder blocks. Default: the architecture's own."""
+    num_heads: int | None = Field(None, gt=0)
+    """Attention heads. Default: the architecture's own."""
+    num_key_value_heads: int | None = Field(None, gt=0)
+    """Key-value heads of grouped-query attention. Default: the architecture's own."""
+    max_sequence_length: int | None = Field(None, gt=0)
+    """Longest sequence the positions allow. Default of a new model: `data.sequence_length`."""
+    extra: dict[str, Any] = {}
+    """Further fields of the transformers config of this architecture, in its own words."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation of transformers."""
+    activation_checkpointing: Literal["none", "full", "selective"] | Annotated[int, Field(gt=0)] = "none"
+    """Recompute activations in backward instead of keeping them: those of every block (`full`), of every
+    Nth (a number), or of every block but for its matrix products (`selective`)."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the hub repository named in `pretrained`."""
+
+
+class CNNConfig(Closed):
+    """A small convolutional network for images, a plain nn.Module."""
+
+    kind: Literal["cnn"]
+    num_classes: int | None = Field(None, gt=1)
+    """Outputs. Default: the data set's."""
+    channels: int = Field(32, gt=0)
+    """Channels of the first convolution; the second has twice as many."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """Probability of dropping an activation before the last layer."""
+
+
+class CustomModelConfig(Closed):
+    """A model of your own: `kind: package.module:function`, called with `args`, returns an nn.Module."""
+
+    kind: str = Field(pattern=IMPORT_PATH)
+    """Import path `package.module:function`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+
+def kind_tag(value: Any) -> str | None:
+    """The union member for a section: a built-in kind, or `custom` for an import path."""
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "custom" if isinstance(kind, str) and ":" in kind else kind
+
+
+ModelConfig = Annotated[
+    Annotated[CausalLMConfig, Tag("causal_lm")]
+    | Annotated[CNNConfig, Tag("cnn")]
+    | Annotated[CustomModelConfig, Tag("custom")],
+    Discriminator(kind_tag),
+]

@@ -1,0 +1,81 @@
+"""How a job's ranks share the work: the degrees that a configuration names, and what they multiply to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeline.config.loading import Tree, get_dotted
+from pipeline.errors import ConfigError
+
+# JSON key -> the degree's name in messages. Their product divides the number of ranks.
+DEGREES = {
+    "tensor_parallel.autotp_size": "tensor_parallel",
+    "pipeline.stages": "pipeline_stages",
+    "sequence_parallel_size": "sequence_parallel",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the ranks compute on, and which half precisions it computes in."""
+
+    kind: str
+    """`cpu` or `cuda`."""
+    bf16: bool
+    fp16: bool
+
+
+@dataclass(frozen=True)
+class Split:
+    """One job's split. tensor x pipeline x sequence x data = ranks."""
+
+    world_size: int
+    precision: str
+    """`fp32`, `bf16` or `fp16`."""
+    parallel: str
+    """`deepspeed`; of plain PyTorch `single`, `dp` or `ddp`."""
+    zero_stage: int = 0
+    tensor_parallel: int = 1
+    pipeline_stages: int = 1
+    sequence_parallel: int = 1
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks, or groups of ranks, that see different samples."""
+        return self.world_size // (self.tensor_parallel * self.pipeline_stages * self.sequence_parallel)
+
+    def __str__(self) -> str:
+        if self.parallel != "deepspeed":
+            names = {"single": "one process", "dp": "nn.DataParallel", "ddp": "DistributedDataParallel"}
+            return f"plain PyTorch, {names[self.parallel]}, {self.precision}"
+        parts = [f"DeepSpeed, ZeRO stage {self.zero_stage}, {self.precision}"]
+        for name in DEGREES.values():
+            if (degree := getattr(self, name)) > 1:
+                parts.append(f"{name} {degree}")
+        if len(parts) > 1:
+            parts.append(f"data-parallel {self.dp_world_size}")
+        return ", ".join(parts)
+
+
+def deepspeed_split(tree: Tree, world_size: int, precision: str, path: object) -> Split:
+    """The split a DeepSpeed JSON asks for on this many ranks.
+
+    Raises:
+        ConfigError: a degree is no positive number, or their product does not divide the ranks.
+    """
+    degrees: dict[str, int] = {}
+    for key, name in DEGREES.items():
+        degree = get_dotted(tree, key)
+        if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
+            raise ConfigError(f"{path}: {key}: expected a positive number of ranks, given {degree!r}")
+        degrees[name] = degree or 1
+    stage = get_dotted(tree, "zero_optimization.stage") or 0
+    needed = math.prod(degrees.values())
+    if world_size % needed:
+        asked = " x ".join(f"{key} {degrees[name]}" for key, name in DEGREES.items() if degrees[name] > 1)
+        raise ConfigError(
+            f"{path}: {asked} needs a multiple of {needed} ranks, and this job has {world_size}; "
+            f"start {-(-world_size // needed) * needed}, or lower the degree"
+        )
+    return Split(world_size, precision, "deepspeed", stage, **degrees)
