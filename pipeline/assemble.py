@@ -5,23 +5,27 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from typing import Any
 
 import torch
 
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
+from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data import DataBundle
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.distributed.process_group import Job, allow_tf32
-from pipeline.engine.interface import Engine
+from pipeline.engine.interface import Engine, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
+from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding, Whole
+from pipeline.models.staging import cut_into_layers
 from pipeline.objectives import Objective, build_objective
 from pipeline.peak_flops import peak_flops
 from pipeline.run_directory import RunDirectory
@@ -53,9 +57,8 @@ def assemble(
         start = TrainState.start(
             engine.device, int(state["global_step"]), state["tokens_seen"], state["skipped_steps"]
         )
-    meters = Meters(
-        describe_workload(plan, engine, objective, data, job), job, engine.precision, time.perf_counter
-    )
+    workload = describe_workload(plan, engine, objective, data, job)
+    meters = Meters(workload, job, engine.precision, time.perf_counter, lowest_loss_scale(resolved.deepspeed))
     sinks = build_sinks(
         config,
         run_dir=directory.path,
@@ -94,22 +97,44 @@ def build_engine(config: RunConfig, resolved: Resolved, job: Job, data: DataBund
     allow_tf32(resolved.tf32)
     if resolved.deepspeed is None:
         model = build_model(config.model, model_request(config, data, Whole()), config.seed)
-        return TorchEngine(model, config.optimizer, split.precision, job.device)
+        if split.dp_world_size > 1:
+            model = synchronise_batch_norm(model, None, job.device)
+        if resolved.compile:
+            model.compile()
+        return TorchEngine(model, config.optimizer, config.engine, split, job)
     from pipeline.engine.deepspeed_engine import (
         DTYPES,
         DeepSpeedEngine,
         check_configuration,
         start_deepspeed,
     )
+    from pipeline.engine.native_ops import prepare_native_ops
+    from pipeline.engine.nvme import SwapFolder
     from pipeline.engine.zero3 import Zero3Sharding
 
     start_deepspeed(job)
-    check_configuration(resolved.deepspeed)
+    if split.pipeline_stages > 1:
+        from pipeline.engine.pipeline_engine import PipelineEngine
+
+        request = model_request(config, data, Whole())
+        layered = cut_into_layers(build_model(config.model, request, config.seed))
+        return PipelineEngine(
+            layered, config.optimizer, resolved.deepspeed, split, job, request.sequence_length
+        )
+    check_configuration(resolved.deepspeed, split)
+    swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
     sharding: Sharding = Whole()
-    if split.zero_stage == 3:
-        sharding = Zero3Sharding(resolved.deepspeed, DTYPES[split.precision])
+    if split.zero_stage == 3 and split.tensor_parallel == 1:  # AutoTP cuts whole matrices
+        sharding = Zero3Sharding(swap.config, DTYPES[split.precision])
     model = build_model(config.model, model_request(config, data, sharding), config.seed)
-    return DeepSpeedEngine(model, config.optimizer, resolved.deepspeed, job)
+    if split.dp_world_size > 1:
+        model = synchronise_batch_norm(model, None, job.device)
+    if resolved.compile:
+        model.compile()
+    swap.check_space(count_parameters(model))
+    engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job)
+    weakref.finalize(engine, swap.close)  # at the latest when the interpreter ends
+    return engine
 
 
 def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> ModelRequest:

@@ -5,6 +5,7 @@ The device is waited for in `summary` alone, on log steps.
 
 from __future__ import annotations
 
+import logging
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import StepResult
 from pipeline.engine.normalize import mean_loss
 from pipeline.errors import NonFiniteLossError
+
+log = logging.getLogger(__name__)
 
 # Steps in a row without a finite gradient that end a run. fp16 first searches its loss scale: 2**32 takes 32.
 MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
@@ -38,10 +41,19 @@ class Workload:
 class Meters:
     """Watches the steps between two rows of the log."""
 
-    def __init__(self, workload: Workload, job: Job, precision: str, clock: Callable[[], float]):
+    def __init__(
+        self,
+        workload: Workload,
+        job: Job,
+        precision: str,
+        clock: Callable[[], float],
+        lowest_scale: float | None = None,
+    ):
+        """`lowest_scale`: the fp16 loss scale below which DeepSpeed does not go, or the fixed one."""
         self._workload = workload
         self._job = job
         self._precision = precision
+        self._lowest_scale = lowest_scale
         self._clock = clock
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
@@ -52,6 +64,7 @@ class Meters:
         self._excluded = self._data = 0.0
         self._steps = 0
         self._count = torch.zeros((), dtype=torch.float64, device=self._job.device)
+        self._skipped = torch.zeros((), device=self._job.device)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -75,6 +88,7 @@ class Meters:
         self._steps += 1
         self._count += result.global_count
         skipped = result.skipped.to(self._consecutive_skips)
+        self._skipped = self._skipped + skipped
         self._consecutive_skips = (self._consecutive_skips + skipped) * skipped
 
     def summary(self) -> dict[str, float]:
@@ -91,6 +105,8 @@ class Meters:
             row["train/grad_norm"] = float(result.grad_norm)
         if result.loss_scale is not None:
             row["train/loss_scale"] = result.loss_scale
+        if skipped := int(self._skipped):
+            log.warning("%s", self._what_was_skipped(skipped, result.loss_scale))
         skips = int(self._consecutive_skips)
         if skips >= MAX_CONSECUTIVE_SKIPS[self._precision]:
             raise NonFiniteLossError(
@@ -101,6 +117,17 @@ class Meters:
         row.update(self._rates())
         self._restart()
         return row
+
+    def _what_was_skipped(self, skipped: int, scale: float | None) -> str:
+        line = f"{skipped} of {self._steps} steps skipped: the gradient was infinite or NaN"
+        if scale is None:
+            return line
+        if self._lowest_scale is not None and scale <= self._lowest_scale:
+            return (
+                f"{line}, and the fp16 loss scale cannot fall below {scale:g}; use bf16, lower "
+                "optimizer.learning_rate, or raise schedule.warmup_steps"
+            )
+        return f"{line}; the fp16 loss scale is now {scale:g}"
 
     def _rates(self) -> dict[str, float]:
         work, seconds = self._workload, max(1e-9, self._clock() - self._start - self._excluded)

@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
 from pipeline.config.schema import RunConfig
 from pipeline.cross_entropy import IGNORED, cross_entropy_sum
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.importing import import_object
 
 Batch = Mapping[str, Tensor]
@@ -54,24 +54,75 @@ class Objective(Protocol):
 
 
 def call_model(model: Callable[..., Any], batch: Batch) -> Any:
-    """The model's output for the batch without its targets; a lone `inputs` goes in by position."""
+    """The model's output for the batch without its targets; a lone `inputs` goes in by position.
+
+    Raises:
+        ModelError: the model wants the targets too.
+    """
     inputs = {key: value for key, value in batch.items() if key not in TARGET_KEYS}
-    if list(inputs) == ["inputs"]:
-        return model(inputs["inputs"])
-    return model(**inputs)
+    try:
+        return model(inputs["inputs"]) if list(inputs) == ["inputs"] else model(**inputs)
+    except TypeError as error:
+        wanted = [key for key in TARGET_KEYS if f"'{key}'" in str(error)]
+        if "missing" not in str(error) or not wanted:
+            raise
+        raise ModelError(
+            f"the model's forward wants {wanted[0]}; targets go to the objective, unless the model computes "
+            "its own loss: objective.kind: model_loss"
+        ) from None
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in what a model returned: a tensor, `.logits`, `["logits"]`, or the first of a tuple."""
+    """The logits in what a model returned: a tensor, `.logits`, `["logits"]`, or the first of a tuple.
+
+    Raises:
+        ModelError: there are none.
+    """
+    logits = _found(output, "logits")
+    if logits is not None and logits.dim() > 0:
+        return logits
+    if logits is not None or _found(output, "loss") is not None:
+        raise ModelError(
+            "the model returned its own loss, and the objective wants logits; to train on that loss write "
+            "objective.kind: model_loss"
+        )
+    raise ModelError(
+        f"the model returned {_shape_of(output)}; expected logits: a tensor, .logits, ['logits'], or the "
+        "first of a tuple"
+    )
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a model returned: a tensor, `.loss`, `["loss"]`, or the first of a tuple.
+
+    Raises:
+        ModelError: there is none, or it is no mean (it has more than one dimension).
+    """
+    loss = _found(output, "loss")
+    if loss is None or loss.dim() > 1:
+        raise ModelError(
+            f"objective.kind is model_loss, and the model returned {_shape_of(output)}; expected the mean "
+            "loss of its samples: a 0-dim tensor, .loss, ['loss'], or the first of a tuple"
+        )
+    return loss
+
+
+def _found(output: Any, name: str) -> Tensor | None:
+    if isinstance(output, Mapping):
+        found = output.get(name)
+    elif hasattr(output, name):
+        found = getattr(output, name)
+    else:
+        found = output[0] if isinstance(output, (tuple, list)) and output else output
+    return found if isinstance(found, Tensor) else None
+
+
+def _shape_of(output: Any) -> str:
     if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    if hasattr(output, "logits"):
-        return output.logits
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-        return output[0]
-    raise TypeError(f"the model returned a {type(output).__name__}; expected logits: a tensor or .logits")
+        return f"a tensor of shape {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} of {', '.join(map(str, output)) or 'nothing'}"
+    return f"a {type(output).__name__}"
 
 
 class CausalLM:
@@ -174,8 +225,39 @@ class Custom:
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         loss_sum = self.function(call_model(model, batch), batch)
         if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
-            raise TypeError("an objective returns one 0-dim tensor: the sum of the loss over the samples")
+            raise ConfigError(
+                f"objective.kind: the function returned {_shape_of(loss_sum)}; expected one 0-dim tensor: "
+                "the sum of the loss over the samples"
+            )
         return LossSum(loss_sum, self.count(batch).to(loss_sum.device))
+
+
+class ModelLoss:
+    """The loss the model computes itself, from the whole batch: its mean over the batch's samples.
+
+    A batch's own `inputs` goes in by position where only targets stand beside it, everything else by name.
+    """
+
+    unit = "samples"
+    extra_keys: tuple[str, ...] = ()
+
+    def count(self, batch: Batch) -> Tensor:
+        return torch.as_tensor(len(next(iter(batch.values()))))
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        targets = {key: value for key, value in batch.items() if key in TARGET_KEYS}
+        if set(batch) - set(targets) == {"inputs"}:
+            output = model(batch["inputs"], **targets)
+        else:
+            output = model(**batch)
+        loss, num_samples = loss_of(output).float(), self.count(batch)
+        if loss.dim() == 0:
+            return LossSum(loss * num_samples, num_samples.to(loss.device))
+        # nn.DataParallel gathers one mean a GPU, of the parts that torch.chunk makes. A loss for each sample
+        # is the same with parts of one.
+        parts = torch.empty(int(num_samples)).chunk(len(loss))
+        sizes = torch.tensor([len(part) for part in parts], device=loss.device)
+        return LossSum((loss * sizes).sum(), num_samples.to(loss.device))
 
 
 def build_objective(config: RunConfig) -> Objective:
@@ -193,7 +275,7 @@ def build_objective(config: RunConfig) -> Objective:
         if not kind:
             raise ConfigError(
                 "objective.kind: with a model of your own say what is minimised: causal_lm, classification, "
-                "or package.module:function"
+                "model_loss (the model returns its loss), or package.module:function"
             )
     if kind == "classification":
         return Classification(objective.class_weights, objective.label_smoothing)
@@ -202,4 +284,6 @@ def build_objective(config: RunConfig) -> Objective:
             raise ConfigError(f"objective.{name}: only classification reads it, and this is {kind}")
     if kind == "causal_lm":
         return CausalLM()
+    if kind == "model_loss":
+        return ModelLoss()
     return Custom(import_object(kind, ConfigError))

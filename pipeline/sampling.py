@@ -25,13 +25,14 @@ def sample_text(
     inputs = tokenizer(config.prompt, return_tensors="pt", return_token_type_ids=False).to(device)
     end = tokenizer.eos_token_id
     room = module.config.max_position_embeddings - inputs["input_ids"].shape[1]  # type: ignore[union-attr]
-    output = module.generate(  # type: ignore[operator]
-        **inputs,
-        max_new_tokens=min(config.max_new_tokens, max(1, room)),
-        do_sample=True,
-        temperature=0.8,
-        top_k=50,
-        use_cache=True,
-        pad_token_id=end,
-    )
+    with torch.compiler.set_stance("force_eager"):  # a prompt's lengths would each be compiled for
+        output = module.generate(  # type: ignore[operator]
+            **inputs,
+            max_new_tokens=min(config.max_new_tokens, max(1, room)),
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            use_cache=True,
+            pad_token_id=end,
+        )
     return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -108,6 +108,25 @@ def test_a_dry_run_without_deepspeed_is_plain_pytorch():
     assert "# DeepSpeed" not in text
 
 
+@pytest.mark.parametrize("split", [[], ["--deepspeed", "ds_configs/torch_ddp.json"]], ids=str)
+def test_several_ranks_without_deepspeed_are_ddp(split):
+    text = launch("--dry-run", "--world-size", "2", *split).stdout
+    precision = "bf16" if split else "fp32"
+    assert section(text, "split").strip() == f"plain PyTorch, DistributedDataParallel, {precision}, 2 ranks"
+    assert "# DeepSpeed" not in text
+
+
+@pytest.mark.parametrize("parallel", ["single", "dp"])
+def test_one_process_on_several_ranks_is_refused(main, parallel):
+    code, out, err = main("--dry-run", "--world-size", "2", f"engine.parallel={parallel}")
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: `parallel: single` or `dp` on several ranks: both are one process; every rank would train a "
+        "model of its own; use one process, or parallel: ddp\n"
+    )
+    assert main("--dry-run", "--world-size", "2", "--deepspeed", f"ds_configs/{parallel}.json")[0] == 2
+
+
 def test_a_dry_run_counts_epochs_where_the_recipe_does():
     text = launch("--dry-run", "--config", "launch/recipes/digits_cnn.yaml", "max_epochs=7").stdout
     assert section(text, "steps").startswith("7 epochs")

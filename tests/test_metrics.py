@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -27,9 +29,11 @@ def step(loss_sum=30.0, count=10.0, skipped=0.0, norm=1.0):
     return StepResult(*numbers, torch.tensor(norm), torch.tensor(skipped), torch.tensor(0.0), None)
 
 
+WORKLOAD = Workload(samples_per_step=4, world_size=2, unit="tokens", flops_per_token=6e9, peak_flops=1e12)
+
+
 def meters(clock, precision="bf16", unit="tokens"):
-    workload = Workload(samples_per_step=4, world_size=2, unit=unit, flops_per_token=6e9, peak_flops=1e12)
-    return Meters(workload, ALONE, precision, clock)
+    return Meters(replace(WORKLOAD, unit=unit), ALONE, precision, clock)
 
 
 def test_rates_leave_out_what_is_not_training():
@@ -74,6 +78,26 @@ def test_skips_in_a_row_end_the_run_and_a_good_step_forgives(precision):
     meter.observe(step(skipped=1.0, loss_sum=float("nan")))
     with pytest.raises(NonFiniteLossError, match=f"last {limit} steps"):
         meter.summary()
+
+
+@pytest.mark.parametrize(
+    ("precision", "scale", "expected"),
+    [
+        ("bf16", None, "2 of 3 steps skipped: the gradient was infinite or NaN"),
+        ("fp16", 64.0, "the fp16 loss scale is now 64"),
+        ("fp16", 1.0, "the fp16 loss scale cannot fall below 1; use bf16"),
+    ],
+)
+def test_skipped_steps_are_told_once_a_logged_step(caplog, precision, scale, expected):
+    meter = Meters(WORKLOAD, ALONE, precision, Clock(), lowest_scale=1.0)
+    for skipped in (1.0, 0.0, 1.0):
+        meter.observe(replace(step(skipped=skipped), loss_scale=scale))
+    meter.summary()
+    assert expected in caplog.text
+    caplog.clear()
+    meter.observe(replace(step(), loss_scale=scale))
+    meter.summary()
+    assert not caplog.text
 
 
 def test_peaks_are_found_by_the_devices_name():

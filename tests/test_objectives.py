@@ -10,14 +10,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.config.schema import RunConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.objectives import (
     CausalLM,
     Classification,
     Custom,
+    ModelLoss,
     build_objective,
     call_model,
     logits_of,
+    loss_of,
 )
 
 VOCABULARY = 61
@@ -209,7 +211,7 @@ def test_a_custom_objective_may_count_for_itself():
 @pytest.mark.parametrize("function", [mean_of_squares, lambda outputs, batch: 3.0])
 def test_a_custom_objective_returns_one_sum(function):
     batch = {"inputs": torch.ones(6, 1), "targets": torch.zeros(6, 1)}
-    with pytest.raises(TypeError, match="an objective returns one 0-dim tensor"):
+    with pytest.raises(ConfigError, match="expected one 0-dim tensor: the sum of the loss over the samples"):
         Custom(function)(lambda inputs: inputs, batch)
 
 
@@ -231,9 +233,71 @@ def test_logits_are_found_in_what_models_return():
     logits = torch.ones(2)
     for output in (logits, CausalLMOutput(logits=logits), {"logits": logits}, (logits, None), [logits]):
         assert logits_of(output) is logits
-    for output in (None, {"loss": logits}, (), (None, logits)):
-        with pytest.raises(TypeError, match=r"expected logits: a tensor or \.logits"):
+    for output in (None, {"hidden": logits}, (), (None, logits), CausalLMOutput()):
+        with pytest.raises(
+            ModelError, match=r"expected logits: a tensor, \.logits, \['logits'\], or the first"
+        ):
             logits_of(output)
+
+
+def test_a_loss_where_logits_are_wanted_says_what_to_write():
+    loss = torch.tensor(2.0)
+    for output in (loss, {"loss": loss}, CausalLMOutput(loss=loss), (loss, torch.ones(2)), [loss]):
+        with pytest.raises(ModelError, match=r"returned its own loss.* write objective.kind: model_loss"):
+            logits_of(output)
+
+
+def test_a_model_that_wants_the_labels_is_told_where_they_go():
+    batch = {"inputs": torch.ones(1), "labels": torch.zeros(1)}
+    with pytest.raises(ModelError, match=r"forward wants labels; .* objective.kind: model_loss"):
+        call_model(lambda inputs, labels: inputs, batch)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'mask'"):
+        call_model(lambda inputs, mask: inputs, batch)
+
+
+def test_a_models_own_loss_is_found_in_what_it_returns():
+    loss = torch.tensor(2.0)
+    outputs = (loss, {"loss": loss}, CausalLMOutput(loss=loss, logits=torch.ones(2)), (loss, None), [loss])
+    for output in outputs:
+        assert loss_of(output) is loss
+    for output in (
+        None,
+        {"logits": loss},
+        (),
+        (None, loss),
+        CausalLMOutput(logits=torch.ones(2)),
+        torch.ones(2, 2),
+    ):
+        with pytest.raises(ModelError, match=r"objective.kind is model_loss, and the model returned "):
+            loss_of(output)
+
+
+def test_a_models_own_loss_is_a_mean_over_the_samples():
+    batch = {"inputs": torch.ones(6, 1), "labels": torch.zeros(6)}
+    loss = ModelLoss()(lambda images, labels: (images[:, 0] - labels).mean(), batch)
+    assert (loss.loss_sum.item(), loss.count.item()) == (6.0, 6)
+    assert ModelLoss().count(batch) == 6
+
+
+def test_a_models_own_loss_gets_the_whole_batch_by_name():
+    batch = {"input_ids": torch.ones(3, 2), "mask": torch.ones(3), "labels": torch.zeros(3)}
+    seen = []
+    ModelLoss()(lambda **given: seen.extend(given) or torch.tensor(1.0), batch)
+    assert seen == ["input_ids", "mask", "labels"]
+
+
+@pytest.mark.parametrize("num_samples", range(1, 14))
+@pytest.mark.parametrize("num_gpus", range(1, 9))
+def test_the_means_that_data_parallel_gathers_are_weighted_by_their_samples(num_samples, num_gpus):
+    """nn.DataParallel scatters with torch.chunk and gathers 0-dim results into one dimension."""
+    x = torch.randn(num_samples, generator=torch.Generator().manual_seed(num_samples))
+
+    def gathered(inputs, labels):
+        parts = inputs.chunk(num_gpus)
+        return torch.stack([part.mean() for part in parts])
+
+    loss = ModelLoss()(gathered, {"inputs": x, "labels": torch.zeros(num_samples)})
+    torch.testing.assert_close(loss.loss_sum, x.sum())
 
 
 # --- the recipe's words -------------------------------------------------------------------------------
@@ -256,6 +320,7 @@ OWN = {"kind": "my.model:build"}
         ({"kind": "cnn"}, "auto", Classification),
         (OWN, "causal_lm", CausalLM),
         (OWN, "classification", Classification),
+        (OWN, "model_loss", ModelLoss),
         (OWN, "test_objectives:squares", Custom),
     ],
 )

@@ -23,6 +23,7 @@ class Choice:
     """The dict DeepSpeed gets; empty for plain PyTorch."""
     split: Split
     device: Device
+    compile: bool
 
     def zero(self, dotted: str) -> Any:
         """A key of the zero_optimization section, None where it is not given."""
@@ -85,12 +86,6 @@ RULES = [
         lambda c: c.split.tensor_parallel > 1 and c.split.sequence_parallel > 1,
     ),
     Rule(
-        "tensor parallelism with ZeRO 3",
-        "AutoTP and ZeRO 3 both hold parts of a parameter, and DeepSpeed does not put the two together",
-        "zero_optimization.stage 2",
-        lambda c: c.split.tensor_parallel > 1 and c.split.zero_stage == 3,
-    ),
-    Rule(
         "pipeline stages with offloading",
         "the pipeline engine keeps its optimizer on the device",
         "ZeRO 3 with offloading and no stages",
@@ -115,6 +110,12 @@ RULES = [
         lambda c: not c.divides(c.split.sequence_parallel, "num_heads"),
     ),
     Rule(
+        "sequence parallelism over ranks that fit no number of key-value heads",
+        "key-value heads are given out or repeated evenly (num_key_value_heads)",
+        "a degree that divides num_key_value_heads, or a multiple of it",
+        lambda c: not _shares_evenly(c.split.sequence_parallel, c.model("num_key_value_heads")),
+    ),
+    Rule(
         "sequence parallelism over ranks that do not divide `data.sequence_length`",
         "every rank holds an equal part of a sequence",
         "a sequence_length that the degree divides",
@@ -136,6 +137,27 @@ RULES = [
         lambda c: c.split.pipeline_stages > (c.model("num_layers") or c.split.pipeline_stages),
     ),
     Rule(
+        "`data_types.grad_accum_dtype: fp32` in half precision without ZeRO",
+        "DeepSpeed does not mix the two at stage 0",
+        "zero_optimization.stage 1, 2 or 3",
+        lambda c: _sums_in_fp32(c) and c.split.zero_stage == 0 and c.split.precision != "fp32",
+    ),
+    Rule(
+        "`data_types.grad_accum_dtype: fp32` with sequence parallelism at ZeRO 1 in bf16",
+        "DeepSpeed's bf16 optimizer finds no gradients there on all but the first rank of a sequence",
+        "zero_optimization.stage 2",
+        lambda c: (
+            _sums_in_fp32(c)
+            and (c.split.sequence_parallel > 1, c.split.zero_stage, c.split.precision) == (True, 1, "bf16")
+        ),
+    ),
+    Rule(
+        "`compile` with ZeRO 3 or with tensor, pipeline or sequence parallelism",
+        "they work between the modules of a model, and a compiled graph leaves no place there",
+        "ZeRO 0 to 2",
+        lambda c: c.compile and (c.split.zero_stage == 3 or c.split.dp_world_size < c.split.world_size),
+    ),
+    Rule(
         "`offload_param` without ZeRO 3",
         "below it every rank needs every parameter on its device at all times",
         "zero_optimization.stage 3, or offload_optimizer alone",
@@ -152,6 +174,21 @@ RULES = [
         "only ZeRO 3 swaps its parts in and out",
         "zero_optimization.stage 3, or device cpu",
         lambda c: c.zero("offload_optimizer.device") == "nvme" and c.split.zero_stage < 3,
+    ),
+    Rule(
+        "`pipeline_read` or `pipeline_write` with NVMe",
+        "DeepSpeed 0.19 runs out of its own buffers there",
+        "neither key",
+        lambda c: (
+            c.zero("offload_optimizer.device") == "nvme"
+            and bool(c.zero("offload_optimizer.pipeline_read") or c.zero("offload_optimizer.pipeline_write"))
+        ),
+    ),
+    Rule(
+        "`offload_optimizer.super_offload` without a GPU",
+        "it moves work between a GPU and its host",
+        "offload_optimizer without it",
+        lambda c: bool(c.zero("offload_optimizer.super_offload")) and c.device.kind == "cpu",
     ),
     Rule(
         "ZeRO++ (`zero_hpz_partition_size`, `zero_quantized_*`) without ZeRO 3",
@@ -174,6 +211,14 @@ RULES = [
 ]
 
 
+def _shares_evenly(degree: int, heads: int | None) -> bool:
+    return heads is None or heads % degree == 0 or degree % heads == 0
+
+
+def _sums_in_fp32(choice: Choice) -> bool:
+    return get_dotted(choice.deepspeed, "data_types.grad_accum_dtype") == "fp32"
+
+
 def _hpz(choice: Choice) -> int:
     size = choice.zero("zero_hpz_partition_size")
     return size if isinstance(size, int) and size > 0 else 1
@@ -194,3 +239,9 @@ def refuse_impossible(choice: Choice, path: Path | None) -> None:
         if rule.broken(choice):
             place = f"{path}: " if path is not None else ""
             raise ConfigError(f"{place}{rule.what}: {rule.reason}; use {rule.instead}")
+
+
+def as_markdown() -> str:
+    """The rules as the table of docs/splits.md."""
+    rows = [f"| {rule.what} | {rule.reason} | {rule.instead} |" for rule in RULES]
+    return "\n".join(["| together | why not | use instead |", "|---|---|---|", *rows])

@@ -89,6 +89,13 @@ def _check_names(tree: Tree, path: Path, given: set[str]) -> None:
     stage = get_dotted(tree, "zero_optimization.stage")
     if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
         raise ConfigError(f"{place('zero_optimization.stage')}: expected 0, 1, 2 or 3, given {stage!r}")
+    partition = get_dotted(tree, "pipeline.partition")
+    if partition not in (None, *keys.PARTITIONS):
+        words = " or ".join(keys.PARTITIONS)
+        raise ConfigError(f"{place('pipeline.partition')}: expected {words}, given {partition!r}")
+    enabled = get_dotted(tree, "compile.enabled")
+    if enabled is not None and not isinstance(enabled, bool):
+        raise ConfigError(f"{place('compile.enabled')}: expected true or false, given {enabled!r}")
     for full in ("bf16.enabled", "fp16.enabled", "tf32.enabled"):
         enabled = get_dotted(tree, full)
         if enabled not in (None, "auto") and not isinstance(enabled, bool):
@@ -154,6 +161,7 @@ def adopt_torch_section(recipe: Tree, tree: Tree, path: Path) -> tuple[Tree, dic
         **tree["torch"],
         "precision": "auto" if bf16 == "auto" else "bf16" if bf16 else "fp32",
         "tf32": get_dotted(tree, "tf32.enabled") in (True, "auto"),
+        "compile": bool(get_dotted(tree, "compile.enabled")),
     }
     places = {f"engine.{key}": f"{path}: torch.{key}" for key in engine}
     return recipe | {"engine": engine}, places
@@ -249,6 +257,13 @@ def decide_precision(tree: Tree, device: Device, path: Path) -> str:
 def precision_of(filled: Tree) -> str:
     """`fp32`, `bf16` or `fp16`: what a resolved configuration computes in."""
     return next((name for name in ("bf16", "fp16") if filled.get(name, {}).get("enabled")), "fp32")
+
+
+def lowest_loss_scale(filled: Tree | None) -> float | None:
+    """The fp16 scale DeepSpeed does not go below: the minimum, or the fixed one; None in other precisions."""
+    if filled is None or precision_of(filled) != "fp16":
+        return None
+    return float(filled["fp16"].get("loss_scale") or filled["fp16"].get("min_loss_scale", 1))
 
 
 def _leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:

@@ -5,7 +5,7 @@ tables against the installed DeepSpeed.
 """
 
 TOP_LEVEL = {
-    "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type", "compile", "data_types",
+    "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type", "data_types",
     "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "fp16",
     "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "log_level",
     "memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "scheduler",
@@ -17,6 +17,7 @@ TOP_LEVEL = {
 
 SECTIONS = {
     "torch": {"bucket_cap_mb", "find_unused_parameters", "parallel"},
+    "compile": {"enabled"},
     "tf32": {"enabled"},
     "tensor_parallel": {"autotp_size", "partition_config", "preset_model", "tp_overlap_comm"},
     "pipeline": {"partition", "stages"},
@@ -53,12 +54,15 @@ SECTIONS = {
 }  # fmt: skip
 
 # This trainer's own, beside DeepSpeed's: `torch` asks for plain PyTorch in place of DeepSpeed.
-OWN = {"tf32", "torch"}
+OWN = {"compile", "tf32", "torch"}
+
+# pipeline.partition: what stages are made alike in; `uniform`: in blocks, `time`: measured at the start.
+PARTITIONS = ("parameters", "uniform", "time")
 
 # What may stand beside a `torch` section; everything else speaks to DeepSpeed.
 WITH_TORCH = {
-    "bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler", "tf32",
-    "torch", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "bf16", "compile", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
+    "tf32", "torch", "train_batch_size", "train_micro_batch_size_per_gpu",
 }  # fmt: skip
 
 # What DeepSpeed 0.19 no longer has, and what to use instead.
@@ -90,6 +94,7 @@ REMOVED = {
 NOT_HERE = {
     "activation_checkpointing": "set model.activation_checkpointing in the recipe",
     "autotuning": "benchmarks/throughput.py compares settings",
+    "compile.deepcompile": "torch.compile is what there is here: compile: {enabled: true}",
     "comet": "metrics.jsonl holds every number",
     "csv_monitor": "metrics.jsonl holds every number",
     "data_efficiency": "the recipe's data section decides what is read, and in what order",

@@ -39,6 +39,7 @@ class Resolved:
     """The dict DeepSpeed gets; None for plain PyTorch."""
     split: Split
     tf32: bool
+    compile: bool
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,19 @@ class Settings:
             if parallel == "auto":
                 parallel = "ddp" if world_size > 1 else "single"
             split = Split(world_size, precision, parallel)
-            resolved = Resolved(plan_batch(self.config.batch, world_size), None, split, engine.tf32)
+            resolved = Resolved(
+                plan_batch(self.config.batch, world_size), None, split, engine.tf32, engine.compile
+            )
         else:
             precision = decide_precision(self.deepspeed, device, self.split_path)
             split = deepspeed_split(self.deepspeed, world_size, precision, self.split_path)
             plan = plan_batch(self.config.batch, split.dp_world_size)
             filled = resolve_deepspeed(self.deepspeed, self.config, plan, precision, self.split_path)
             tf32 = get_dotted(self.deepspeed, "tf32.enabled") in (True, "auto")
-            resolved = Resolved(plan, filled, split, tf32)
-        refuse_impossible(Choice(self.config, resolved.deepspeed or {}, split, device), self.split_path)
+            compiled = get_dotted(self.deepspeed, "compile.enabled") is True
+            resolved = Resolved(plan, filled, split, tf32, compiled)
+        choice = Choice(self.config, resolved.deepspeed or {}, split, device, resolved.compile)
+        refuse_impossible(choice, self.split_path)
         return resolved
 
 

@@ -1,36 +1,41 @@
-"""DeepSpeed behind the Engine interface: ZeRO stages 0 to 3 in fp32, bf16 and fp16.
-
-With zero3.py the only import of deepspeed in the training path.
+"""DeepSpeed behind the Engine interface: ZeRO stages 0 to 3, tensor and sequence parallelism, in fp32, bf16
+and fp16. Pipeline stages have an engine of their own.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
-from pipeline.config.deepspeed_json import precision_of
 from pipeline.config.schema import OptimizerConfig
+from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_files import SafeCheckpointEngine
 from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
 from pipeline.engine.normalize import backward_scale
+from pipeline.engine.nvme import keep_misaligned_gradients
+from pipeline.engine.optimizer import build_optimizer
+from pipeline.engine.parallel_state import parallel_state
+from pipeline.engine.sequence_parallel import SequenceParallel, average_over_all_ranks
+from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.errors import CheckpointError, ConfigError, NonFiniteLossError
 from pipeline.objectives import Batch, LossSum, Objective
-from pipeline.optim import build_adamw, parameter_groups
-
-log = logging.getLogger(__name__)
+from pipeline.optim import parameter_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,14 +57,14 @@ def start_deepspeed(job: Job) -> None:
     deepspeed.init_distributed(dist_init_required=False)
 
 
-def check_configuration(config: dict[str, Any]) -> None:
-    """Lets DeepSpeed itself validate every value, before a model is made under them.
+def check_configuration(config: dict[str, Any], split: Split) -> None:
+    """Lets DeepSpeed itself validate every value, before a model is made under them. Collective.
 
     Raises:
         ConfigError: DeepSpeed refuses one.
     """
     try:
-        DeepSpeedConfig(copy.deepcopy(config))
+        DeepSpeedConfig(copy.deepcopy(config), mpu=parallel_state(split))
     except (ValueError, AssertionError, DeepSpeedConfigError) as error:  # pydantic's error is a ValueError
         raise ConfigError(f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}") from None
 
@@ -67,37 +72,54 @@ def check_configuration(config: dict[str, Any]) -> None:
 class DeepSpeedEngine:
     """Steps a model through deepspeed.initialize; the JSON decides the ZeRO stage and the precision."""
 
-    def __init__(self, model: nn.Module, optimizer: OptimizerConfig, config: dict[str, Any], job: Job):
-        """Wraps the model. Collective."""
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerConfig, config: dict[str, Any], split: Split, job: Job
+    ):
+        """Wraps the model, and cuts it where tensors are. Collective."""
         config = copy.deepcopy(config)  # what is changed below is not the user's to see
         self.device = job.device
         self.num_parameters = count_parameters(model)
-        self.precision = precision_of(config)
+        self.precision = split.precision
+        self.dp_world_size = split.dp_world_size
+        self._copies = job.ranks.world_size // split.dp_world_size  # ranks that get the same samples
+        self.dp_rank = job.ranks.rank // self._copies
+        self.seed_rank = job.ranks.rank if split.sequence_parallel > 1 else self.dp_rank
+        self._split = split
+        self._job = job
         self._float_dtype = DTYPES[self.precision]
-        stage = config["zero_optimization"].get("stage", 0)
-        # In fp32 at stage 0 DeepSpeed neither guards a step nor reports a norm: the optimizer's hook does.
-        self._own_guard = stage == 0 and self.precision == "fp32"
+        self._max_grad_norm = optimizer.max_grad_norm
+        # At stage 0 DeepSpeed neither guards a step in fp32 nor reports a norm, and in half precision it
+        # leaves the other ranks' parts of cut matrices out of the norm: the optimizer's hook does it all.
+        self._own_guard = split.zero_stage == 0 and (split.precision == "fp32" or split.tensor_parallel > 1)
         if self._own_guard:
             config["gradient_clipping"] = 0.0
         groups = parameter_groups(model.parameters(), optimizer.weight_decay)
         self._parameters = [p for group in groups for p in group["params"]]
-        self._max_grad_norm = optimizer.max_grad_norm
-        self._optimizer = _build_optimizer(groups, optimizer, config)
+        self._optimizer = build_optimizer(groups, optimizer, config)
+        if split.tensor_parallel > 1:
+            complete_tensor_section(config, model)
+        mpu = parallel_state(split)
+        self._sequence: SequenceParallel | None = None
+        if split.sequence_parallel > 1:
+            self._sequence = SequenceParallel(model, split.sequence_parallel)
+        self._initialize(model, config, mpu)
+        self._is_part = [is_model_parallel_parameter(p) for p in self._parameters]
         self._norm: Tensor | None = None
         if self._own_guard:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
+        if self._sequence is not None:
+            average_over_all_ranks(self._engine)
+
+    def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: ModuleType | None) -> None:
         # At stage 0 in half precision DeepSpeed allocates Adam's state by a step with zero gradients, which
         # would count as the first and decay the weights: the fused kernels skip it.
-        self._optimizer.found_inf = torch.ones((), device=job.device)  # type: ignore[attr-defined]
+        self._optimizer.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
         self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=self._optimizer, config=config, dist_init_required=False
+            model=model, optimizer=self._optimizer, config=config, mpu=mpu, dist_init_required=False
         )
         del self._optimizer.found_inf  # type: ignore[attr-defined]
         self._engine.checkpoint_engine = SafeCheckpointEngine()
-        self.dp_rank = deepspeed.utils.groups._get_data_parallel_rank()
-        self.dp_world_size = deepspeed.utils.groups._get_data_parallel_world_size()
-        self.seed_rank = self.dp_rank
-        self._job = job
+        keep_misaligned_gradients(self._zero_optimizer)
 
     @property
     def module(self) -> nn.Module:
@@ -106,6 +128,8 @@ class DeepSpeedEngine:
 
     def generator(self) -> nn.Module | None:
         """See Engine.generator."""
+        if self._sequence is not None:
+            self._sequence.release()
         return self.module
 
     def train_step(
@@ -116,29 +140,39 @@ class DeepSpeedEngine:
         if not self.module.training:  # engine.training stays True through engine.eval()
             engine.train()
         totals = self._job.all_reduce_sum(
-            count_and_vote(micro_batches, objective, stop_requested, self.device)
+            count_and_vote(micro_batches, objective, stop_requested, self.device, self._copies)
         )
-        scale = backward_scale(totals[0], self.dp_world_size).float()
+        averaged_over = self.dp_world_size * self._split.sequence_parallel
+        scale = backward_scale(totals[0], averaged_over).float()
         own_loss_scale = self._own_loss_scale()
         for group in self._zero_optimizer.param_groups:
             group["lr"] = learning_rate
         skipped_before = engine.skipped_steps
         loss_sum = torch.zeros((), device=self.device)
         for cpu_batch in micro_batches:
-            loss = objective(engine, to_device(cpu_batch, self.device, self._float_dtype))
+            loss = objective(engine, self._part_on_device(cpu_batch))
             engine.backward(loss.loss_sum * (scale * own_loss_scale), scale_wrt_gas=False)
             self._step()
             loss_sum += loss.loss_sum.detach()
+        skipped = torch.tensor(float(engine.skipped_steps - skipped_before))
         grad_norm: Tensor | float | None
-        if self._own_guard:
-            skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
-            grad_norm = self._norm
-        else:
-            skipped = torch.tensor(float(engine.skipped_steps - skipped_before))
+        if not self._own_guard:
             norm = engine.get_global_grad_norm()
             grad_norm = None if norm is None else norm / own_loss_scale
+        elif skipped:  # before the optimizer's hook
+            grad_norm = math.inf
+        else:
+            skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
+            grad_norm = self._norm
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        return StepResult(loss_sum, totals[0], grad_norm, skipped, totals[1], scale_now)
+        share = loss_sum / self._split.tensor_parallel  # each rank of a tensor group computed all of it
+        return StepResult(share, totals[0], grad_norm, skipped, totals[1], scale_now)
+
+    def _part_on_device(self, batch: Batch) -> dict[str, Tensor]:
+        if self._sequence is not None:
+            self._sequence.use()
+            batch = self._sequence.part(batch)
+        return to_device(batch, self.device, self._float_dtype)
 
     def _own_loss_scale(self) -> float:
         """The fp16 loss scale where DeepSpeed leaves it to the caller, else 1.
@@ -164,14 +198,23 @@ class DeepSpeedEngine:
             ) from None
 
     def _clip_and_guard(self, *_: Any) -> None:
-        self._norm = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
+        if self._split.tensor_parallel > 1:
+            self._norm = clip_and_guard_parts(self._optimizer, self._is_part, self._max_grad_norm)
+        else:
+            self._norm = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
 
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step."""
         if self.module.training:
             self._engine.eval()
-        return objective(self._engine, to_device(batch, self.device, self._float_dtype))
+        loss = objective(self._engine, self._part_on_device(batch))
+        if self._copies == 1:
+            return loss
+        count = objective.count(batch).to(self.device, torch.float64) / self._copies
+        alike = self._split.tensor_parallel
+        extras = {key: value / alike for key, value in loss.extras.items()}
+        return LossSum(loss.loss_sum / alike, count, extras)
 
     def save(self, folder: Path) -> None:
         """See Engine.save. Collective."""
@@ -188,22 +231,3 @@ class DeepSpeedEngine:
         path, _ = self._engine.load_checkpoint(str(folder), tag="deepspeed")
         if path is None:
             raise CheckpointError(f"DeepSpeed found no checkpoint in {folder}")
-
-
-def _build_optimizer(
-    groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any]
-) -> torch.optim.Optimizer:
-    """torch's fused AdamW; DeepSpeed's CPU Adam where the state lives in host memory and it can be built."""
-    offload = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    if offload in ("cpu", "nvme"):
-        try:
-            return deepspeed.ops.adam.DeepSpeedCPUAdam(
-                groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True
-            )
-        except (RuntimeError, OSError, deepspeed.ops.op_builder.builder.CUDAMismatchException) as error:
-            log.warning(
-                "DeepSpeed's CPU Adam cannot be built here (%s); torch's fused AdamW does its work, slower",
-                " ".join(str(error).split())[:120],
-            )
-            config["zero_force_ds_cpu_optimizer"] = False
-    return build_adamw(groups, optimizer)

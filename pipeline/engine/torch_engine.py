@@ -1,39 +1,57 @@
-"""Plain PyTorch in one process, on the CPU or one GPU: for small models, and the oracle for every split."""
+"""Plain PyTorch: one process, nn.DataParallel, or DistributedDataParallel. The oracle for every split."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.schema import EngineConfig, OptimizerConfig
+from pipeline.config.split import Split
+from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
 from pipeline.engine.normalize import backward_scale
-from pipeline.errors import CheckpointError
+from pipeline.engine.unused import listed, warn_of_unused
+from pipeline.errors import CheckpointError, ModelError
+from pipeline.models.batch_norm import num_batch_norms
 from pipeline.objectives import Batch, LossSum, Objective
 from pipeline.optim import build_adamw, parameter_groups
+
+log = logging.getLogger(__name__)
 
 
 class TorchEngine:
     """fp32 parameters; `bf16` computes under autocast."""
 
-    dp_rank = 0
-    dp_world_size = 1
-    seed_rank = 0
-
-    def __init__(self, model: nn.Module, optimizer: OptimizerConfig, precision: str, device: torch.device):
-        self.device = device
-        self.precision = precision
-        self.module = model.to(device)
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerConfig, config: EngineConfig, split: Split, job: Job
+    ):
+        """Wraps the model as the split says. Collective."""
+        self.device = job.device
+        self.precision = split.precision
+        self.dp_rank = self.seed_rank = job.ranks.rank
+        self.dp_world_size = split.dp_world_size
+        self.module = model.to(job.device)
         self.num_parameters = count_parameters(model)
+        self._job = job
         self._max_grad_norm = optimizer.max_grad_norm
         groups = parameter_groups(model.parameters(), optimizer.weight_decay)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_adamw(groups, optimizer)
+        self._ddp: _Reducing | None = None
+        self._is_first_step = True
+        self._replicas: nn.Module = self.module
+        if split.parallel == "ddp" and job.is_distributed:
+            self._ddp = _Reducing(self.module, config, job)
+        if split.parallel == "dp":
+            self._replicas = _data_parallel(self.module, self.precision)
 
     def generator(self) -> nn.Module | None:
         """See Engine.generator."""
@@ -45,19 +63,27 @@ class TorchEngine:
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, stop_requested: bool
     ) -> StepResult:
-        """See Engine.train_step."""
+        """See Engine.train_step.
+
+        Raises:
+            ModelError: under `ddp`, a parameter took no part and nobody said that this may be.
+        """
         if not self.module.training:
-            self.module.train()
-        totals = count_and_vote(micro_batches, objective, stop_requested, self.device)
+            self._replicas.train()
+        totals = self._job.all_reduce_sum(
+            count_and_vote(micro_batches, objective, stop_requested, self.device)
+        )
         scale = backward_scale(totals[0], self.dp_world_size).float()
         self._optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), device=self.device)
-        for cpu_batch in micro_batches:
+        for index, cpu_batch in enumerate(micro_batches):
             batch = to_device(cpu_batch, self.device, None)
-            with self._autocast():
-                loss = objective(self.module, batch)
-            (loss.loss_sum * scale).backward()
+            with self._reduced_after(index == len(micro_batches) - 1):
+                with self._autocast():
+                    loss = objective(self._replicas if self._ddp is None else self._ddp.wrapper, batch)
+                (loss.loss_sum * scale).backward()
             loss_sum += loss.loss_sum.detach()
+        self._look_for_unused()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         grad_norm = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
@@ -65,16 +91,29 @@ class TorchEngine:
         skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
         return StepResult(loss_sum, totals[0], grad_norm, skipped, totals[1], None)
 
+    def _reduced_after(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Around a forward and backward: gradients are summed over ranks after the last one only."""
+        return nullcontext() if self._ddp is None or is_last else self._ddp.wrapper.no_sync()
+
+    def _look_for_unused(self) -> None:
+        if self._ddp is not None:
+            self._ddp.check()
+        if self._is_first_step:
+            warn_of_unused(without_gradient(self.module))
+        self._is_first_step = False
+
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
-        """See Engine.eval_step."""
+        """See Engine.eval_step. Under `ddp` on the bare module, which enters no collective."""
         if self.module.training:
-            self.module.eval()
+            self._replicas.eval()
         with self._autocast():
-            return objective(self.module, to_device(batch, self.device, None))
+            return objective(self._replicas, to_device(batch, self.device, None))
 
     def save(self, folder: Path) -> None:
-        """See Engine.save."""
+        """See Engine.save. All ranks hold the same: rank 0 writes it."""
+        if not self._job.ranks.is_main_process:
+            return
         state = {"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}
         with open(folder / "state.pt", "wb") as file:  # a full disk is then an OSError
             torch.save(state, file)
@@ -89,6 +128,79 @@ class TorchEngine:
         state = torch.load(file, map_location=self.device, weights_only=True)
         self.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
+
+
+class _Reducing:
+    """DistributedDataParallel, and whether the last backward's gradients were all summed over the ranks.
+
+    Where a parameter takes no part, DDP leaves its bucket and all later ones unsent and says so a step too
+    late, or hangs. Buckets are sent in order: the last one was sent, or something is missing.
+    """
+
+    def __init__(self, module: nn.Module, config: EngineConfig, job: Job):
+        self._module = module
+        self._may_be_unused = config.find_unused_parameters
+        self._is_complete = False
+        self.wrapper = DistributedDataParallel(
+            module,
+            device_ids=[job.device] if job.device.type == "cuda" else None,
+            bucket_cap_mb=config.bucket_cap_mb,
+            find_unused_parameters=config.find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+        # DDP refuses a hook whose annotations are postponed; a lambda has none.
+        self.wrapper.register_comm_hook(None, lambda _, bucket: self._send(bucket))
+
+    def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        self._is_complete = bucket.is_last()
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: all ranks
+
+    def check(self) -> None:
+        """After a step's last backward, before anything reads a gradient. Not collective.
+
+        Raises:
+            ModelError: gradients are missing, so that the ranks' differ; names the parameters.
+        """
+        is_complete, self._is_complete = self._is_complete, False
+        if is_complete or self._may_be_unused:
+            return
+        names = without_gradient(self._module)
+        what = listed(names) if names else "some of the parameters, in a step's last micro-batch,"
+        raise ModelError(
+            f"model: {what} took no part in the loss, and ddp waits for every parameter; freeze or remove "
+            "what is not used, or let it look each step with engine.find_unused_parameters: true (in a "
+            "split file torch.find_unused_parameters)"
+        )
+
+
+class _Autocasting(nn.Module):
+    """bf16 inside each replica's thread: nn.DataParallel hands on that autocast is on, but not its dtype."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.module(*inputs, **named)
+
+
+def _data_parallel(module: nn.Module, precision: str) -> nn.Module:
+    """nn.DataParallel over all visible GPUs; the module itself where there is one device or none."""
+    if torch.cuda.device_count() < 2:
+        return module
+    if layers := num_batch_norms(module):
+        log.warning(
+            "nn.DataParallel: each of the %d batch normalisation layers sees one GPU's share of the "
+            "micro-batch, and GPU 0's running statistics are kept; with parallel: ddp they see all of it",
+            layers,
+        )
+    return nn.DataParallel(_Autocasting(module) if precision == "bf16" else module)
+
+
+def without_gradient(module: nn.Module) -> list[str]:
+    """Names of the parameters that require a gradient and have none."""
+    return [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
 
 
 def clip_and_guard(

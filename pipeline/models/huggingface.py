@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
+from pipeline.models.activation_checkpointing import checkpoint_activations
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding
 
@@ -53,8 +54,7 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
         )
     model = _load(config, request) if config.pretrained is not None else _create(config, request)
     model.config.use_cache = False  # keys and values are kept for generation only
-    if config.activation_checkpointing != "none":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_activations(model, config.activation_checkpointing)
     return model
 
 

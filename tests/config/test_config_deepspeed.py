@@ -31,7 +31,10 @@ from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
 from pipeline.errors import ConfigError
 
-SHIPPED = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+ALL_SHIPPED = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+PLAIN_PYTORCH = [path for path in ALL_SHIPPED if "torch" in json.loads(path.read_text())]
+SHIPPED = [path for path in ALL_SHIPPED if path not in PLAIN_PYTORCH]
+CUTS = {"tensor2", "pipeline2", "sequence2"}
 MODELS_OF_SECTIONS = {
     "zero_optimization": DeepSpeedZeroConfig,
     "fp16": DeepSpeedFP16Config,
@@ -169,20 +172,54 @@ def test_a_byte_order_mark_is_passed_over(load):
 def test_every_shipped_file_resolves_and_deepspeed_accepts_it(tmp_path, shipped, model):
     path = tmp_path / shipped.name
     path.write_text(shipped.read_text())
-    plan, filled = resolved(path, model, world_size=1)
+    gpu = Device("cuda", True, True)
+    if shipped.stem in CUTS and model in ("cnn", "custom"):
+        with pytest.raises(ConfigError, match="ZeRO 3 divides any nn"):
+            resolved(path, model, gpu, world_size=8)
+        return
+    plan, filled = resolved(path, model, gpu, world_size=8)
     assert '"auto"' not in json.dumps(filled)
-    config = installed.DeepSpeedConfig(filled)
-    assert config.train_batch_size == plan.global_batch_size
+    assert plan.dp_world_size == (4 if shipped.stem in CUTS else 8)
+    assert filled["train_batch_size"] == plan.global_batch_size
+    alone = filled | {"train_batch_size": plan.global_batch_size // plan.dp_world_size}
+    config = installed.DeepSpeedConfig(alone)  # which has one rank here
     assert config.gradient_clipping == 1.0
     stage = re.search(r"zero(\d)", shipped.stem)
-    assert config.zero_optimization_stage == (int(stage[1]) if stage else 0)
-    expected = "fp16" if shipped.stem.endswith("fp16") else "bf16"
+    stated = get_dotted(json.loads(shipped.read_text()), "zero_optimization.stage") or 0
+    assert config.zero_optimization_stage == stated == (int(stage[1]) if stage else stated)
+    named = re.search(r"fp16|fp32$", shipped.stem)
+    expected = named[0] if named else "bf16"
     assert precision_of(filled) == expected
     assert config.bfloat16_config.enabled == (expected == "bf16")
     assert config.float16_config.enabled == (expected == "fp16")
 
 
-@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("shipped", PLAIN_PYTORCH, ids=lambda path: path.stem)
+def test_a_file_with_a_torch_section_is_plain_pytorch(tmp_path, shipped):
+    path = tmp_path / shipped.name
+    path.write_text(shipped.read_text())
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_steps: 3\nmodel: {kind: cnn}\ndata: {kind: digits}\n")
+    parallel = shipped.stem.removeprefix("torch_")
+    for ranks in (1, 2):
+        settings = load_settings(recipe, path, [])
+        if ranks == 2 and parallel != "ddp":
+            with pytest.raises(ConfigError, match="both are one process"):
+                settings.resolve(ranks, Device("cpu", True, True))
+            continue
+        found = settings.resolve(ranks, Device("cpu", True, True))
+        assert found.deepspeed is None
+        assert (found.split.parallel, found.split.precision) == (parallel, "bf16")
+        assert found.plan.global_batch_size == 8 * ranks
+    assert settings.resolve(1, Device("cpu", False, False)).split.precision == "fp32"
+
+
+def test_there_is_a_file_for_every_rung_of_plain_pytorch():
+    names = {path.stem.removeprefix("torch_") for path in PLAIN_PYTORCH}
+    assert names == {"single", "dp", "ddp"}
+
+
+@pytest.mark.parametrize("shipped", ALL_SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_file_is_short(shipped):
     assert 10 <= len(shipped.read_text().splitlines()) <= 25
 

@@ -107,7 +107,7 @@ def test_initial_weights_depend_on_the_seed_alone(architecture):
     torch.set_default_dtype(torch.float32)
     again = build(tiny(architecture), seed=5)
     assert_same_weights(first, again)
-    other = build(tiny(architecture, attention="eager", activation_checkpointing=True), seed=5)
+    other = build(tiny(architecture, attention="eager", activation_checkpointing="full"), seed=5)
     assert_same_weights(first, other)
     longer = build(tiny(architecture), seed=6)
     same = [torch.equal(a, b) for a, b in zip(first.parameters(), longer.parameters(), strict=True)]
@@ -137,15 +137,15 @@ def test_the_same_weights_compute_what_transformers_computes(architecture):
 def test_activation_checkpointing_changes_no_gradient(architecture):
     ids = tokens()
     gradients = []
-    for checkpointing in (False, True):
-        model = build(
-            tiny(architecture, activation_checkpointing=checkpointing, extra=no_dropout(architecture))
-        )
-        assert model.is_gradient_checkpointing == checkpointing
+    modes = ("none", "full", "selective", 2)
+    for mode in modes:
+        model = build(tiny(architecture, activation_checkpointing=mode, extra=no_dropout(architecture)))
+        assert model.is_gradient_checkpointing == (mode != "none")
         CausalLM()(model.train(), {"input_ids": ids, "labels": ids}).loss_sum.backward()
         gradients.append([p.grad for p in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def no_dropout(architecture):

@@ -11,8 +11,10 @@ from torch.utils.data import Dataset
 
 from pipeline.assemble import build_engine, build_loader
 from pipeline.config.batch import plan_batch
+from pipeline.config.deepspeed_json import adopt_torch_section
 from pipeline.config.loading import validate_recipe
-from pipeline.config.settings import Settings
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import Resolved, Settings
 from pipeline.config.split import Device
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.distributed.process_group import Job
@@ -41,6 +43,10 @@ class MaskedTokens(Dataset[Any]):
         labels = self.tokens[index, 1:].clone()
         labels[self.valid[index] :] = -100
         return {"input_ids": self.tokens[index, :-1], "shift_labels": labels}
+
+    def find(self, input_ids: Tensor) -> list[int]:
+        """The index of each row (B, T)."""
+        return [int((self.tokens[:, :-1] == row).all(dim=1).nonzero()) for row in input_ids]
 
 
 def token_bundle() -> DataBundle:
@@ -80,13 +86,24 @@ def deepspeed_json(stage: int, precision: str = "fp32", **zero: Any) -> dict[str
 
 def settings(tree: dict[str, Any], deepspeed: dict[str, Any] | None) -> Settings:
     source = Path("tiny.yaml")
+    if deepspeed is not None and "torch" in deepspeed:
+        tree, _ = adopt_torch_section(tree, deepspeed, Path("tiny.json"))
+        deepspeed = None
     config = validate_recipe(tree, source, {}, set())
     return Settings(config, deepspeed, source, Path("tiny.json") if deepspeed is not None else None)
 
 
+def resolve(
+    tree: dict[str, Any], split: dict[str, Any] | None, world_size: int
+) -> tuple[RunConfig, Resolved]:
+    """What a run on this many ranks would be given."""
+    chosen = settings(tree, split)
+    return chosen.config, chosen.resolve(world_size, CPU)
+
+
 def make_engine(job: Job, tree: dict[str, Any], deepspeed: dict[str, Any] | None, data: DataBundle) -> Engine:
-    chosen = settings(tree, deepspeed)
-    return build_engine(chosen.config, chosen.resolve(job.ranks.world_size, CPU), job, data)
+    config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
+    return build_engine(config, resolved, job, data)
 
 
 def train_curve(

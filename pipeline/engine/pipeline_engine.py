@@ -1,0 +1,289 @@
+"""Pipeline parallelism through DeepSpeed's PipelineModule and PipelineEngine, with ZeRO 0 or 1 beside it.
+
+DeepSpeed moves activations and gradients between stages and averages over data-parallel ranks. The loss, the
+norm at ZeRO 0 and what stages must agree on are seen to here. stages.py decides where the model is cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.config.schema import OptimizerConfig
+from pipeline.config.split import Split
+from pipeline.distributed.process_group import Job
+from pipeline.engine.deepspeed_engine import DTYPES, check_configuration
+from pipeline.engine.deepspeed_files import SafeCheckpointEngine
+from pipeline.engine.interface import StepResult, count_and_vote, to_device
+from pipeline.engine.normalize import backward_scale
+from pipeline.engine.stages import Stages, cut_points, read_bounds, write_bounds
+from pipeline.errors import CheckpointError, DataError, NonFiniteLossError
+from pipeline.models.model_folder import folder_part
+from pipeline.models.staging import LayeredModel, model_output
+from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
+from pipeline.optim import build_adamw, parameter_groups
+
+INPUT_KEYS = ("input_ids", "position_ids")
+
+
+class PipelineEngine:
+    """Each rank holds one stage; the ranks of one stage share their samples out among themselves."""
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        optimizer: OptimizerConfig,
+        config: dict[str, Any],
+        split: Split,
+        job: Job,
+        sequence_length: int | None,
+    ):
+        """Cuts the model and keeps this rank's stage. Collective.
+
+        Args:
+            model: Whole, on the CPU; the parts of other stages are let go at the first step.
+            sequence_length: Tokens of a sequence, for `partition: time`; None: as many as the model takes.
+
+        Raises:
+            ModelError: fewer blocks than stages.
+            ConfigError: DeepSpeed refuses the configuration.
+        """
+        self.device = job.device
+        self.precision = split.precision
+        self.num_parameters = model.num_parameters
+        self.seed_rank = job.ranks.rank  # stages must not draw the same dropout
+        self._job = job
+        self._whole: LayeredModel | None = model
+        self._optimizer_config = optimizer
+        self._float_dtype = DTYPES[self.precision]
+        self._stages = split.pipeline_stages
+        # Alone, DeepSpeed's check takes every rank for a data-parallel one.
+        check_configuration(config | {"train_batch_size": config["train_batch_size"] * self._stages}, split)
+        self._config, self._own_norm = _for_stages(config, self.precision)
+        longest = sequence_length or model.config.max_position_embeddings
+        micro_batch = (config["train_micro_batch_size_per_gpu"], longest)
+        how = config["pipeline"].get("partition", "parameters")
+        self._start(model, cut_points(model, self._stages, how, micro_batch, self._float_dtype, job))
+
+    def _start(self, model: LayeredModel, bounds: list[int]) -> None:
+        """Builds this rank's stage, its optimizer and DeepSpeed around them. Collective."""
+        self._bounds = bounds
+        self._last = _LastStage()
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
+            module = Stages(model, bounds, self._last)
+        self._part = folder_part(model, bounds, module.stage_id)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        groups = _two_groups(trained, self._optimizer_config.weight_decay)
+        # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
+        self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
+        self._optimizer = build_adamw(groups, self._optimizer_config)
+        # In fp16 at stage 0 DeepSpeed allocates Adam's state by a step with zero gradients, which would count
+        # as the first and decay the weights: the fused kernels skip it.
+        self._optimizer.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
+        config = copy.deepcopy(self._config)
+        zero = config["zero_optimization"]
+        # At ZeRO 1 a bucket is allocated whole in each step, by default half a billion elements.
+        held = sum(p.numel() for p in trained)
+        zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", held)), held)
+        with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints the memory in use
+            self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
+                model=module, optimizer=self._optimizer, config=config, dist_init_required=False
+            )
+        del self._optimizer.found_inf  # type: ignore[attr-defined]
+        self._norm = torch.full((), torch.inf, device=self.device)
+        if self._own_norm:
+            self._optimizer.register_step_pre_hook(self._clip_and_guard)
+        self._engine.checkpoint_engine = SafeCheckpointEngine()
+        self._shapes: Any = None
+        self.dp_rank = self._engine.grid.get_data_parallel_rank()
+        self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's stage, with the whole model's `config`."""
+        return self._engine.module
+
+    def generator(self) -> nn.Module | None:
+        """None: no rank holds a whole model."""
+        return None
+
+    def train_step(
+        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, stop_requested: bool
+    ) -> StepResult:
+        """See Engine.train_step."""
+        engine = self._engine
+        self._whole = None
+        totals = self._job.all_reduce_sum(
+            count_and_vote(micro_batches, objective, stop_requested, self.device, copies=self._stages)
+        )
+        # PipelineEngine divides by the accumulation steps and cannot be told not to.
+        scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
+        own_loss_scale = self._own_loss_scale()
+        self._last.begin(objective, scale * own_loss_scale)
+        for group in self._zero_optimizer.param_groups:
+            group["lr"] = learning_rate
+        skipped_before = engine.skipped_steps
+        self._norm = torch.full((), torch.inf, device=self.device)
+        self._expect_shapes(micro_batches)
+        try:
+            engine.train_batch(self._on_device(micro_batches))
+        except Exception as error:
+            # DeepSpeed raises a bare Exception when the fp16 loss scale cannot fall further.
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise NonFiniteLossError(
+                "the fp16 loss scale fell to its minimum and gradients still overflow; use bf16, lower "
+                "optimizer.learning_rate, or raise schedule.warmup_steps. The parameters are those of the "
+                "last good step"
+            ) from None
+        norm = self._norm if self._own_norm else engine.get_global_grad_norm()
+        skipped = torch.tensor(float(engine.skipped_steps - skipped_before))
+        if self._own_norm and self.precision == "fp32":
+            skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
+        scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
+        return StepResult(self._last.total(self.device), totals[0], norm, skipped, totals[1], scale_now)
+
+    def _own_loss_scale(self) -> float:
+        """The fp16 loss scale at ZeRO 0, where DeepSpeed divides by it but never multiplied."""
+        if self.precision != "fp16" or not self._own_norm:
+            return 1.0
+        return float(self._engine.optimizer.loss_scale)
+
+    def _on_device(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
+        """What PipelineEngine takes: the first stage's inputs, and for the last stage the whole batch."""
+        for cpu_batch in micro_batches:
+            batch = to_device(cpu_batch, self.device, self._float_dtype)
+            ids = batch["input_ids"]
+            yield (ids, batch["position_ids"]) if "position_ids" in batch else ids, batch
+
+    def _expect_shapes(self, micro_batches: Sequence[Batch]) -> None:
+        """Has stages tell each other the shapes that are on the way, where these are not the last ones."""
+        for batch in micro_batches:
+            if unread := sorted(set(batch) - {*INPUT_KEYS, *TARGET_KEYS}):
+                raise DataError(
+                    f"the batches hold {', '.join(unread)}, which pipeline stages do not pass on; they take "
+                    f"{' and '.join(INPUT_KEYS)} (or use zero_optimization.stage 3 in place of stages)"
+                )
+        shapes = {
+            tuple((key, batch[key].shape) for key in INPUT_KEYS if key in batch) for batch in micro_batches
+        }
+        if shapes != self._shapes:
+            self._engine.reset_activation_shape()
+        self._shapes = shapes
+        self._engine.dynamic_shape = len(shapes) > 1
+
+    def _clip_and_guard(self, *_: Any) -> None:
+        """Before the optimizer's step at ZeRO 0: the norm over all stages, clipping, and whether to step.
+
+        DeepSpeed does none of it in fp32, and in fp16 counts tied weights twice.
+        """
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        counted = [p.grad for p, is_copy in zip(parameters, self._is_copy, strict=True) if not is_copy]
+        square = torch.nn.utils.get_total_norm([g for g in counted if g is not None]).double().square()
+        dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())
+        self._norm = square.sqrt().float()
+        if self._optimizer_config.max_grad_norm > 0:
+            max_norm = self._optimizer_config.max_grad_norm
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, self._norm)
+        self._optimizer.found_inf = (~torch.isfinite(self._norm)).float()  # type: ignore[attr-defined]
+
+    def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
+        """See Engine.eval_step. The last stage's share is all of it."""
+        self._last.begin(objective, torch.ones((), device=self.device))
+        self._expect_shapes([batch])
+        self._engine.eval_batch(
+            self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
+        )
+        if self._last.losses:
+            return self._last.losses[0]
+        zero = torch.zeros((), device=self.device)
+        return LossSum(zero, zero, dict.fromkeys(objective.extra_keys, zero))
+
+    def save(self, folder: Path) -> None:
+        """See Engine.save. Collective. `folder/model` is the whole model, as transformers keeps it."""
+        self._engine.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
+        whole = folder / "model"
+        whole.mkdir(exist_ok=True)
+        if self.dp_rank == 0:
+            self._part.write_weights(whole)
+        if self._job.ranks.is_main_process:
+            self._part.write_description(whole, self._float_dtype)
+            write_bounds(folder, self._bounds)
+
+    def load(self, folder: Path) -> None:
+        """See Engine.load. Collective.
+
+        Raises:
+            CheckpointError: saved by another engine, or in another number of stages.
+        """
+        bounds = read_bounds(folder)
+        if bounds is None or len(bounds) != len(self._bounds):
+            raise CheckpointError(
+                f"{folder} was not saved in {self._stages} pipeline stages; resume it with the --deepspeed "
+                "it had, or start a new run with its weights (model.pretrained)"
+            )
+        if bounds != self._bounds:  # `partition: time` measured something else
+            assert self._whole is not None, "a checkpoint is loaded before the first step"
+            # A copy: the parameters that an engine was made on keep its hooks.
+            self._start(copy.deepcopy(self._whole), bounds)
+        path, _ = self._engine.load_checkpoint(str(folder), tag="deepspeed")
+        if path is None:
+            raise CheckpointError(f"DeepSpeed found no checkpoint in {folder}")
+
+
+class _LastStage:
+    """The loss function that PipelineEngine calls with the last stage's logits and the batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[LossSum] = []
+        self._objective: Objective | None = None
+        self._scale = torch.ones(())
+
+    def begin(self, objective: Objective, scale: Tensor) -> None:
+        """Before each step: what to minimise, and what to multiply its sums by."""
+        self._objective, self._scale, self.losses = objective, scale, []
+
+    def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
+        assert self._objective is not None
+        loss = self._objective(lambda *_, **__: model_output(logits), batch)
+        self.losses.append(LossSum(loss.loss_sum.detach(), loss.count, loss.extras))
+        return loss.loss_sum * self._scale
+
+    def total(self, device: torch.device) -> Tensor:
+        """The micro-batches' sums added up, unscaled; 0 on the stages before the last."""
+        return torch.stack([torch.zeros((), device=device), *(loss.loss_sum for loss in self.losses)]).sum()
+
+
+def _for_stages(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:
+    """The configuration as PipelineEngine takes it, and whether the norm is this engine's own matter."""
+    config = copy.deepcopy(config)
+    del config["pipeline"]
+    zero = config["zero_optimization"]
+    zero["overlap_comm"] = False  # PipelineEngine reduces once, after the last micro-batch
+    if precision == "bf16":
+        # At ZeRO 0 DeepSpeed would add gradients up in bf16, in an optimizer that divides its state over the
+        # data-parallel ranks as it does at ZeRO 1.
+        zero["stage"] = 1
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    own_norm = zero.get("stage", 0) == 0
+    if own_norm:
+        config["gradient_clipping"] = 0.0
+    return config, own_norm
+
+
+def _two_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """The parameter groups, two on every stage: DeepSpeed adds up norms over stages group by group."""
+    groups = parameter_groups(parameters, weight_decay)
+    if len(groups) == 1:
+        first = groups[0]["params"]
+        groups = [groups[0] | {"params": first[:1]}, groups[0] | {"params": first[1:]}]
+    return groups

@@ -1,0 +1,171 @@
+"""Ulysses: the ranks of a sequence group hold equal parts of the same sequences and trade them for heads.
+
+Outside attention each rank computes its own positions; inside, all positions of its own heads. What trades is
+deepspeed's UlyssesSPAttentionHF. Shapes: B batch, T whole sequence, P this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequence_groups
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from torch import Tensor, nn
+
+from pipeline.cross_entropy import IGNORED
+from pipeline.errors import DataError, ModelError
+from pipeline.models.attention import AttentionFunction, attention_function, register_attention
+from pipeline.objectives import Batch
+
+NAME = "ulysses"
+
+
+class SequenceParallel:
+    """One model's attention over a sequence group, and this rank's part of a batch."""
+
+    def __init__(self, model: Any, degree: int):
+        """The model attends over this rank's sequence group, which parallel_state made.
+
+        Raises:
+            ModelError: the model's attention cannot be replaced, or its heads cannot be shared out.
+        """
+        self._model: Any = model
+        self._degree = degree
+        self._rank = sequence_groups.get_sequence_parallel_rank()
+        self._group = sequence_groups.get_sequence_parallel_group()
+        self._shared: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
+        if not hasattr(self._model, "set_attn_implementation"):
+            raise ModelError(
+                f"sequence_parallel_size: a {type(model).__name__} is no transformers model, whose attention "
+                "could be shared out; use zero_optimization.stage 3"
+            )
+        config: Any = self._model.config.get_text_config()
+        self._window: int | None = getattr(config, "sliding_window", None)
+        self._whole = str(config._attn_implementation)
+        self._core = attention_function(self._whole)
+        self._refuse_heads(config)
+        self.use()
+        mixers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if mixers or config._attn_implementation != NAME:
+            raise ModelError(
+                f"sequence_parallel_size: a {config.model_type} mixes positions by other means than "
+                f"transformers' attention ({', '.join(sorted(mixers)) or 'its own'}); use "
+                "zero_optimization.stage 3"
+            )
+
+    def _refuse_heads(self, config: Any) -> None:
+        heads = config.num_attention_heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        if heads % self._degree or (groups % self._degree and self._degree % groups):
+            raise ModelError(
+                f"sequence_parallel_size {self._degree}: {heads} attention heads and {groups} key-value "
+                "heads cannot be shared out evenly; use a degree that divides both"
+            )
+
+    def use(self) -> None:
+        """The model attends over the group from here on."""
+        register_attention(NAME, self._attend)  # the table is the process's, and another engine may have been
+        if self._model.config._attn_implementation != NAME:
+            self._model.set_attn_implementation(NAME)
+
+    def release(self) -> None:
+        """The model attends by itself again, over whole sequences: to generate."""
+        self._model.set_attn_implementation(self._whole)
+
+    def part(self, batch: Batch) -> dict[str, Tensor]:
+        """This rank's positions of every (B, T) tensor, with `position_ids`, and `shift_labels` for `labels`.
+
+        Raises:
+            DataError: T cannot be divided, or the batch says that positions do not attend to all before them.
+        """
+        length = self._length(batch)
+        whole = dict(batch)
+        if "labels" in whole and "shift_labels" not in whole:
+            # Before the cut: the last position's target is the first one of the next rank.
+            whole["shift_labels"] = F.pad(whole.pop("labels")[:, 1:], (0, 1), value=IGNORED)
+        whole["position_ids"] = torch.arange(length).expand(len(batch["input_ids"]), -1)
+        size = length // self._degree
+        mine = slice(self._rank * size, (self._rank + 1) * size)
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[:, mine] if tensor.dim() > 1 and tensor.shape[1] == length else tensor
+
+        return {key: cut(tensor) for key, tensor in whole.items() if key != "attention_mask"}
+
+    def _length(self, batch: Batch) -> int:
+        if "input_ids" not in batch:
+            raise DataError(
+                f"sequence_parallel_size: a batch has {', '.join(batch)}, and no input_ids to divide"
+            )
+        length = batch["input_ids"].shape[1]
+        if length % self._degree:
+            raise DataError(
+                f"sequence_parallel_size {self._degree} does not divide sequences of {length} tokens; "
+                "pad them"
+            )
+        mask = batch.get("attention_mask")
+        if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
+            raise DataError(
+                "sequence_parallel_size: an attention_mask may hide the end of a sequence only; pad on "
+                "the right"
+            )
+        positions = batch.get("position_ids")
+        if positions is not None and not bool((positions == torch.arange(length)).all()):
+            raise DataError(
+                "sequence_parallel_size: position_ids must count from 0; packed ones cannot be divided"
+            )
+        if self._window is not None and self._window < length:
+            raise DataError(
+                f"sequence_parallel_size: the model's sliding window of {self._window} is shorter than a "
+                f"sequence of {length} tokens, and attention over a group has none"
+            )
+        return int(length)
+
+    def _attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **rest: Any
+    ) -> tuple[Tensor, None]:
+        """query (B, heads, P, width), key and value (B, groups, P, width) -> (B, P, heads, width)."""
+        shared = self._shared_attention(query, key)
+        groups = getattr(module, "num_key_value_groups", None)
+        rest["position_ids"] = torch.zeros(1, 1, device=query.device)  # gathered, and then not looked at
+        output, _ = shared(module, query, key, value, None, **rest)
+        if groups is not None:
+            module.num_key_value_groups = groups  # it changes this where key-value heads are repeated
+        return output.unflatten(-1, (query.shape[1], query.shape[3])), None
+
+    def _shared_attention(self, query: Tensor, key: Tensor) -> UlyssesSPAttentionHF:
+        size, heads, _, width = query.shape
+        shape = (size, heads, key.shape[1], width)
+        if shape not in self._shared:
+            self._shared[shape] = UlyssesSPAttentionHF(
+                attn=_without_positions(self._core),
+                batch_size=size,
+                attn_head_count=heads,
+                attn_head_size=width,
+                kv_head_count=key.shape[1],
+                num_hidden_layers=1,
+                process_group=self._group,
+                seq_length_is_variable=True,
+            )
+        return self._shared[shape]
+
+
+def average_over_all_ranks(engine: Any) -> None:
+    """Has DeepSpeed average gradients over data-parallel times sequence ranks, at every stage.
+
+    DeepSpeed 0.19.8 divides by the data-parallel ranks alone at stages 0 to 2 (and at stage 3 without
+    reduce_scatter), but by all of them in stage 3's reduce_scatter_coalesced.
+    """
+    engine.sequence_parallel_size = 1
+    engine.optimizer.sequence_parallel_size = 1
+
+
+def _without_positions(attention: AttentionFunction) -> AttentionFunction:
+    """Whole sequences that start at 0 need none."""
+
+    def attend(module: nn.Module, *tensors: Tensor | None, position_ids: Tensor, **rest: Any) -> Any:
+        return attention(module, *tensors, **rest)
+
+    return attend

@@ -1,0 +1,58 @@
+"""Which parameters took no part in a step: DDP breaks on them, DeepSpeed trains on in silence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+_NAMED = 5  # a message names so many of them
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a.weight, a.bias and 3 more`."""
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def warn_of_unused(names: Sequence[str]) -> None:
+    """One line, where there are any."""
+    if names:
+        log.warning(
+            "%d parameter%s took no part in the first step and will not be trained: %s; freeze them "
+            "(requires_grad_(False)) or remove them",
+            len(names),
+            "s" * (len(names) > 1),
+            listed(names),
+        )
+
+
+class GradientWatch:
+    """Notes which parameters get a gradient, until it is asked; then its hooks are gone.
+
+    For engines that take the gradients away as they come (DeepSpeed), so that p.grad says nothing. Hooks of
+    one step cost a Python call a parameter and micro-batch. No collective: each rank knows its own.
+
+    Args:
+        named_parameters: Those that require no gradient are left out.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]):
+        trained = {name: p for name, p in named_parameters if p.requires_grad}
+        self._unused = dict.fromkeys(trained)
+        self._hooks = [p.register_hook(self._noting(name)) for name, p in trained.items()]
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            self._unused.pop(name, None)
+
+        return note
+
+    def unused(self) -> list[str]:
+        """Names of the parameters without a gradient so far, in the model's order."""
+        for hook in self._hooks:
+            hook.remove()
+        return list(self._unused)

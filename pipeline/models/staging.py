@@ -1,0 +1,246 @@
+"""A decoder language model of transformers, cut into the layers that pipeline stages are made of.
+
+The whole model is built first, on the CPU; a stage keeps its layers of it. The cut is proven: before it is
+used, the layers in a row must give the whole model's logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_outputs import CausalLMOutput
+
+from pipeline.errors import ModelError
+
+# Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any.
+Carried = Tensor | tuple[Tensor, Tensor]
+
+# Names under which decoders keep the norm after their last block, and their rotary embeddings.
+NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
+ROTARY = ("rotary_emb",)
+
+PROOF_TOKENS = 16
+
+
+class Layer(nn.Module):
+    """One step of the forward pass, around the part of the whole model that has this name there."""
+
+    def __init__(self, name: str, part: nn.Module):
+        super().__init__()
+        self.name = name
+        self.part = part
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its weights under the names they have in the whole model."""
+        return {f"{self.name}.{key}": value for key, value in self.part.state_dict().items()}
+
+
+class Words(Layer):
+    """Token ids -> hidden states."""
+
+    def forward(self, inputs: Carried) -> Carried:
+        ids, positions = _unpack(inputs)
+        return _pack(self.part(ids), positions)
+
+
+class Positions(Layer):
+    """Adds learned positions."""
+
+    def forward(self, inputs: Carried) -> Carried:
+        hidden, positions = _unpack(inputs)
+        return _pack(hidden + self.part(_or_counted(positions, hidden)), positions)
+
+
+class OnHidden(Layer):
+    """A norm or dropout."""
+
+    def forward(self, inputs: Carried) -> Carried:
+        hidden, positions = _unpack(inputs)
+        return _pack(self.part(hidden), positions)
+
+
+class Head(Layer):
+    """Hidden states -> logits (B, T, V)."""
+
+    def forward(self, inputs: Carried) -> Tensor:
+        logits: Tensor = self.part(_unpack(inputs)[0])
+        return logits
+
+
+def tied_head(words: Words, inputs: Carried) -> Tensor:
+    """Hidden states -> logits (B, T, V), by the token embedding."""
+    return F.linear(_unpack(inputs)[0], words.part.weight)  # type: ignore[arg-type]
+
+
+class Around:
+    """What every block gets besides hidden states: masks, rotary embeddings, position ids.
+
+    Worked out once for all blocks of a stage, and without position ids once for all batches of a shape.
+    """
+
+    def __init__(self, config: Any, rotary: nn.Module | None):
+        self.config = config
+        self.rotary = rotary  # no part of a layer, so it stays fp32 where the layers are cast
+        self._key: tuple[Any, ...] | None = None
+        self._positions: Tensor | None = None
+        self._arguments: dict[str, Any] = {}
+
+    def arguments(self, hidden: Tensor, positions: Tensor | None) -> dict[str, Any]:
+        key = (hidden.shape, hidden.dtype, hidden.device)
+        if key != self._key or positions is not self._positions:
+            self._key, self._positions = key, positions
+            position_ids = _or_counted(positions, hidden)
+            # Counted positions hold one sequence each: transformers need not look, a host sync on a GPU.
+            masks = create_masks_for_generate(self.config, hidden, None, None, positions)
+            self._arguments = {"attention_mask": masks, "position_ids": position_ids, "use_cache": False}
+            if self.rotary is not None:
+                self._arguments["position_embeddings"] = self.rotary.to(hidden.device)(hidden, position_ids)
+        return self._arguments
+
+
+class Block(Layer):
+    """One decoder block."""
+
+    def __init__(self, name: str, part: nn.Module, around: Around, index: int):
+        super().__init__(name, part)
+        self.around = around
+        self.index = index
+        parameters = inspect.signature(part.forward).parameters
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._takes = set(parameters)
+
+    def forward(self, inputs: Carried) -> Carried:
+        hidden, positions = _unpack(inputs)
+        given = dict(self.around.arguments(hidden, positions))
+        if isinstance(given["attention_mask"], dict):
+            given["attention_mask"] = given["attention_mask"][self.around.config.layer_types[self.index]]
+        output = self.part(hidden, **{k: v for k, v in given.items() if self._takes_all or k in self._takes})
+        return _pack(output[0] if isinstance(output, tuple) else output, positions)
+
+
+@dataclass(frozen=True)
+class LayeredModel:
+    """A whole model as a row of layers. The blocks stand together in it."""
+
+    layers: list[Layer]
+    first_block: int
+    num_blocks: int
+    is_tied: bool
+    """The last layer, the head, has the weight of the first, the token embedding."""
+    num_parameters: int
+    config: Any
+    generation_config: Any
+
+
+def model_output(logits: Tensor) -> CausalLMOutput:
+    """What the whole model returns, for objectives."""
+    return CausalLMOutput(logits=logits)
+
+
+def cut_into_layers(model: nn.Module) -> LayeredModel:
+    """The model as a row of layers, on the very parameters of the model.
+
+    Raises:
+        ModelError: its architecture is none that can be cut; says which part is in the way.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise _uncuttable(type(model).__name__, "it is no model of transformers")
+    kind = model.config.model_type
+    if model.config.get_text_config() is not model.config:
+        raise _uncuttable(kind, "it is more than a language model")
+    if getattr(model.config, "final_logit_softcapping", None):
+        raise _uncuttable(kind, "it bounds its logits after the head")  # the proof's are too small to show it
+    words, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
+    names = {module: name for name, module in model.named_modules()}
+    before: list[Layer] = [Words(names[words], words)]
+    after: list[Layer] = []
+    blocks, rotary = None, None
+    for name, child in decoder.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
+            blocks = child
+        elif name in NORMS:
+            after.append(OnHidden(names[child], child))
+        elif name in ROTARY:
+            rotary = child
+        elif isinstance(child, nn.Dropout):
+            before.append(OnHidden(names[child], child))
+        elif type(child) is nn.Embedding and child is not words:
+            before.append(Positions(names[child], child))
+        elif child is not words:
+            raise _uncuttable(kind, f"nothing is known of its part {name}")
+    if blocks is None or len(after) != 1 or not isinstance(head, nn.Linear):
+        raise _uncuttable(kind, "it is not token embedding, blocks, norm and head")
+    is_tied = head.weight is words.weight
+    if is_tied and head.bias is not None:
+        raise _uncuttable(kind, "its tied head has a bias")
+    around = Around(model.config, rotary)
+    layers = [
+        *before,
+        *(Block(names[block], block, around, index) for index, block in enumerate(blocks)),
+        *after,
+        Head(names[head], head),
+    ]
+    _prove(model, layers, kind)
+    return LayeredModel(
+        layers=layers,
+        first_block=len(before),
+        num_blocks=len(blocks),
+        is_tied=is_tied,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        config=model.config,
+        generation_config=getattr(model, "generation_config", None),
+    )
+
+
+@torch.no_grad()
+def _prove(model: PreTrainedModel, layers: list[Layer], kind: str) -> None:
+    """Holds the layers in a row to the model's own logits, on a few random tokens."""
+    generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
+    length = min(PROOF_TOKENS, getattr(model.config, "max_position_embeddings", PROOF_TOKENS))
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
+    was_training, attention = model.training, model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        model.config._attn_implementation = "sdpa"  # flash attention does not run on a CPU
+    model.eval()
+    try:
+        expected = model(input_ids=ids, use_cache=False).logits
+        carried: Any = ids
+        for layer in layers:
+            carried = layer(carried)
+        agrees = torch.allclose(carried, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    except Exception as error:  # whatever a block raises that is not called as its model would
+        raise _uncuttable(kind, f"its blocks do not run on their own: {str(error)[:120]}") from None
+    finally:
+        model.train(was_training)
+        if model.config._attn_implementation != attention:
+            model.config._attn_implementation = attention
+    if not agrees:
+        raise _uncuttable(kind, "its parts one after another do not give its logits")
+
+
+def _uncuttable(kind: str, why: str) -> ModelError:
+    return ModelError(
+        f"model: a {kind} cannot be cut into pipeline stages: {why}; use zero_optimization.stage 3 instead"
+    )
+
+
+def _unpack(inputs: Carried) -> tuple[Tensor, Tensor | None]:
+    return inputs if isinstance(inputs, tuple) else (inputs, None)
+
+
+def _pack(hidden: Tensor, positions: Tensor | None) -> Carried:
+    return hidden if positions is None else (hidden, positions)
+
+
+def _or_counted(positions: Tensor | None, hidden: Tensor) -> Tensor:
+    """The positions given, or 0, 1, 2, ... (1, T)."""
+    if positions is not None:
+        return positions
+    return torch.arange(hidden.shape[1], device=hidden.device)[None]

@@ -1,0 +1,98 @@
+"""What cannot work together is refused by --dry-run, says why, and what it names instead does work."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline.cli import main
+from pipeline.config.combinations import RULES, as_markdown
+
+LANGUAGE = {"model.num_heads": 4, "model.num_layers": 4, "model.hidden_size": 64, "data.sequence_length": 64}
+TENSOR, SEQUENCE, STAGES = "ds.tensor_parallel.autotp_size", "ds.sequence_parallel_size", "ds.pipeline.stages"
+STAGE = "ds.zero_optimization.stage"
+OPTIMIZER = "ds.zero_optimization.offload_optimizer.device"
+PARAMETERS = "ds.zero_optimization.offload_param.device"
+HPZ = "ds.zero_optimization.zero_hpz_partition_size"
+QUANTIZED = "ds.zero_optimization.zero_quantized_weights"
+OFFLOAD, KV = "ds.zero_optimization.offload_optimizer", "model.num_key_value_heads"
+ACCUMULATION, BF16 = "ds.data_types.grad_accum_dtype", "ds.bf16.enabled"
+CNN = {"model.kind": "cnn", "data.kind": "digits"}
+
+# For each rule, in order: what breaks it (with the ranks), and the change that its last column names.
+EXAMPLES = [
+    (2, {"engine.parallel": "dp"}, {"engine.parallel": "ddp"}),
+    (2, {STAGES: 2, STAGE: 2}, {STAGE: 1}),
+    (4, {STAGES: 2, TENSOR: 2, STAGE: 1}, {STAGES: 1}),
+    (4, {TENSOR: 2, SEQUENCE: 2, STAGE: 1}, {TENSOR: 1}),
+    (2, {STAGES: 2, STAGE: 1, OPTIMIZER: "cpu"}, {STAGES: 1, STAGE: 3}),
+    (2, {TENSOR: 2, **CNN}, {TENSOR: 1, STAGE: 3}),
+    (3, {TENSOR: 3, STAGE: 1}, {TENSOR: 1}),
+    (3, {SEQUENCE: 3}, {SEQUENCE: 1}),
+    (2, {SEQUENCE: 2, KV: 3, "model.num_heads": 6}, {KV: 1}),
+    (2, {SEQUENCE: 2, "data.sequence_length": 63}, {"data.sequence_length": 64}),
+    (2, {SEQUENCE: 2, "model.attention": "eager"}, {"model.attention": "sdpa"}),
+    (8, {STAGES: 8, STAGE: 1}, {STAGES: 4}),
+    (1, {ACCUMULATION: "fp32", BF16: True, STAGE: 0}, {STAGE: 1}),
+    (2, {ACCUMULATION: "fp32", BF16: True, STAGE: 1, SEQUENCE: 2}, {STAGE: 2}),
+    (1, {"ds.compile.enabled": True, STAGE: 3}, {STAGE: 2}),
+    (1, {PARAMETERS: "cpu", STAGE: 2}, {STAGE: 3}),
+    (1, {OPTIMIZER: "cpu", STAGE: 0}, {STAGE: 1}),
+    (1, {OPTIMIZER: "nvme", STAGE: 2}, {OPTIMIZER: "cpu"}),
+    (1, {OPTIMIZER: "nvme", f"{OFFLOAD}.pipeline_read": True, STAGE: 3}, {f"{OFFLOAD}.pipeline_read": False}),
+    (1, {OPTIMIZER: "cpu", f"{OFFLOAD}.super_offload": True, STAGE: 3}, {f"{OFFLOAD}.super_offload": False}),
+    (2, {HPZ: 2, STAGE: 2}, {STAGE: 3}),
+    (3, {HPZ: 2, STAGE: 3}, {HPZ: 3}),
+    (1, {QUANTIZED: True, STAGE: 3}, {QUANTIZED: False}),
+]
+
+
+def dry_run(capsys, tmp_path, ranks, choice):
+    """Exit code and what is printed for the default recipe with these choices."""
+    file = tmp_path / "split.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+    choice = {**(LANGUAGE if "model.kind" not in choice else {}), **choice}
+    split = [] if any(key.startswith("engine.") for key in choice) else ["--deepspeed", str(file)]
+    recipe = tmp_path / "recipe.yaml"
+    sections = {
+        "model": {"kind": choice.pop("model.kind", "causal_lm")},
+        "data": {"kind": choice.pop("data.kind", "text")},
+    }
+    if sections["data"]["kind"] == "text":
+        sections["model"]["architecture"], sections["data"]["paths"] = "llama", ["notes"]
+    recipe.write_text(json.dumps({"max_steps": 1, **sections}))
+    overrides = [f"{key}={json.dumps(value)}" for key, value in choice.items()]
+    code = main(["--dry-run", "--config", str(recipe), *split, "--world-size", str(ranks), *overrides])
+    return code, capsys.readouterr()
+
+
+def test_every_rule_has_an_example():
+    assert len(EXAMPLES) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "example"), zip(RULES, EXAMPLES, strict=True), ids=lambda x: getattr(x, "what", "")
+)
+def test_a_rule_refuses_with_its_reason_and_a_way_out_that_works(capsys, tmp_path, rule, example):
+    ranks, broken, mended = example
+    code, printed = dry_run(capsys, tmp_path, ranks, broken)
+    assert code == 2
+    assert printed.err.count("\n") == 1
+    assert f"{rule.what}: {rule.reason}; use {rule.instead}" in printed.err
+    code, printed = dry_run(capsys, tmp_path, ranks, broken | mended)
+    assert code == 0, printed.err
+
+
+def test_the_document_holds_the_same_table():
+    from support.launch import ROOT
+
+    assert as_markdown() in (ROOT / "docs" / "splits.md").read_text()
+
+
+@pytest.mark.parametrize(("ranks", "choice"), [(3, {TENSOR: 2}), (6, {STAGES: 4}), (2, {SEQUENCE: 4})])
+def test_degrees_that_do_not_divide_the_ranks_name_a_number_that_does(capsys, tmp_path, ranks, choice):
+    code, printed = dry_run(capsys, tmp_path, ranks, choice)
+    assert code == 2
+    needed = next(iter(choice.values()))
+    assert f"needs a multiple of {needed} ranks, and this job has {ranks}; start " in printed.err

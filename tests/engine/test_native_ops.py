@@ -1,0 +1,135 @@
+"""DeepSpeed's compiled ops: which are needed, what a killed build leaves, machines that cannot build one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.launch import ROOT, launch, write_recipe
+from support.tiny import deepspeed_json
+
+from pipeline.distributed.process_group import Job
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("zero", "ops"),
+    [
+        ({}, []),
+        ({"offload_param": {"device": "cpu"}}, []),
+        ({"offload_optimizer": {"device": "none"}}, []),
+        ({"offload_optimizer": {"device": "cpu"}}, ["cpu_adam"]),
+        ({"offload_optimizer": {"device": "nvme"}}, ["cpu_adam", "async_io"]),
+        ({"offload_param": {"device": "nvme"}}, ["async_io"]),
+    ],
+)
+def test_only_what_the_split_uses_is_built(zero, ops):
+    from pipeline.engine.native_ops import needed_ops
+
+    assert [op.folders[-1] for op in needed_ops({"zero_optimization": zero})] == ops
+
+
+def test_torchs_adamw_asked_for_needs_no_build():
+    from pipeline.engine.native_ops import needed_ops
+
+    assert needed_ops({"zero_force_ds_cpu_optimizer": False, "zero_optimization": OFFLOAD}) == []
+
+
+def lines_while_preparing(job: Job, deepspeed, extensions: str) -> list[str]:
+    """What is said while the ops are prepared in another extensions directory."""
+    from pipeline.engine.native_ops import prepare_native_ops
+
+    class Lines(logging.Handler):
+        def __init__(self):
+            super().__init__()
+            self.lines: list[str] = []
+
+        def emit(self, record):
+            self.lines.append(record.getMessage())
+
+    kept, logger = Lines(), logging.getLogger("pipeline.engine.native_ops")
+    level, before = logger.level, os.environ.get("TORCH_EXTENSIONS_DIR")
+    prepare_native_ops(deepspeed, job)  # where it is kept on this machine
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    os.environ["TORCH_EXTENSIONS_DIR"] = extensions
+    try:
+        prepare_native_ops(deepspeed, job)
+    finally:
+        logger.removeHandler(kept)
+        logger.setLevel(level)
+        del os.environ["TORCH_EXTENSIONS_DIR"]
+        if before is not None:
+            os.environ["TORCH_EXTENSIONS_DIR"] = before
+    return kept.lines
+
+
+def locked_long_ago(extensions: Path) -> Path:
+    """The lock that torch's build of CPU Adam leaves where it is killed."""
+    lock = extensions / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    for path in (lock, lock.parent):
+        os.utime(path, (time.time() - 3600,) * 2)
+    return lock
+
+
+def test_what_is_built_is_loaded_without_a_word(ranks, tmp_path):
+    said = ranks(2).run(lines_while_preparing, deepspeed_json(2, **OFFLOAD), str(tmp_path), timeout=500)
+    assert said == [[], []]
+
+
+def test_a_killed_builds_lock_is_named_and_removed_by_one_rank(ranks, tmp_path):
+    lock = locked_long_ago(tmp_path)
+    said = ranks(2).run(lines_while_preparing, deepspeed_json(2, **OFFLOAD), str(tmp_path), timeout=500)
+    assert not lock.exists()
+    line = f"an earlier build of DeepSpeed's CPU Adam was killed and left {lock}; removed it"
+    assert sorted(said) == [[], [line]]
+
+
+def test_a_lock_is_left_alone_while_a_compiler_works_there(ranks, tmp_path):
+    """A build of another program: its ninja has the folder as its working directory."""
+    lock = locked_long_ago(tmp_path)
+    ranks(1).run(lines_while_preparing, deepspeed_json(2, **OFFLOAD), str(tmp_path / "warm"), timeout=500)
+    sleep = [sys.executable, "-c", "import time; time.sleep(6)"]
+    with subprocess.Popen(sleep, cwd=lock.parent) as compiler:
+        said = ranks(1).run(lines_while_preparing, deepspeed_json(2, **OFFLOAD), str(tmp_path))[0]
+        assert compiler.poll() == 0, "the lock was taken away under a living build"
+    assert "building DeepSpeed's CPU Adam: one or two minutes, once per machine" in said
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_after_a_killed_build(tmp_path):
+    """In the directory that this machine's runs build into: without the fix this hangs for ever."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2_offload.json")]
+    recipe = ["--config", str(write_recipe(tmp_path)), "max_steps=2"]
+    assert launch(*recipe, *split, f"run_dir={tmp_path / 'first'}").returncode == 0  # builds it
+    lock = Path(_get_build_directory("cpu_adam", verbose=False)) / "lock"
+    lock.touch()
+    result = launch(*recipe, *split, f"run_dir={tmp_path / 'second'}")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(f"was killed and left {lock}; removed it") == 1
+    assert "ninja" not in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_without_libaio_the_run_ends_with_what_to_install(tmp_path):
+    """A C compiler for which libaio does not exist: DeepSpeed's own check links with it."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    split = ["--deepspeed", str(ROOT / "ds_configs" / "zero3_nvme.json")]
+    paths = [f"ds.zero_optimization.{s}.nvme_path={tmp_path}" for s in ("offload_optimizer", "offload_param")]
+    result = launch("--config", str(write_recipe(tmp_path)), *split, *paths, CC=str(compiler))
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: zero_optimization: device nvme: ")
+    assert "apt-get install g++ libaio-dev), or use device cpu" in result.stderr
+    assert "Traceback" not in result.stderr

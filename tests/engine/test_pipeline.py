@@ -1,0 +1,372 @@
+"""Pipeline stages give the whole model's curve, skip together, and leave a checkpoint it can go on from."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny import CPU, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
+
+from pipeline.assemble import build_eval_loader, build_loader
+from pipeline.config.batch import plan_batch
+from pipeline.config.deepspeed_json import load_deepspeed_json
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import CheckpointError, ConfigError, ModelError, NonFiniteLossError
+from pipeline.evaluation import evaluate
+from pipeline.objectives import CausalLM, LossSum, build_objective
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"architecture": "gpt2", "extra": NO_DROPOUT},  # tied embeddings, learned positions
+    "qwen2": {"architecture": "qwen2", "num_key_value_heads": 2},
+}
+# Relative difference allowed per step, in loss and in gradient norm.
+BANDS = {"fp32": (1e-5, 1e-5), "bf16": (1e-3, 2e-2), "fp16": (1e-3, 1e-2)}
+STEPS = 12
+
+
+def recipe_for(model: str, micro_batch_size: int = 2, num_layers: int = 2, **extra: Any) -> dict[str, Any]:
+    tree = recipe(batch={"micro_batch_size": micro_batch_size, "global_batch_size": 8})
+    tree["model"] = tree["model"] | MODELS[model] | {"num_layers": num_layers} | extra
+    return tree
+
+
+def staged(stage: int, precision: str = "fp32", stages: int = 2, **pipeline: Any) -> dict[str, Any]:
+    return deepspeed_json(stage, precision) | {"pipeline": {"stages": stages, **pipeline}}
+
+
+def alone_again() -> None:
+    """DeepSpeed keeps the last engine's groups in a module; the pool's next test has its own."""
+    deepspeed.utils.groups.mpu = None
+
+
+def curve_in_stages(job: Job, tree: dict[str, Any], deepspeed_tree: dict[str, Any], steps: int = STEPS):
+    curve = train_curve(job, tree, deepspeed_tree, steps)
+    alone_again()
+    return curve
+
+
+@cache
+def oracle(model: str, num_layers: int = 2) -> tuple[tuple[float, float], ...]:
+    return tuple(train_curve(ALONE, recipe_for(model, 8, num_layers), None, STEPS))
+
+
+def assert_parity(curves, expected, precision: str) -> None:
+    assert all(curve == curves[0] for curve in curves), "ranks disagree about the loss"
+    for column, band in enumerate(BANDS[precision]):
+        worst = max(
+            abs(a[column] - b[column]) / abs(b[column]) for a, b in zip(curves[0], expected, strict=True)
+        )
+        assert worst < band, ("loss", "gradient norm")[column]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_two_stages_give_the_oracles_curve(ranks, model, stage, precision):
+    """Four micro-batches a step, uneven masks, clipping on; gpt2 has a weight on both stages."""
+    curves = ranks(2).run(curve_in_stages, recipe_for(model), staged(stage, precision))
+    assert_parity(curves, oracle(model), precision)
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 4])
+def test_accumulation_does_not_change_the_curve(ranks, micro_batch_size):
+    curves = ranks(2).run(curve_in_stages, recipe_for("gpt2", micro_batch_size), staged(0))
+    assert_parity(curves, oracle("gpt2"), "fp32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (0, "bf16"), (0, "fp16"), (1, "fp16")]
+)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_stages_beside_data_parallel_ranks(ranks, model, stage, precision, stages):
+    curves = ranks(4).run(curve_in_stages, recipe_for(model, 2, 4), staged(stage, precision, stages))
+    assert_parity(curves, oracle(model, 4), precision)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", 2])
+def test_activation_checkpointing_does_not_change_the_curve(ranks, checkpointing):
+    tree = recipe_for("llama", activation_checkpointing=checkpointing)
+    assert_parity(ranks(2).run(curve_in_stages, tree, staged(1)), oracle("llama"), "fp32")
+
+
+def cut(job: Job, tree: dict[str, Any], deepspeed_tree: dict[str, Any]):
+    """The layers each stage begins with, and the parameters of stage and model."""
+    engine = make_engine(job, tree, deepspeed_tree, token_bundle())
+    alone_again()
+    held = sum(p.numel() for p in engine.module.parameters())
+    return list(engine.module.parts), held, engine.num_parameters
+
+
+def test_partition_by_blocks_parameters_and_time(ranks):
+    tree = recipe_for("llama", num_layers=4, vocab_size=4096)  # embedding and head outweigh the blocks
+    for how, expected in [("uniform", [[0, 3, 7]]), ("parameters", [[0, 3, 7]]), ("time", None)]:
+        (parts, first, whole), (others, second, _) = ranks(2).run(cut, tree, staged(0, partition=how))
+        assert parts == others, "ranks cut differently"
+        assert first + second == whole
+        assert expected is None or parts in expected
+        assert 2 <= parts[1] <= 4, "a stage without a block"
+    lopsided = recipe_for("gpt2", num_layers=6, vocab_size=512)
+    (uniform, *_), _ = ranks(2).run(cut, lopsided, staged(0, partition="uniform"))
+    assert uniform == [0, 6, 11]  # embedding, positions, dropout, three blocks
+
+
+def test_a_tied_weight_is_held_twice_and_counted_once(ranks):
+    (_, first, whole), (_, second, _) = ranks(2).run(cut, recipe_for("gpt2"), staged(0))
+    assert first + second - whole == 257 * 32
+
+
+class Poisoned(CausalLM):
+    """The same loss, times NaN or infinity when told to."""
+
+    factor = 1.0
+
+    def __call__(self, model, batch) -> LossSum:
+        loss = super().__call__(model, batch)
+        return LossSum(loss.loss_sum * self.factor, loss.count)
+
+
+def good_bad_good(job: Job, tree, deepspeed_tree, factor: float):
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed_tree, data)
+    objective = Poisoned()
+    batch = {key: value[None].repeat(2, 1) for key, value in data.train[engine.dp_rank].items()}
+
+    def step():
+        return engine.train_step([batch], objective, 1e-2, False)
+
+    def parameters():
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+    step()
+    before = parameters()
+    objective.factor = factor
+    skipped = float(step().skipped)
+    after = parameters()
+    objective.factor = 1.0
+    good = step()
+    alone_again()
+    return (
+        all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+        skipped,
+        float(good.skipped),
+        any(not torch.equal(a, b) for a, b in zip(after, parameters(), strict=True)),
+        all(bool(torch.isfinite(p).all()) for p in parameters()),
+    )
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_bad_batch_changes_no_parameter_on_any_stage(ranks, stage, precision, factor):
+    tree = recipe_for("gpt2")
+    tree["batch"] = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    for answer in ranks(2).run(good_bad_good, tree, staged(stage, precision), factor):
+        assert answer == (True, 1.0, 0.0, True, True)
+
+
+def bad_first_stage(job: Job, tree, deepspeed_tree):
+    """A gradient that is not finite on the first stage alone: does the last one step?"""
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed_tree, data)
+    batch = {key: value[None].repeat(2, 1) for key, value in data.train[0].items()}
+    engine.train_step([batch], CausalLM(), 1e-2, False)
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    first = next(engine.module.parameters())
+    handle = first.register_hook(lambda g: g * math.nan) if job.ranks.rank == 0 else None
+    result = engine.train_step([batch], CausalLM(), 1e-2, False)
+    if handle is not None:
+        handle.remove()
+    alone_again()
+    same = all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+    return same, float(result.skipped)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_skip_together(ranks, stage, precision):
+    tree = recipe_for("llama")
+    tree["batch"] = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    answers = ranks(2).run(bad_first_stage, tree, staged(stage, precision))
+    assert answers == [(True, 1.0), (True, 1.0)]
+
+
+def fall_to_the_minimum(job: Job, tree, deepspeed_tree) -> str:
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed_tree, data)
+    objective = Poisoned()
+    objective.factor = math.inf
+    batch = {key: value[None].repeat(2, 1) for key, value in data.train[0].items()}
+    try:
+        for _ in range(8):
+            engine.train_step([batch], objective, 1e-3, False)
+    except NonFiniteLossError as error:
+        return str(error)
+    finally:
+        alone_again()
+    return "nothing raised"
+
+
+def test_the_minimum_loss_scale_is_an_error_that_says_what_to_change(ranks):
+    tree = recipe_for("llama")
+    tree["batch"] = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    scale = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
+    for answer in ranks(2).run(fall_to_the_minimum, tree, staged(1) | {"fp16": scale}):
+        assert "fell to its minimum" in answer
+
+
+def train_and_save(job: Job, tree, deepspeed_tree, folder: Path | None, resume: Path | None, steps: range):
+    """Losses of the steps, and the evaluation after them."""
+    data = token_bundle()
+    config = settings(tree, deepspeed_tree).config
+    engine = make_engine(job, tree, deepspeed_tree, data)
+    plan = plan_batch(config.batch, engine.dp_world_size)
+    loader = build_loader(config, plan, data, engine)
+    if resume is not None:
+        engine.load(resume)
+        loader.seek(steps.start * plan.global_batch_size)
+    objective = build_objective(config)
+    losses = []
+    for _ in steps:
+        result = engine.train_step(loader.next_group(), objective, 3e-3, False)
+        losses.append((float(job.all_reduce_sum(result.loss_sum.clone())), float(result.grad_norm)))
+    eval_loader = build_eval_loader(config, plan, data, engine)
+    assert eval_loader is not None
+    row = evaluate(engine, objective, eval_loader, job)
+    if folder is not None:
+        engine.save(folder)
+        job.barrier()
+    alone_again()
+    return losses, row
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_the_whole_model_goes_on_from_a_stages_checkpoint(ranks, tmp_path, model):
+    tree = recipe_for(model)
+    _, row = ranks(2).run(train_and_save, tree, staged(1), tmp_path, None, range(3))[0]
+    whole = tree | {"model": {"kind": "causal_lm", "pretrained": str(tmp_path / "model")}}
+    _, alone = train_and_save(ALONE, whole, None, None, None, range(0))
+    assert alone == pytest.approx(row, rel=1e-6)
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(tmp_path / "model" / name) for name in set(index.values())}
+    assert len(files) == 2
+    for name, file in index.items():
+        assert name in files[file]
+    built = make_engine(ALONE, tree, None, token_bundle()).module.state_dict()
+    assert set(index) == set(built) - ({"lm_head.weight"} if model == "gpt2" else set())
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (0, "bf16"), (0, "fp16"), (1, "fp16")]
+)
+def test_a_resumed_run_goes_on_bit_for_bit(ranks, tmp_path, stage, precision):
+    tree, json_tree = recipe_for("gpt2"), staged(stage, precision)
+    unbroken = ranks(2).run(train_and_save, tree, json_tree, None, None, range(4))[0]
+    ranks(2).run(train_and_save, tree, json_tree, tmp_path, None, range(2))
+    resumed = ranks(2).run(train_and_save, tree, json_tree, None, tmp_path, range(2, 4))[0]
+    assert resumed[0] == unbroken[0][2:]
+    assert resumed[1] == unbroken[1]
+
+
+def test_a_checkpoint_decides_where_the_model_is_cut(ranks, tmp_path):
+    """A measured cut may fall elsewhere in the job that goes on."""
+    tree = recipe_for("gpt2", num_layers=5, vocab_size=2048)
+    uniform, parameters = staged(1, partition="uniform"), staged(1, partition="parameters")
+    cuts = [ranks(2).run(cut, tree, json_tree)[0][0] for json_tree in (uniform, parameters)]
+    assert cuts[0] != cuts[1]
+    unbroken = ranks(2).run(train_and_save, tree, uniform, None, None, range(4))[0]
+    ranks(2).run(train_and_save, tree, uniform, tmp_path, None, range(2))
+    resumed = ranks(2).run(train_and_save, tree, parameters, None, tmp_path, range(2, 4))[0]
+    assert resumed[0] == unbroken[0][2:]
+
+
+def load_elsewhere(job: Job, tree, deepspeed_tree, folder: Path) -> str:
+    engine = make_engine(job, tree, deepspeed_tree, token_bundle())
+    alone_again()
+    try:
+        engine.load(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_another_engines_checkpoint_is_refused(ranks, tmp_path):
+    for answer in ranks(2).run(load_elsewhere, recipe_for("llama"), staged(0), tmp_path):
+        assert "was not saved in 2 pipeline stages" in answer
+
+
+def test_uneven_shapes_within_and_across_steps(ranks):
+    """Micro-batches of other lengths, with position ids: stages tell each other what is coming."""
+    results = ranks(2).run(uneven, recipe_for("llama"), staged(0))
+    expected = uneven(ALONE, recipe_for("llama"), None)
+    for step, answer in enumerate(expected):
+        total = sum(result[step][0] for result in results)
+        assert total == pytest.approx(answer[0], rel=1e-5)
+        assert results[0][step][1] == pytest.approx(answer[1], rel=1e-5)
+
+
+def uneven(job: Job, tree, deepspeed_tree):
+    tree = tree | {"batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 2}}
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed_tree, data)
+    alone_again()
+    answers = []
+    for lengths, has_positions in [((24, 24), False), ((24, 11), False), ((9, 9), True), ((24, 24), False)]:
+        micro_batches = []
+        for index, length in enumerate(lengths):
+            batch = {k: v[None, :length].repeat(2, 1) for k, v in data.train[index].items()}
+            if has_positions:  # two documents packed into one sequence
+                batch["position_ids"] = torch.cat([torch.arange(4), torch.arange(length - 4)])[None].repeat(
+                    2, 1
+                )
+            micro_batches.append(batch)
+        result = engine.train_step(micro_batches, CausalLM(), 1e-3, False)
+        evaluated = engine.eval_step(micro_batches[1], CausalLM())
+        answers.append((float(result.loss_sum) + float(evaluated.loss_sum), float(result.grad_norm)))
+    return answers
+
+
+def test_a_wrong_word_is_refused_with_the_right_ones(tmp_path):
+    file = tmp_path / "stages.json"
+    file.write_text(json.dumps(staged(0, partition="layers")))
+    with pytest.raises(
+        ConfigError, match=r"pipeline\.partition: expected parameters or uniform or time, given"
+    ):
+        load_deepspeed_json(file, [])
+
+
+def refusal(job: Job, tree, deepspeed_tree) -> str:
+    try:
+        make_engine(job, tree, deepspeed_tree, token_bundle())
+    except ModelError as error:
+        return str(error)
+    finally:
+        alone_again()
+    return "nothing raised"
+
+
+def test_a_model_that_cannot_be_cut_is_one_line(ranks):
+    tree = recipe_for("llama")
+    tree["model"] |= {"architecture": "opt", "extra": {"word_embed_proj_dim": 32}}
+    for answer in ranks(2).run(refusal, tree, staged(0)):
+        assert answer == (
+            "model: a opt cannot be cut into pipeline stages: nothing is known of its part embed_positions; "
+            "use zero_optimization.stage 3 instead"
+        )
+
+
+def test_more_stages_than_blocks_is_refused_before_any_rank_starts():
+    with pytest.raises(ConfigError, match="more pipeline stages than `num_layers`"):
+        settings(recipe_for("llama"), staged(0, stages=4)).resolve(4, CPU)

@@ -1,0 +1,141 @@
+"""Ulysses: sequences divided over ranks give the oracle's curve, norm, evaluation, checkpoints and text."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, token_bundle
+from test_step import evaluated
+from test_tensor_parallel import (
+    ALONE,
+    good_bad_good,
+    hold_to_the_oracle,
+    one_micro_batch,
+    tree_of,
+    unbroken_and_resumed,
+    written,
+)
+
+from pipeline.distributed.process_group import Job
+from pipeline.errors import DataError
+from pipeline.objectives import CausalLM
+
+
+def divided_json(stage: int, precision: str = "fp32", degree: int = 2, **zero):
+    return deepspeed_json(stage, precision, **zero) | {"sequence_parallel_size": degree}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_divided_sequences_give_the_oracles_curve(ranks, stage, precision):
+    hold_to_the_oracle(ranks(2), divided_json(stage, precision), precision=precision)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "qwen2-grouped", "llama-checkpointed"])
+def test_other_models_give_their_oracles_curve(ranks, model):
+    hold_to_the_oracle(ranks(2), divided_json(2), model, steps=4)
+
+
+def test_zero3_averages_the_same_without_reduce_scatter(ranks):
+    hold_to_the_oracle(ranks(2), divided_json(3, reduce_scatter=False), steps=3)
+
+
+def test_twenty_steps_stay_on_the_oracles_curve(ranks):
+    hold_to_the_oracle(ranks(2), divided_json(1), steps=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp16"), (2, "fp32"), (3, "fp32")])
+@pytest.mark.parametrize(("model", "degree"), [("llama", 2), ("qwen2-grouped", 4)])
+def test_four_ranks(ranks, stage, precision, model, degree):
+    """2 sequence x 2 data-parallel ranks; and 4 with two key-value heads, which are then repeated."""
+    hold_to_the_oracle(ranks(4), divided_json(stage, precision, degree), model, precision, steps=4)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (0, "fp16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
+)
+def test_one_bad_rank_skips_the_step_on_all(ranks, stage, precision, factor):
+    json = divided_json(stage, precision)
+    for answer in ranks(2).run(good_bad_good, one_micro_batch("llama"), json, factor):
+        assert answer == (True, 1.0, True, 0.0)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp32")])
+def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, stage, precision):
+    json = divided_json(stage, precision)
+    for unbroken, resumed in ranks(2).run(unbroken_and_resumed, tree_of("llama"), json, str(tmp_path)):
+        assert resumed == unbroken
+
+
+def test_evaluation_counts_every_token_once(ranks):
+    """The last micro-batch is smaller than the others."""
+    expected = evaluated(ALONE, recipe(batch={"micro_batch_size": 16}), None)
+    for row in ranks(2).run(evaluated, recipe(batch={"micro_batch_size": 3}), divided_json(1)):
+        assert row == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("model", "stage"), [("llama", 1), ("qwen2-grouped", 3), ("gpt2", 1)])
+def test_every_rank_writes_the_oracles_text_from_the_whole_prompt(ranks, model, stage):
+    text, loss = written(ALONE, tree_of(model), None)
+    for ours, our_loss in ranks(2).run(written, tree_of(model), divided_json(stage)):
+        assert ours == text
+        assert our_loss == pytest.approx(loss, rel=1e-5)
+
+
+def step_on(job: Job, tree, json, changes):
+    """The loss and norm of a step on one batch with `changes`, or the error it gives."""
+    engine = make_engine(job, tree, json, token_bundle())
+    data = MaskedTokens(2)
+    batch = {key: torch.stack([data[0][key], data[1][key]]) for key in data[0]} | changes
+    batch = {key: value for key, value in batch.items() if value is not None}
+    try:
+        result = engine.train_step([batch], CausalLM(), 1e-3, False)
+    except DataError as error:
+        return str(error)
+    return float(job.all_reduce_sum(result.loss_sum.double())), float(result.grad_norm)
+
+
+def test_a_label_at_the_border_belongs_to_the_token_before_it(ranks):
+    """`labels` as transformers has them, aligned with the inputs."""
+    labels = torch.full((2, 24), -100)
+    labels[:, 12] = 3  # predicted by position 11, on the other rank
+    changes = {"shift_labels": None, "labels": labels}
+    expected = step_on(ALONE, one_micro_batch("llama"), None, changes)
+    assert (
+        ranks(2).run(step_on, one_micro_batch("llama"), divided_json(1), changes)
+        == [pytest.approx(expected, rel=1e-5)] * 2
+    )
+
+
+def test_padding_on_the_right_may_be_masked(ranks):
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[:, 20:] = 0
+    tokens = torch.stack([MaskedTokens(2)[i]["shift_labels"] for i in range(2)])
+    tokens[:, 20:] = -100
+    changes = {"attention_mask": mask, "shift_labels": tokens}
+    expected = step_on(ALONE, one_micro_batch("llama"), None, changes)
+    assert ranks(2).run(step_on, one_micro_batch("llama"), divided_json(1), changes)[0] == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": torch.zeros(2, 23, dtype=torch.long)}, "does not divide sequences of 23 tokens"),
+        ({"attention_mask": torch.arange(24).expand(2, -1) > 3}, "pad on the right"),
+        ({"position_ids": torch.arange(24).expand(2, -1) % 12}, "count from 0"),
+    ],
+)
+def test_batches_that_cannot_be_divided_are_refused_in_one_line(ranks, changes, message):
+    for answer in ranks(2).run(step_on, one_micro_batch("llama"), divided_json(1), changes):
+        assert message in answer
+
+
+def test_an_engine_after_it_attends_by_itself(ranks):
+    ranks(2).run(step_on, one_micro_batch("llama"), divided_json(1), {})
+    hold_to_the_oracle(ranks(2), deepspeed_json(1))

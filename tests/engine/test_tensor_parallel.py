@@ -1,0 +1,236 @@
+"""AutoTP: matrices cut over two ranks give the oracle's curve, norm, evaluation, checkpoints and text."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
+from test_parity import BANDS
+from test_step import Poisoned, evaluated, parameters
+
+from pipeline.assemble import build_loader
+from pipeline.checkpoint.store import CheckpointStore, complete_checkpoints
+from pipeline.config.batch import plan_batch
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.engine.interface import Engine
+from pipeline.errors import ModelError
+from pipeline.objectives import CausalLM
+from pipeline.training import seed_step
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+MODELS = {
+    "llama": {},
+    "llama-tied": {"extra": {"tie_word_embeddings": True}},
+    "llama-checkpointed": {"activation_checkpointing": "full"},
+    "qwen2-grouped": {"architecture": "qwen2", "num_key_value_heads": 2},
+    "gpt2": {
+        "architecture": "gpt2",
+        "intermediate_size": None,
+        "extra": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    },
+}
+
+
+def tree_of(model: str, micro_batch_size: int = 2):
+    batch = {"micro_batch_size": micro_batch_size, "global_batch_size": 8}
+    return recipe(model=recipe()["model"] | MODELS[model], batch=batch)
+
+
+@cache
+def oracle(model: str, steps: int) -> tuple[tuple[float, float], ...]:
+    return tuple(train_curve(ALONE, tree_of(model, 8), None, steps))
+
+
+def hold_to_the_oracle(pool, json, model: str = "llama", precision: str = "fp32", steps: int = 6) -> None:
+    """Trains on every rank of the pool; all report one curve, which is plain PyTorch's."""
+    curves = pool.run(train_curve, tree_of(model), json, steps)
+    assert all(curve == curves[0] for curve in curves), "ranks disagree about the loss"
+    for band, column in zip(BANDS[precision], (0, 1), strict=True):
+        for ours, theirs in zip(curves[0], oracle(model, steps), strict=True):
+            assert ours[column] == pytest.approx(theirs[column], rel=band)
+
+
+def cut_json(stage: int, precision: str = "fp32", degree: int = 2):
+    return deepspeed_json(stage, precision) | {"tensor_parallel": {"autotp_size": degree}}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_cut_matrices_give_the_oracles_curve(ranks, stage, precision):
+    hold_to_the_oracle(ranks(2), cut_json(stage, precision), precision=precision)
+
+
+@pytest.mark.parametrize("model", ["llama-tied", "llama-checkpointed", "qwen2-grouped"])
+def test_other_models_give_their_oracles_curve(ranks, model):
+    hold_to_the_oracle(ranks(2), cut_json(1), model, steps=4)
+
+
+def test_twenty_steps_stay_on_the_oracles_curve(ranks):
+    hold_to_the_oracle(ranks(2), cut_json(0), steps=20)
+
+
+COLUMNS = r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$"
+ROWS = r".*\.(o_proj|down_proj)\.weight$"
+SECTIONS = {
+    "tp_overlap_comm": True,
+    "preset_model": "llama",
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [COLUMNS], "partition_type": "column"},
+            {"patterns": [ROWS], "partition_type": "row"},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("key", SECTIONS)
+def test_other_ways_to_cut_give_the_oracles_curve(ranks, key):
+    json = cut_json(1)
+    json["tensor_parallel"][key] = SECTIONS[key]
+    hold_to_the_oracle(ranks(2), json, steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "fp16"), (1, "fp32"), (2, "bf16")])
+def test_two_tensor_by_two_data_parallel_ranks(ranks, stage, precision):
+    hold_to_the_oracle(ranks(4), cut_json(stage, precision), precision=precision)
+
+
+def batch_of(engine: Engine, sample: int):
+    return {key: value[None].repeat(2, 1) for key, value in token_bundle().train[sample].items()}
+
+
+def parts(job: Job, tree, json):
+    """Elements held, of the whole model, and the sum of each parameter that lies whole on every rank."""
+    engine = make_engine(job, tree, json, token_bundle())
+    engine.train_step([batch_of(engine, 0)] * 4, CausalLM(), 1e-2, False)
+    whole = {n: p.sum().item() for n, p in engine.module.named_parameters() if "embed" in n or "norm" in n}
+    return sum(p.numel() for p in engine.module.parameters()), engine.num_parameters, whole
+
+
+def test_each_rank_holds_half_the_matrices_and_the_same_norms(ranks):
+    (held, model, whole), (_, _, other) = ranks(2).run(parts, tree_of("llama"), cut_json(1))
+    embedding = 257 * 32
+    norms = 5 * 32
+    assert held == embedding + norms + (model - embedding - norms - embedding) / 2 + (257 + 1) // 2 * 32
+    assert whole == other
+    assert len(whole) == 6
+
+
+def good_bad_good(job: Job, tree, json, factor: float):
+    """See test_step: only the last rank's loss is bad, and here ranks may share samples."""
+    engine = make_engine(job, tree, json, token_bundle())
+    objective = Poisoned()
+    batch = [batch_of(engine, engine.dp_rank)]
+    engine.train_step(batch, objective, 1e-2, False)
+    before = parameters(engine)
+    objective.factor = factor if job.ranks.rank == job.ranks.world_size - 1 else 1.0
+    bad = engine.train_step(batch, objective, 1e-2, False)
+    after = parameters(engine)
+    objective.factor = 1.0
+    good = engine.train_step(batch, objective, 1e-2, False)
+    return (
+        all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+        float(bad.skipped),
+        any(not torch.equal(a, b) for a, b in zip(after, parameters(engine), strict=True)),
+        float(good.skipped),
+    )
+
+
+def one_micro_batch(model: str):
+    return tree_of(model) | {"batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 1}}
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (0, "fp16"), (1, "bf16"), (1, "fp32"), (2, "fp16")]
+)
+def test_one_bad_rank_skips_the_step_on_all(ranks, stage, precision, factor):
+    for answer in ranks(2).run(good_bad_good, one_micro_batch("llama"), cut_json(stage, precision), factor):
+        assert answer == (True, 1.0, True, 0.0)
+
+
+def unbroken_and_resumed(job: Job, tree, json, folder: str):
+    """(loss share, norm) of four steps, and of two, a checkpoint, two more in a new engine."""
+    data = token_bundle()
+    config = settings(tree, json).config
+
+    def start():
+        engine = make_engine(job, tree, json, data)
+        return engine, build_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
+
+    def train(engine, loader, first, last):
+        rows = []
+        for step in range(first, last):
+            seed_step(0, step, engine.seed_rank)
+            result = engine.train_step(loader.next_group(), CausalLM(), 1e-2, False)
+            rows.append((float(result.loss_sum), float(result.grad_norm)))
+        return rows
+
+    unbroken = train(*start(), 0, 4)
+    store = CheckpointStore(Path(folder), keep_last=1, job=job)
+    engine, loader = start()
+    resumed = train(engine, loader, 0, 2)
+    store.save(engine, {"global_step": 2, "samples_seen": loader.samples_seen})
+    engine, loader = start()
+    state = store.load(engine, complete_checkpoints(Path(folder))[-1])
+    loader.seek(state["samples_seen"])
+    return unbroken, resumed + train(engine, loader, 2, 4)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp16"), (2, "fp32")])
+def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, stage, precision):
+    json = cut_json(stage, precision)
+    for unbroken, resumed in ranks(2).run(unbroken_and_resumed, tree_of("llama"), json, str(tmp_path)):
+        assert resumed == unbroken
+
+
+def test_evaluation_counts_every_token_once(ranks):
+    expected = evaluated(ALONE, recipe(batch={"micro_batch_size": 16}), None)
+    for row in ranks(2).run(evaluated, recipe(batch={"micro_batch_size": 3}), cut_json(1)):
+        assert row == pytest.approx(expected, rel=1e-6)
+
+
+def written(job: Job, tree, json):
+    """What the model writes after a step, by greedy choice; then another step's loss."""
+    engine = make_engine(job, tree, json, token_bundle())
+    batches = [batch_of(engine, 0)] * 4
+    engine.train_step(batches, CausalLM(), 1e-2, False)
+    model = engine.generator()
+    assert model is not None
+    model.eval()
+    prompt = torch.tensor([[5, 6, 7, 8, 9]])
+    text = model.generate(prompt, max_new_tokens=8, do_sample=False, use_cache=True, pad_token_id=0)
+    loss = engine.train_step(batches, CausalLM(), 1e-2, False).loss_sum
+    return text.tolist(), float(job.all_reduce_sum(loss.double()))
+
+
+def test_ranks_write_the_oracles_text_together(ranks):
+    text, loss = written(ALONE, tree_of("llama"), None)
+    for ours, our_loss in ranks(2).run(written, tree_of("llama"), cut_json(1)):
+        assert ours == text
+        assert our_loss == pytest.approx(loss, rel=1e-5)
+
+
+def refusal(job: Job, tree, json) -> str:
+    try:
+        make_engine(job, tree, json, token_bundle())
+    except ModelError as error:
+        return str(error)
+    return "built"
+
+
+def test_a_model_without_a_plan_is_refused_in_one_line(ranks):
+    assert "no tensor-parallel plan for gpt2" in ranks(2).run(refusal, tree_of("gpt2"), cut_json(1))[0]
+
+
+def test_an_engine_after_it_is_not_cut(ranks):
+    """DeepSpeed keeps its groups in module variables: the next engine must not find them."""
+    ranks(2).run(parts, tree_of("llama"), cut_json(1))
+    hold_to_the_oracle(ranks(2), deepspeed_json(1))

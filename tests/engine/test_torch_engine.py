@@ -1,0 +1,378 @@
+"""Plain PyTorch on several ranks, its checkpoints, and parameters that take no part in the loss."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import ROOT, TRAIN, command, environment
+from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
+from torch import nn
+
+from pipeline.assemble import build_eval_loader
+from pipeline.config.batch import plan_batch
+from pipeline.config.schema import EngineConfig, OptimizerConfig
+from pipeline.config.split import Split
+from pipeline.data.bundle import DataBundle
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.engine.torch_engine import TorchEngine, without_gradient
+from pipeline.engine.unused import GradientWatch, listed
+from pipeline.errors import ModelError
+from pipeline.evaluation import evaluate
+from pipeline.objectives import Classification, LossSum, build_objective
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+STEPS = 20
+
+
+def curve_of(job: Job, precision: str = "fp32", parallel: str = "auto", micro: int = 2, **engine):
+    engine |= {"precision": precision, "parallel": parallel}
+    batch = {"micro_batch_size": micro, "global_batch_size": 8}
+    return train_curve(job, recipe(engine=engine, batch=batch), None, STEPS)
+
+
+def assert_close(curve, expected, loss_band, norm_band):
+    for (loss, norm), (expected_loss, expected_norm) in zip(curve, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=loss_band)
+        assert norm == pytest.approx(expected_norm, rel=norm_band)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return curve_of(ALONE, micro=8)
+
+
+# --- one curve ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("micro", "engine"),
+    [
+        (4, {}),
+        (1, {}),  # three of four micro-batches without a reduction
+        (2, {"bucket_cap_mb": 0.01}),  # many buckets
+        (2, {"find_unused_parameters": True}),
+    ],
+    ids=str,
+)
+def test_ddp_gives_the_oracles_curve(ranks, oracle, micro, engine):
+    first, second = ranks(2).run(curve_with, micro, engine)
+    assert first == second, "ranks disagree"
+    assert_close(first, oracle, 1e-5, 1e-5)
+
+
+def curve_with(job: Job, micro: int, engine):
+    return curve_of(job, "fp32", "ddp", micro, **engine)
+
+
+def test_ddp_in_bf16_gives_the_curve_of_bf16_in_one_process(ranks):
+    assert_close(ranks(2).run(curve_of, "bf16")[0], curve_of(ALONE, "bf16"), 1e-3, 2e-2)
+
+
+@pytest.mark.parametrize("parallel", ["dp", "ddp"])
+def test_one_process_on_a_cpu_is_the_module_itself(oracle, parallel):
+    assert curve_of(ALONE, "fp32", parallel, 8) == oracle
+
+
+def evaluated(job: Job):
+    """After a step: the module is called without a wrapper, and one rank has samples the other has not."""
+    data = token_bundle()
+    tree = recipe(batch={"micro_batch_size": 16})
+    config = settings(tree, None).config
+    engine = make_engine(job, tree, None, data)
+    loader = build_eval_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
+    return evaluate(engine, build_objective(config), loader, job)
+
+
+def test_evaluation_is_that_of_one_process(ranks):
+    for row in ranks(2).run(evaluated):
+        assert row == pytest.approx(evaluated(ALONE), rel=1e-6)
+
+
+# --- a small model, stepped by hand -----------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """A trunk and two heads; each micro-batch says with its first input which heads take part."""
+
+    def __init__(self, always_both: bool = False):
+        super().__init__()
+        self.always_both = always_both
+        self.trunk = nn.Linear(4, 8)
+        self.first = nn.Linear(8, 3)
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        hidden = torch.tanh(self.trunk(inputs))
+        both = self.always_both or bool(inputs[0, 0] > 0)
+        return self.first(hidden) + self.second(hidden) if both else self.first(hidden)
+
+
+def two(always_both: bool = False):
+    torch.manual_seed(0)
+    return Two(always_both)
+
+
+def engine_of(job: Job, model: nn.Module, **config) -> TorchEngine:
+    parallel = "ddp" if job.ranks.world_size > 1 else "single"
+    optimizer = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5)
+    return TorchEngine(
+        model, optimizer, EngineConfig(**config), Split(job.ranks.world_size, "fp32", parallel), job
+    )
+
+
+def batch_of(seed: int, both: bool):
+    inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+    inputs[0, 0] = 1.0 if both else -1.0
+    return {"inputs": inputs, "labels": inputs.argmax(-1).clamp(max=2)}
+
+
+def step(engine: TorchEngine, *micro_batches):
+    return engine.train_step(list(micro_batches), Classification(), 1e-2, False)
+
+
+def weights(engine: TorchEngine):
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+class Broken(Classification):
+    def __call__(self, model, batch) -> LossSum:
+        loss = super().__call__(model, batch)
+        return LossSum(loss.loss_sum * math.nan, loss.count, loss.extras)
+
+
+def one_bad_rank(job: Job):
+    engine = engine_of(job, two(True))
+    step(engine, batch_of(0, True))
+    before = weights(engine)
+    objective = Broken() if job.ranks.rank == 1 else Classification()
+    skipped = engine.train_step([batch_of(1, True)], objective, 1e-2, False).skipped
+    unchanged = all(torch.equal(before[name], p) for name, p in weights(engine).items())
+    again = step(engine, batch_of(2, True))
+    return float(skipped), unchanged, float(again.skipped), weights(engine)
+
+
+def test_a_bad_batch_of_one_rank_is_skipped_by_all(ranks):
+    for skipped, unchanged, again, after in ranks(2).run(one_bad_rank):
+        assert (skipped, unchanged, again) == (1.0, True, 0.0)
+        assert all(bool(torch.isfinite(p).all()) for p in after.values())
+
+
+def saved_and_loaded(job: Job, folder: Path):
+    """Weights after three steps, the third taken by another engine that loaded what the first one saved."""
+    engine = engine_of(job, two(True))
+    for seed in (0, 1):
+        step(engine, batch_of(2 * seed + job.ranks.rank, True))
+    if job.ranks.rank == 1:
+        engine.save(folder / "nobody looks here")
+    else:
+        engine.save(folder)
+    job.barrier()
+    other = engine_of(job, Two(True))
+    other.load(folder)
+    for each in (engine, other):
+        step(each, batch_of(9 + job.ranks.rank, True))
+    return weights(engine), weights(other), list(engine.module.state_dict()), type(engine.generator())
+
+
+def test_rank_0_saves_once_and_every_rank_goes_on_from_it(ranks, tmp_path):
+    results = ranks(2).run(saved_and_loaded, tmp_path)
+    for unbroken, resumed, names, kind in results:
+        assert kind is Two
+        assert names == list(two().state_dict())
+        for name, value in unbroken.items():
+            assert torch.equal(value, resumed[name])
+            assert torch.equal(value, results[0][0][name])
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert list(saved["model"]) == list(two().state_dict())
+
+
+# --- parameters that take no part ---------------------------------------------------------------------------
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("pipeline").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_):
+        logging.getLogger("pipeline").removeHandler(self)
+
+
+def refusal(job: Job, steps):
+    """The error's text, and after how many good steps it came; a step lists its micro-batches: both heads?"""
+    engine = engine_of(job, two(), bucket_cap_mb=1e-5)  # a bucket a parameter: some are sent, not all
+    for index, micro_batches in enumerate(steps):
+        try:
+            step(engine, *(batch_of(seed, both) for seed, both in enumerate(micro_batches)))
+        except ModelError as error:
+            return str(error), index
+    return "", len(steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "good", "what"),
+    [
+        ([[False]], 0, "second.weight, second.bias"),
+        ([[False, False]], 0, "second.weight, second.bias"),
+        ([[True], [True], [False], [True]], 2, "second.weight, second.bias"),
+        ([[True, False]], 0, "some of the parameters, in a step's last micro-batch,"),
+        ([[False, True], [True, True], [True]], 3, None),  # what counts is the last micro-batch
+    ],
+)
+def test_ddp_names_what_takes_no_part_before_anything_is_updated(ranks, steps, good, what):
+    for message, index in ranks(2).run(refusal, steps):
+        assert index == good
+        if what is not None:
+            assert message.startswith(f"model: {what} took no part in the loss, and ddp waits")
+            assert "engine.find_unused_parameters: true" in message
+            assert "\n" not in message
+
+
+def looking(job: Job, other_rank_uses_it: bool):
+    """Losses and weights with find_unused_parameters; the lines of the log."""
+    engine = engine_of(job, two(), find_unused_parameters=True)
+    mine = [job.ranks.rank] if job.ranks.world_size > 1 else [0, 1]
+    with Lines() as lines:
+        for seed in range(3):
+            step(
+                engine,
+                *(
+                    batch_of(10 * seed + rank + 2 * i, other_rank_uses_it and rank == 1)
+                    for i in (0, 1)
+                    for rank in mine
+                ),
+            )
+    return weights(engine), lines
+
+
+@pytest.mark.parametrize("other_rank_uses_it", [True, False])
+def test_ddp_trains_without_them_where_it_is_told_to(ranks, other_rank_uses_it):
+    expected, alone = looking(ALONE, other_rank_uses_it)
+    for trained, lines in ranks(2).run(looking, other_rank_uses_it):
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
+        told = [line for line in lines if "took no part in the first step" in line]
+        assert told == [line for line in alone if "took no part" in line]
+        assert len(told) == (0 if other_rank_uses_it else 1)
+    assert torch.equal(expected["second.weight"], two().second.weight) == (not other_rank_uses_it)
+
+
+def watched(job: Job, deepspeed, always_both: bool):
+    tree = recipe(
+        model={"kind": "test_torch_engine:two", "args": {"always_both": always_both}},
+        objective={"kind": "classification"},
+        batch={"micro_batch_size": 4, "gradient_accumulation_steps": 2},
+    )
+    engine = make_engine(job, tree, deepspeed, DataBundle([], None, dict, None, None, 3, "none"))
+    watch = GradientWatch(engine.module.named_parameters())
+    step(engine, batch_of(0, False), batch_of(1, False))
+    names = watch.unused()
+    step(engine, batch_of(2, True), batch_of(3, True))
+    return names, watch.unused()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_watch_finds_them_under_deepspeed_and_then_looks_away(ranks, stage, precision):
+    json = deepspeed_json(stage, precision)
+    unused = ["second.weight", "second.bias"]
+    assert ranks(2).run(watched, json, False) == [(unused, unused)] * 2
+    assert ranks(2).run(watched, json, True) == [([], [])] * 2
+
+
+def test_a_message_names_five():
+    assert listed(["a", "b"]) == "a, b"
+    assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
+
+
+def test_frozen_parameters_are_not_missed():
+    model = two()
+    model.second.requires_grad_(False)
+    model(batch_of(0, False)["inputs"]).sum().backward()
+    assert without_gradient(model) == []
+    assert GradientWatch(model.named_parameters()).unused() == [
+        "trunk.weight",
+        "trunk.bias",
+        "first.weight",
+        "first.bias",
+    ]
+
+
+# --- real launches ------------------------------------------------------------------------------------------
+
+RECIPE = ["--config", str(ROOT / "launch" / "recipes" / "digits_cnn.yaml"), "wandb.mode=disabled"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
+
+
+def run(arguments, folder, **extra):
+    done = subprocess.run(
+        [*arguments, f"run_dir={folder}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(**extra),
+        timeout=240,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    text = done.stdout + done.stderr
+    return done.returncode, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_two_ranks_train_with_ddp_and_end_well(tmp_path, launcher):
+    small = [*RECIPE, "max_epochs=2", "optimizer.learning_rate=1e-2", "schedule.warmup_steps=0"]
+    start = [*TORCHRUN, *small]
+    if launcher == "deepspeed":
+        start = command("--deepspeed", "ds_configs/torch_ddp.json", *small, ranks=2)
+    code, text = run(start, tmp_path)
+    assert code == 0, text
+    assert "plain PyTorch, DistributedDataParallel" in text
+    assert "destroy_process_group" not in text
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+class ByRank(Two):
+    """Rank 1 leaves the second head out: DDP would wait for it for ever."""
+
+    def forward(self, inputs):
+        self.always_both = os.environ["RANK"] == "0"
+        return super().forward(-inputs.flatten(1)[:, :4].abs())
+
+
+def by_rank():
+    model = ByRank()
+    model.first, model.second = nn.Linear(8, 10), nn.Linear(8, 10)
+    return model
+
+
+@pytest.mark.slow
+def test_a_parameter_that_one_rank_leaves_out_is_told_and_ends_the_job(tmp_path):
+    own = ["model={kind: 'test_torch_engine:by_rank'}", "objective={kind: classification}", "max_epochs=1"]
+    path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("", "engine"))
+    code, text = run([*TORCHRUN, *RECIPE, *own], tmp_path, PYTHONPATH=path)
+    assert code != 0
+    assert text.count("error: ") == 1, text
+    assert "error: model: second.weight, second.bias took no part in the loss" in text

@@ -1,0 +1,121 @@
+"""ZeRO-3's own settings change memory and speed, never a number: thresholds, prefetching, hpZ, experts."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from support.tiny import CPU, deepspeed_json, recipe, settings, train_curve
+from test_parity import BANDS
+
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import ConfigError
+
+STEPS = 20
+TINY = recipe()["model"]
+MIXTRAL = TINY | {
+    "architecture": "mixtral",
+    "extra": {"num_local_experts": 8, "num_experts_per_tok": 1},
+}
+QWEN2_MOE = TINY | {
+    "architecture": "qwen2_moe",
+    "extra": {
+        "num_experts": 8,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+KNOBS = (
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
+NOTHING_KEPT = dict.fromkeys(KNOBS, 0)
+ALL_KEPT = dict.fromkeys(KNOBS, 10**10)
+
+
+@cache
+def oracle(architecture: str) -> list[tuple[float, float]]:
+    model = {"llama": TINY, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE}[architecture]
+    job = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+    return train_curve(job, recipe(model=model, batch={"micro_batch_size": 8}), None, STEPS)
+
+
+def hold_to_oracle(curves, precision: str, architecture: str = "llama") -> None:
+    assert all(curve == curves[0] for curve in curves)
+    bands = BANDS[precision] if architecture == "llama" else (1e-5, 1e-3)  # a router amplifies rounding
+    for column, band in enumerate(bands):
+        pairs = zip(curves[0], oracle(architecture), strict=True)
+        assert max(abs(a[column] / b[column] - 1) for a, b in pairs) < band
+
+
+@pytest.mark.parametrize("zero", [NOTHING_KEPT, ALL_KEPT], ids=["nothing kept", "all kept"])
+def test_what_is_kept_and_fetched_ahead_changes_no_number(ranks, zero):
+    hold_to_oracle(ranks(2).run(train_curve, recipe(), deepspeed_json(3, **zero), STEPS), "fp32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knob", KNOBS)
+@pytest.mark.parametrize("value", [0, 10**10])
+def test_each_knob_alone_changes_no_number(ranks, knob, value):
+    json = deepspeed_json(3, **{knob: value})
+    hold_to_oracle(ranks(2).run(train_curve, recipe(), json, STEPS), "fp32")
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, pytest.param(QWEN2_MOE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "zero", [{}, pytest.param(NOTHING_KEPT, marks=pytest.mark.slow)], ids=["default", "nothing kept"]
+)
+def test_ranks_that_route_to_different_experts_train_on(ranks, model, zero):
+    """One expert a token of eight: the ranks' short batches never meet the same set."""
+    tree = recipe(model=model, batch={"micro_batch_size": 1, "global_batch_size": 8})
+    curves = ranks(2).run(train_curve, tree, deepspeed_json(3, **zero), STEPS)
+    hold_to_oracle(curves, "fp32", model["architecture"])
+
+
+@pytest.mark.slow
+def test_experts_need_no_leaf_modules(ranks):
+    """transformers 5 keeps a layer's experts in one tensor, so every rank gathers the same."""
+    json = deepspeed_json(3, leaf_module={"classes": []}, **NOTHING_KEPT)
+    curves = ranks(2).run(train_curve, recipe(model=MIXTRAL), json, STEPS)
+    hold_to_oracle(curves, "fp32", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "precision"),
+    [
+        (2, "fp32"),
+        pytest.param(2, "bf16", marks=pytest.mark.slow),
+        pytest.param(2, "fp16", marks=pytest.mark.slow),
+        pytest.param(4, "fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_copy_per_machine_changes_no_number(ranks, world_size, precision):
+    json = deepspeed_json(3, precision, zero_hpz_partition_size=2, stage3_param_persistence_threshold=0)
+    tree = recipe(batch={"micro_batch_size": 1, "global_batch_size": 8})
+    hold_to_oracle(ranks(world_size).run(train_curve, tree, json, STEPS), precision)
+
+
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_quantised_communication_is_refused_on_a_cpu(key):
+    chosen = settings(recipe(), deepspeed_json(3, **{key: True}))
+    with pytest.raises(ConfigError, match="kernels exist for CUDA only; use neither key"):
+        chosen.resolve(2, CPU)
+
+
+def has_quantizer(job: Job) -> bool:
+    from deepspeed.ops.op_builder import QuantizerBuilder
+
+    try:
+        QuantizerBuilder().load()
+    except Exception:
+        return False
+    return True
+
+
+def test_the_reason_for_it_still_holds(ranks):
+    assert not ranks(1).run(has_quantizer)[0], "DeepSpeed has kernels for CPUs now: drop the rule"

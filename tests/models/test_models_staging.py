@@ -1,0 +1,108 @@
+"""A model cut into layers is the model: same logits, same weights by name; or one line says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pipeline.errors import ModelError
+from pipeline.models.model_folder import folder_part
+from pipeline.models.staging import LayeredModel, cut_into_layers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+UNTIED = ("llama", "qwen2", "qwen3", "mistral", "phi", "gpt_neox", "olmo2", "mixtral")
+TIED = ("gpt2", "gemma", "smollm3")
+
+
+def small(kind: str, **more: Any) -> PreTrainedModel:
+    known = AutoConfig.for_model(kind)
+    fields = {key: value for key, value in SIZES.items() if hasattr(known, key)} | more
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
+
+
+def run(layered: LayeredModel, inputs: Any) -> torch.Tensor:
+    for layer in layered.layers:
+        inputs = layer(inputs)
+    return inputs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [*UNTIED, *TIED])
+def test_the_layers_in_a_row_give_the_models_logits(kind):
+    model = small(kind)
+    layered = cut_into_layers(model)
+    assert layered.is_tied == (kind in TIED)
+    ids = torch.randint(0, 97, (2, 40))
+    torch.testing.assert_close(run(layered, ids), model(input_ids=ids).logits)
+    packed = torch.cat([torch.arange(15), torch.arange(25)])[None].repeat(2, 1)
+    expected = model(input_ids=ids, position_ids=packed, use_cache=False).logits
+    torch.testing.assert_close(run(layered, (ids, packed)), expected)
+    torch.testing.assert_close(run(layered, ids[:, :7]), model(input_ids=ids[:, :7]).logits)
+
+
+@torch.no_grad()
+def test_a_sliding_window_shorter_than_the_sequence_slides():
+    ids = torch.randint(0, 97, (1, 40))
+    model = small("mistral", sliding_window=8)
+    logits = run(cut_into_layers(model), ids)
+    torch.testing.assert_close(logits, model(input_ids=ids).logits)
+    model.config.sliding_window = None
+    assert not torch.allclose(logits, model(input_ids=ids).logits), "the window made no difference"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_every_weight_is_written_once_under_its_own_name(kind):
+    model = small(kind)
+    layered = cut_into_layers(model)
+    bounds = [0, layered.first_block + 1, len(layered.layers)]
+    parts = [folder_part(layered, bounds, stage) for stage in (0, 1)]
+    written = [{name for layer in part.layers for name in layer.weights()} for part in parts]
+    assert not written[0] & written[1]
+    tied = {"lm_head.weight"} if kind == "gpt2" else set()
+    assert written[0] | written[1] == set(parts[0].files) == set(model.state_dict()) - tied
+    assert parts[0].elements == layered.num_parameters == model.num_parameters()
+
+
+def test_cutting_leaves_the_model_and_the_random_numbers_as_they_were():
+    model = small("llama").train()
+    before = torch.get_rng_state()
+    cut_into_layers(model)
+    assert model.training
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("opt", "nothing is known of its part embed_positions"),
+        ("cohere", "its parts one after another do not give its logits"),
+        ("gemma2", "it bounds its logits after the head"),
+        ("gemma3_text", "its blocks do not run on their own"),
+    ],
+)
+def test_what_cannot_be_cut_is_named_with_what_works(kind, why):
+    with pytest.raises(ModelError) as error:
+        cut_into_layers(small(kind))
+    assert f"a {kind} cannot be cut into pipeline stages: {why}" in str(error.value)
+    assert "use zero_optimization.stage 3 instead" in str(error.value)
+
+
+def test_a_model_of_ones_own_is_refused():
+    with pytest.raises(ModelError, match="it is no model of transformers"):
+        cut_into_layers(nn.Linear(2, 2))

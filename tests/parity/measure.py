@@ -1,0 +1,101 @@
+"""Trains one case on real ranks, and the oracle beside it: plain PyTorch, one process, fp32, no split."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from parity.splits import STEPS, Case
+from support.memory import held_bytes
+from support.tiny import resolve, token_bundle
+
+from pipeline.assemble import build_engine, build_eval_loader, build_loader
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.engine.normalize import mean_loss
+from pipeline.evaluation import evaluate
+from pipeline.objectives import build_objective
+from pipeline.schedule import multiplier
+from pipeline.training import seed_step
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run would log."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    eval_loss: float
+    samples: list[list[int]]
+    """Indices of the samples this rank took, step by step."""
+    dp_rank: int
+    tokens_per_second: float
+    bytes_per_parameter: float
+    """What this rank holds between two steps: parameters, optimizer state, buffers; 0 where not asked for."""
+
+
+def train(job: Job, recipe: dict[str, Any], split: dict[str, Any], with_memory: bool = False) -> Trained:
+    """The recipe under one split, as pipeline.training steps it. Collective."""
+    data = token_bundle()
+    before = _held(with_memory)
+    config, resolved = resolve(recipe, split, job.ranks.world_size)
+    engine = build_engine(config, resolved, job, data)
+    loader = build_loader(config, resolved.plan, data, engine)
+    objective = build_objective(config)
+    losses, norms, samples, seconds = [], [], [], 0.0
+    for step in range(STEPS):
+        seed_step(config.seed, step, engine.seed_rank)
+        rate = config.optimizer.learning_rate * multiplier(config.schedule, step, STEPS)
+        group = loader.next_group()
+        samples.append([index for batch in group for index in data.train.find(batch["input_ids"])])
+        start = time.perf_counter()
+        result = engine.train_step(group, objective, rate, False)
+        total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
+        losses.append(float(mean_loss(total, result.global_count)))
+        seconds += time.perf_counter() - start if step >= STEPS // 2 else 0.0
+        assert result.grad_norm is not None
+        norms.append(float(result.grad_norm))
+    held = _held(with_memory) - before
+    row = evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), job)
+    tokens = (STEPS - STEPS // 2) * resolved.plan.global_batch_size * data.train.tokens.shape[1]
+    return Trained(
+        losses,
+        norms,
+        row["eval/loss"],
+        samples,
+        engine.dp_rank,
+        tokens / seconds,
+        held / engine.num_parameters,
+    )
+
+
+def _held(with_memory: bool) -> int:
+    if not with_memory:  # half a second, for the table alone
+        return 0
+    gc.collect()
+    return held_bytes()
+
+
+@cache
+def _oracle(recipe: str) -> Trained:
+    return train(ALONE, json.loads(recipe), {"torch": {"parallel": "single"}})
+
+
+def oracle(case: Case) -> Trained:
+    """The curve of the case's recipe on one process in fp32, all samples in one micro-batch."""
+    tree = case.recipe
+    tree["batch"] = {"micro_batch_size": 16}
+    tree["model"] = {key: value for key, value in tree["model"].items() if key != "activation_checkpointing"}
+    return _oracle(json.dumps(tree, sort_keys=True))
+
+
+def largest_difference(a: list[float], b: list[float]) -> float:
+    """Relative, over all steps."""
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,139 @@
+"""Every split that is held against the oracle: its JSON, the ranks it runs on, the precisions."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.tiny import recipe
+
+WORLDS = (1, 2, 4)
+ALL = ("fp32", "bf16", "fp16")
+STEPS = 20
+
+# Four blocks for four pipeline stages, four heads for four sequence ranks, two of them key-value heads.
+LLAMA = {
+    "kind": "causal_lm",
+    "architecture": "llama",
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "max_sequence_length": 24,
+}
+GPT2 = {
+    "kind": "causal_lm",
+    "architecture": "gpt2",
+    "num_layers": 4,
+    "num_heads": 4,
+    "hidden_size": 32,
+    "extra": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+WIDE = LLAMA | {"hidden_size": 128, "intermediate_size": 512}  # below 1 MB a rank nothing goes to disk
+QWEN2 = LLAMA | {"architecture": "qwen2"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """One row of the table, before world size and precision."""
+
+    name: str
+    json: dict[str, Any]
+    worlds: tuple[int, ...] = WORLDS
+    precisions: tuple[str, ...] = ALL
+    model: dict[str, Any] = field(default_factory=lambda: LLAMA)
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+def recomputed(mode: str | int) -> dict[str, Any]:
+    return LLAMA | {"activation_checkpointing": mode}
+
+
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": str(Path(tempfile.gettempdir()) / "parity-nvme")}
+TENSOR_2, SEQUENCE_2 = {"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}
+TENSOR_4, SEQUENCE_4 = {"tensor_parallel": {"autotp_size": 4}}, {"sequence_parallel_size": 4}
+TWO_STAGES, FOUR_STAGES = {"pipeline": {"stages": 2}}, {"pipeline": {"stages": 4}}
+STATIC = {"fp16": {"enabled": True, "loss_scale": 256.0}}
+SUMMED = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+SPLITS = [
+    Split("one process", {"torch": {"parallel": "single"}}, (1,), ("fp32", "bf16")),
+    Split("nn.DataParallel", {"torch": {"parallel": "dp"}}, (1,), ("fp32", "bf16")),
+    Split("DistributedDataParallel", {"torch": {"parallel": "ddp"}}, (1, 2, 4), ("fp32", "bf16")),
+    *(Split(f"ZeRO {stage}", zero(stage)) for stage in (0, 1, 2, 3)),
+    Split("ZeRO 3, nothing kept whole", zero(3, stage3_param_persistence_threshold=0)),
+    Split("ZeRO 3, hpZ 2", zero(3, zero_hpz_partition_size=2), (2, 4)),
+    *(Split(f"ZeRO {stage}, optimizer on CPU", zero(stage, offload_optimizer=CPU)) for stage in (1, 2, 3)),
+    Split("ZeRO 3, all on CPU", zero(3, offload_optimizer=CPU, offload_param=CPU)),
+    Split("ZeRO 3, all on NVMe", zero(3, offload_optimizer=NVME, offload_param=NVME), (1, 2), model=WIDE),
+    *(Split(f"tensor 2, ZeRO {stage}", zero(stage) | TENSOR_2, (2, 4)) for stage in (0, 1, 2, 3)),
+    Split("tensor 4, ZeRO 1", zero(1) | TENSOR_4, (4,), model=LLAMA | {"num_key_value_heads": 4}),
+    Split("tensor 2, ZeRO 1, qwen2", zero(1) | TENSOR_2, (2,), ("fp32",), QWEN2),
+    *(Split(f"pipeline 2, ZeRO {stage}", zero(stage) | TWO_STAGES, (2, 4)) for stage in (0, 1)),
+    Split("pipeline 4, ZeRO 1", zero(1) | FOUR_STAGES, (4,)),
+    Split("pipeline 2, ZeRO 1, gpt2 (tied)", zero(1) | TWO_STAGES, (2, 4), ("fp32",), GPT2),
+    Split("pipeline 2, ZeRO 1, qwen2", zero(1) | TWO_STAGES, (2,), ("fp32",), QWEN2),
+    *(Split(f"sequence 2, ZeRO {stage}", zero(stage) | SEQUENCE_2, (2, 4)) for stage in (0, 1, 2, 3)),
+    Split("sequence 4, ZeRO 3", zero(3) | SEQUENCE_4, (4,)),
+    Split("ZeRO 2, blocks recomputed", zero(2), (2,), ("fp32",), recomputed("full")),
+    Split("ZeRO 3, blocks recomputed", zero(3), (2,), ("fp32",), recomputed("full")),
+    Split("ZeRO 3, every 2nd recomputed", zero(3), (2,), ("fp32",), recomputed(2)),
+    Split("ZeRO 3, all but products recomputed", zero(3), (2,), ("fp32",), recomputed("selective")),
+    Split("pipeline 2, blocks recomputed", zero(1) | TWO_STAGES, (2,), ("fp32",), recomputed("full")),
+    Split("tensor 2, blocks recomputed", zero(1) | TENSOR_2, (2,), ("fp32",), recomputed("full")),
+    Split("sequence 2, blocks recomputed", zero(3) | SEQUENCE_2, (2,), ("fp32",), recomputed("full")),
+    Split("ZeRO 2, static loss scale", zero(2) | STATIC, (1, 2), ("fp16",)),
+    *(
+        Split(f"ZeRO {stage}, gradients summed in fp32", zero(stage) | SUMMED, (1, 2), ("bf16",))
+        for stage in (1, 2, 3)
+    ),
+    Split("ZeRO 1, compiled", zero(1) | {"compile": {"enabled": True}}, (1,), ("fp32",)),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    split: Split
+    world_size: int
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.split.name}-{self.precision}-{self.world_size}".replace(" ", "_").replace(",", "")
+
+    @property
+    def json(self) -> dict[str, Any]:
+        tree = dict(self.split.json)
+        if self.precision == "bf16":
+            tree["bf16"] = {"enabled": True}
+        if self.precision == "fp16" and "fp16" not in tree:
+            # A scale that needs no search: skipped steps would shift the curve against the oracle's.
+            tree["fp16"] = {"enabled": True, "initial_scale_power": 8}
+        return tree
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The same 16 samples a step in two micro-batches, whatever the ranks."""
+        return recipe(
+            model=self.split.model,
+            batch={"gradient_accumulation_steps": 2, "global_batch_size": 16},
+            max_steps=STEPS,
+        )
+
+
+def cases() -> Iterator[Case]:
+    """All runs, those of one world size together: a pool of ranks serves them one after the other."""
+    for world_size in WORLDS:
+        for split in SPLITS:
+            if world_size in split.worlds:
+                for precision in split.precisions:
+                    yield Case(split, world_size, precision)

@@ -1,0 +1,134 @@
+"""What a rank really holds, against the table of the ZeRO paper (Rajbhandari et al. 2020, section 5).
+
+Mixed-precision Adam holds 2 bytes a parameter, 2 of its gradient and 12 of fp32 state (weights, two moments).
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from support.memory import held_bytes
+from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
+
+from pipeline.assemble import build_loader
+from pipeline.config.batch import plan_batch
+from pipeline.distributed.process_group import Job
+from pipeline.objectives import CausalLM
+
+# A million parameters, so that batches and buckets are small beside them.
+MODEL = {
+    "kind": "causal_lm",
+    "architecture": "llama",
+    "num_layers": 4,
+    "num_heads": 4,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "max_sequence_length": 24,
+}
+TREE = recipe(model=MODEL, batch={"micro_batch_size": 1, "gradient_accumulation_steps": 2})
+BUCKETS = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+
+# Bytes a parameter on each of N ranks.
+PAPER = {
+    0: lambda n: 2 + 2 + 12,
+    1: lambda n: 2 + 2 + 12 / n,
+    2: lambda n: 2 + (2 + 12) / n,
+    3: lambda n: (2 + 2 + 12) / n,
+}
+
+
+def zero(stage: int, precision: str):
+    return deepspeed_json(stage, precision, **BUCKETS, **(WHOLE if stage == 3 else {}))
+
+
+def most_held(job: Job, tree, deepspeed) -> float:
+    """Bytes a parameter held at the most after a micro-batch's backward, over two steps of two each."""
+    data = token_bundle()
+    gc.collect()
+    before = held_bytes()
+    engine = make_engine(job, tree, deepspeed, data)
+    config = settings(tree, deepspeed).config
+    loader = build_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
+    held = []
+    take_step = engine._step
+
+    def measure_first():
+        gc.collect()
+        held.append(held_bytes() - before)
+        take_step()
+
+    engine._step = measure_first
+    for _ in range(2):
+        engine.train_step(loader.next_group(), CausalLM(), 1e-3, False)
+    return max(held[2:]) / engine.num_parameters  # the optimizer's state exists after the first step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_holds_what_the_zero_paper_says(ranks, stage, world_size):
+    for held in ranks(world_size).run(most_held, TREE, zero(stage, "bf16")):
+        assert held == pytest.approx(PAPER[stage](world_size), rel=0.05)
+
+
+def most_held_inside(job: Job, tree, deepspeed) -> float:
+    """Bytes a parameter held at the most, looked at around the work of each block, embedding and head."""
+    data = token_bundle()
+    gc.collect()
+    before = held_bytes()
+    engine = make_engine(job, tree, deepspeed, data)
+    config = settings(tree, deepspeed).config
+    loader = build_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
+    held = [0]
+
+    def look(*_):
+        held[0] = max(held[0], held_bytes() - before)
+
+    model = engine.module.model
+    for module in [*model.layers, model.embed_tokens, engine.module.lm_head]:
+        module.register_forward_hook(look)
+        module.register_full_backward_hook(look)
+    engine.train_step(loader.next_group(), CausalLM(), 1e-3, False)
+    return held[0] / engine.num_parameters
+
+
+@pytest.mark.slow
+def test_zero3_trains_a_model_whose_state_no_rank_ever_holds(ranks):
+    """On four ranks no one holds even half of the 16 bytes a parameter, gathered layers and all."""
+    for held in ranks(4).run(most_held_inside, TREE, zero(3, "bf16")):
+        assert held < 0.5 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_halves_parameters_and_gradients(ranks, precision):
+    """The HalfTensor saving: 2 + 2 bytes of 4 + 4; what Adam needs stays in fp32."""
+    full, half = (ranks(1).run(shares, TREE, zero(2, name))[0] for name in ("fp32", precision))
+    assert half["parameters"] == full["parameters"] / 2
+    assert half["activations"] < 0.62 * full["activations"]
+
+
+def shares(job: Job, tree, deepspeed) -> dict[str, float]:
+    """Bytes of the model's parameters, and of what a forward keeps for backward."""
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed, data)
+    batch = {key: value[None].repeat(8, 1) for key, value in data.train[0].items()}
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = CausalLM()(engine.module.train(), batch)
+    assert loss.loss_sum.requires_grad
+    return {
+        "parameters": sum(p.numel() * p.element_size() for p in engine.module.parameters()),
+        "activations": sum(kept.values()),
+    }
