@@ -1,5 +1,6 @@
 # make train   set everything up and train the default model; a second call skips what is done
 # make test    set everything up and run every test
+# make parity every split x precision x number of ranks against one process
 # make check   ruff, mypy --strict and the quick tests, in under two minutes
 # make bench   this project against its peers on this machine
 
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 # The venv's bin first: DeepSpeed's launcher starts "python3" and finds ninja through PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: train test lint check bench setup setup-dev clean
+.PHONY: train test parity lint check bench setup setup-dev clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -30,7 +31,10 @@ train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json
 
 test: setup-dev
-	python -m pytest
+	python -m pytest -m 'not matrix'
+
+parity: setup-dev
+	python -m pytest tests/parity
 
 lint: setup-dev
 	ruff check .
@@ -38,7 +42,7 @@ lint: setup-dev
 	mypy
 
 check: lint
-	python -m pytest -m 'not slow and not gpu'
+	python -m pytest -m 'not slow and not gpu and not matrix'
 
 bench: setup
 	python benchmarks/throughput.py

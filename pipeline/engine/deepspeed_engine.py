@@ -26,6 +26,7 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_files import SafeCheckpointEngine
 from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
+from pipeline.engine.loss_scale import go_on_at_the_minimum, loss_scale_left_to_us
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.nvme import keep_misaligned_gradients
 from pipeline.engine.optimizer import build_optimizer
@@ -33,7 +34,8 @@ from pipeline.engine.parallel_state import parallel_state
 from pipeline.engine.sequence_parallel import SequenceParallel, average_over_all_ranks
 from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section
 from pipeline.engine.torch_engine import clip_and_guard
-from pipeline.errors import CheckpointError, ConfigError, NonFiniteLossError
+from pipeline.engine.unused import GradientWatch, warn_of_unused
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.objectives import Batch, LossSum, Objective
 from pipeline.optim import parameter_groups
 
@@ -109,6 +111,8 @@ class DeepSpeedEngine:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         if self._sequence is not None:
             average_over_all_ranks(self._engine)
+        # DeepSpeed trains on in silence where a parameter takes no part.
+        self._watch: GradientWatch | None = GradientWatch(self.module.named_parameters())
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: ModuleType | None) -> None:
         # At stage 0 in half precision DeepSpeed allocates Adam's state by a step with zero gradients, which
@@ -119,6 +123,7 @@ class DeepSpeedEngine:
         )
         del self._optimizer.found_inf  # type: ignore[attr-defined]
         self._engine.checkpoint_engine = SafeCheckpointEngine()
+        go_on_at_the_minimum(self._zero_optimizer)
         keep_misaligned_gradients(self._zero_optimizer)
 
     @property
@@ -144,7 +149,7 @@ class DeepSpeedEngine:
         )
         averaged_over = self.dp_world_size * self._split.sequence_parallel
         scale = backward_scale(totals[0], averaged_over).float()
-        own_loss_scale = self._own_loss_scale()
+        own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
         for group in self._zero_optimizer.param_groups:
             group["lr"] = learning_rate
         skipped_before = engine.skipped_steps
@@ -152,8 +157,11 @@ class DeepSpeedEngine:
         for cpu_batch in micro_batches:
             loss = objective(engine, self._part_on_device(cpu_batch))
             engine.backward(loss.loss_sum * (scale * own_loss_scale), scale_wrt_gas=False)
-            self._step()
+            engine.step()
             loss_sum += loss.loss_sum.detach()
+        if self._watch is not None:
+            warn_of_unused(self._watch.unused())
+            self._watch = None
         skipped = torch.tensor(float(engine.skipped_steps - skipped_before))
         grad_norm: Tensor | float | None
         if not self._own_guard:
@@ -173,29 +181,6 @@ class DeepSpeedEngine:
             self._sequence.use()
             batch = self._sequence.part(batch)
         return to_device(batch, self.device, self._float_dtype)
-
-    def _own_loss_scale(self) -> float:
-        """The fp16 loss scale where DeepSpeed leaves it to the caller, else 1.
-
-        At stage 0 engine.backward (0.19.6 to 0.19.8) does not scale the loss, yet step divides the gradients
-        by the scale: they would vanish beside AdamW's eps. tests/engine holds both halves of this.
-        """
-        optimizer = self._engine.optimizer
-        scaled_by_deepspeed = isinstance(optimizer, deepspeed.runtime.base_optimizer.ZeROOptimizer)
-        return 1.0 if self.precision != "fp16" or scaled_by_deepspeed else float(optimizer.loss_scale)
-
-    def _step(self) -> None:
-        try:
-            self._engine.step()
-        except Exception as error:
-            # DeepSpeed raises a bare Exception when the fp16 loss scale cannot fall further.
-            if "loss scale already at minimum" not in str(error):
-                raise
-            raise NonFiniteLossError(
-                "the fp16 loss scale fell to its minimum and gradients still overflow; use bf16, lower "
-                "optimizer.learning_rate, or raise schedule.warmup_steps. The parameters are those of the "
-                "last good step"
-            ) from None
 
     def _clip_and_guard(self, *_: Any) -> None:
         if self._split.tensor_parallel > 1:

@@ -24,9 +24,10 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_engine import DTYPES, check_configuration
 from pipeline.engine.deepspeed_files import SafeCheckpointEngine
 from pipeline.engine.interface import StepResult, count_and_vote, to_device
+from pipeline.engine.loss_scale import go_on_at_the_minimum, loss_scale_left_to_us
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.stages import Stages, cut_points, read_bounds, write_bounds
-from pipeline.errors import CheckpointError, DataError, NonFiniteLossError
+from pipeline.errors import CheckpointError, DataError
 from pipeline.models.model_folder import folder_part
 from pipeline.models.staging import LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
@@ -103,6 +104,7 @@ class PipelineEngine:
         if self._own_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         self._engine.checkpoint_engine = SafeCheckpointEngine()
+        go_on_at_the_minimum(self._zero_optimizer)
         self._shapes: Any = None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
@@ -127,36 +129,20 @@ class PipelineEngine:
         )
         # PipelineEngine divides by the accumulation steps and cannot be told not to.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
-        own_loss_scale = self._own_loss_scale()
+        own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
         self._last.begin(objective, scale * own_loss_scale)
         for group in self._zero_optimizer.param_groups:
             group["lr"] = learning_rate
         skipped_before = engine.skipped_steps
         self._norm = torch.full((), torch.inf, device=self.device)
         self._expect_shapes(micro_batches)
-        try:
-            engine.train_batch(self._on_device(micro_batches))
-        except Exception as error:
-            # DeepSpeed raises a bare Exception when the fp16 loss scale cannot fall further.
-            if "loss scale already at minimum" not in str(error):
-                raise
-            raise NonFiniteLossError(
-                "the fp16 loss scale fell to its minimum and gradients still overflow; use bf16, lower "
-                "optimizer.learning_rate, or raise schedule.warmup_steps. The parameters are those of the "
-                "last good step"
-            ) from None
+        engine.train_batch(self._on_device(micro_batches))
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
         skipped = torch.tensor(float(engine.skipped_steps - skipped_before))
         if self._own_norm and self.precision == "fp32":
             skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         return StepResult(self._last.total(self.device), totals[0], norm, skipped, totals[1], scale_now)
-
-    def _own_loss_scale(self) -> float:
-        """The fp16 loss scale at ZeRO 0, where DeepSpeed divides by it but never multiplied."""
-        if self.precision != "fp16" or not self._own_norm:
-            return 1.0
-        return float(self._engine.optimizer.loss_scale)
 
     def _on_device(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
         """What PipelineEngine takes: the first stage's inputs, and for the last stage the whole batch."""

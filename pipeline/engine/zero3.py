@@ -38,6 +38,8 @@ class Zero3Sharding:
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype):
         self.zero3_config: dict[str, Any] | None = config
+        # hpZ's groups of an engine before this one: zero.Init makes its own, and refuses to twice.
+        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         self._dtype = dtype
 
     def construct(self) -> AbstractContextManager[Any]:

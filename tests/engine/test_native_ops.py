@@ -15,6 +15,8 @@ from support.tiny import deepspeed_json
 
 from pipeline.distributed.process_group import Job
 
+pytestmark = pytest.mark.slow
+
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
@@ -104,7 +106,6 @@ def test_a_lock_is_left_alone_while_a_compiler_works_there(ranks, tmp_path):
     assert "building DeepSpeed's CPU Adam: one or two minutes, once per machine" in said
 
 
-@pytest.mark.slow
 def test_a_run_trains_on_after_a_killed_build(tmp_path):
     """In the directory that this machine's runs build into: without the fix this hangs for ever."""
     from torch.utils.cpp_extension import _get_build_directory
@@ -120,7 +121,6 @@ def test_a_run_trains_on_after_a_killed_build(tmp_path):
     assert "ninja" not in result.stdout + result.stderr
 
 
-@pytest.mark.slow
 def test_without_libaio_the_run_ends_with_what_to_install(tmp_path):
     """A C compiler for which libaio does not exist: DeepSpeed's own check links with it."""
     compiler = tmp_path / "cc"

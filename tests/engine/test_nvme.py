@@ -17,6 +17,8 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.engine.nvme import SwapFolder
 from pipeline.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
 

@@ -19,6 +19,8 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.engine.normalize import mean_loss
 from pipeline.objectives import build_objective
 
+pytestmark = pytest.mark.slow
+
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 SPLITS = {"ddp": None, **{f"ZeRO {stage}": deepspeed_json(stage) for stage in (0, 1, 2, 3)}}
 # Samples of each micro-batch of a step, by rank: some are short, and the ranks' last ones differ.

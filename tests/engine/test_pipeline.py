@@ -8,20 +8,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny import CPU, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
+from support.tiny import BANDS, CPU, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
+from test_step import at_the_minimum
 
 from pipeline.assemble import build_eval_loader, build_loader
 from pipeline.config.batch import plan_batch
 from pipeline.config.deepspeed_json import load_deepspeed_json
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import CheckpointError, ConfigError, ModelError, NonFiniteLossError
+from pipeline.errors import CheckpointError, ConfigError, ModelError
 from pipeline.evaluation import evaluate
 from pipeline.objectives import CausalLM, LossSum, build_objective
+
+pytestmark = pytest.mark.slow
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -30,8 +32,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"architecture": "gpt2", "extra": NO_DROPOUT},  # tied embeddings, learned positions
     "qwen2": {"architecture": "qwen2", "num_key_value_heads": 2},
 }
-# Relative difference allowed per step, in loss and in gradient norm.
-BANDS = {"fp32": (1e-5, 1e-5), "bf16": (1e-3, 2e-2), "fp16": (1e-3, 1e-2)}
 STEPS = 12
 
 
@@ -43,17 +43,6 @@ def recipe_for(model: str, micro_batch_size: int = 2, num_layers: int = 2, **ext
 
 def staged(stage: int, precision: str = "fp32", stages: int = 2, **pipeline: Any) -> dict[str, Any]:
     return deepspeed_json(stage, precision) | {"pipeline": {"stages": stages, **pipeline}}
-
-
-def alone_again() -> None:
-    """DeepSpeed keeps the last engine's groups in a module; the pool's next test has its own."""
-    deepspeed.utils.groups.mpu = None
-
-
-def curve_in_stages(job: Job, tree: dict[str, Any], deepspeed_tree: dict[str, Any], steps: int = STEPS):
-    curve = train_curve(job, tree, deepspeed_tree, steps)
-    alone_again()
-    return curve
 
 
 @cache
@@ -70,42 +59,29 @@ def assert_parity(curves, expected, precision: str) -> None:
         assert worst < band, ("loss", "gradient norm")[column]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (0, "fp16"), (1, "fp16")])
+@pytest.mark.parametrize("model", ["gpt2"])
 def test_two_stages_give_the_oracles_curve(ranks, model, stage, precision):
     """Four micro-batches a step, uneven masks, clipping on; gpt2 has a weight on both stages."""
-    curves = ranks(2).run(curve_in_stages, recipe_for(model), staged(stage, precision))
+    curves = ranks(2).run(train_curve, recipe_for(model), staged(stage, precision))
     assert_parity(curves, oracle(model), precision)
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 4])
 def test_accumulation_does_not_change_the_curve(ranks, micro_batch_size):
-    curves = ranks(2).run(curve_in_stages, recipe_for("gpt2", micro_batch_size), staged(0))
+    curves = ranks(2).run(train_curve, recipe_for("gpt2", micro_batch_size), staged(0))
     assert_parity(curves, oracle("gpt2"), "fp32")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (0, "bf16"), (0, "fp16"), (1, "fp16")]
-)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_stages_beside_data_parallel_ranks(ranks, model, stage, precision, stages):
-    curves = ranks(4).run(curve_in_stages, recipe_for(model, 2, 4), staged(stage, precision, stages))
-    assert_parity(curves, oracle(model, 4), precision)
 
 
 @pytest.mark.parametrize("checkpointing", ["full", 2])
 def test_activation_checkpointing_does_not_change_the_curve(ranks, checkpointing):
     tree = recipe_for("llama", activation_checkpointing=checkpointing)
-    assert_parity(ranks(2).run(curve_in_stages, tree, staged(1)), oracle("llama"), "fp32")
+    assert_parity(ranks(2).run(train_curve, tree, staged(1)), oracle("llama"), "fp32")
 
 
 def cut(job: Job, tree: dict[str, Any], deepspeed_tree: dict[str, Any]):
     """The layers each stage begins with, and the parameters of stage and model."""
     engine = make_engine(job, tree, deepspeed_tree, token_bundle())
-    alone_again()
     held = sum(p.numel() for p in engine.module.parameters())
     return list(engine.module.parts), held, engine.num_parameters
 
@@ -157,7 +133,6 @@ def good_bad_good(job: Job, tree, deepspeed_tree, factor: float):
     after = parameters()
     objective.factor = 1.0
     good = step()
-    alone_again()
     return (
         all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
         skipped,
@@ -189,7 +164,6 @@ def bad_first_stage(job: Job, tree, deepspeed_tree):
     result = engine.train_step([batch], CausalLM(), 1e-2, False)
     if handle is not None:
         handle.remove()
-    alone_again()
     same = all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
     return same, float(result.skipped)
 
@@ -203,28 +177,12 @@ def test_stages_skip_together(ranks, stage, precision):
     assert answers == [(True, 1.0), (True, 1.0)]
 
 
-def fall_to_the_minimum(job: Job, tree, deepspeed_tree) -> str:
-    data = token_bundle()
-    engine = make_engine(job, tree, deepspeed_tree, data)
-    objective = Poisoned()
-    objective.factor = math.inf
-    batch = {key: value[None].repeat(2, 1) for key, value in data.train[0].items()}
-    try:
-        for _ in range(8):
-            engine.train_step([batch], objective, 1e-3, False)
-    except NonFiniteLossError as error:
-        return str(error)
-    finally:
-        alone_again()
-    return "nothing raised"
-
-
-def test_the_minimum_loss_scale_is_an_error_that_says_what_to_change(ranks):
+def test_at_the_minimum_loss_scale_steps_are_skipped_and_the_run_goes_on(ranks):
     tree = recipe_for("llama")
     tree["batch"] = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
     scale = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
-    for answer in ranks(2).run(fall_to_the_minimum, tree, staged(1) | {"fp16": scale}):
-        assert "fell to its minimum" in answer
+    for answer in ranks(2).run(at_the_minimum, tree, staged(1) | {"fp16": scale}):
+        assert answer == (8.0, 1.0, True, 0.0)
 
 
 def train_and_save(job: Job, tree, deepspeed_tree, folder: Path | None, resume: Path | None, steps: range):
@@ -248,7 +206,6 @@ def train_and_save(job: Job, tree, deepspeed_tree, folder: Path | None, resume: 
     if folder is not None:
         engine.save(folder)
         job.barrier()
-    alone_again()
     return losses, row
 
 
@@ -294,7 +251,6 @@ def test_a_checkpoint_decides_where_the_model_is_cut(ranks, tmp_path):
 
 def load_elsewhere(job: Job, tree, deepspeed_tree, folder: Path) -> str:
     engine = make_engine(job, tree, deepspeed_tree, token_bundle())
-    alone_again()
     try:
         engine.load(folder)
     except CheckpointError as error:
@@ -321,7 +277,6 @@ def uneven(job: Job, tree, deepspeed_tree):
     tree = tree | {"batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 2}}
     data = token_bundle()
     engine = make_engine(job, tree, deepspeed_tree, data)
-    alone_again()
     answers = []
     for lengths, has_positions in [((24, 24), False), ((24, 11), False), ((9, 9), True), ((24, 24), False)]:
         micro_batches = []
@@ -352,8 +307,6 @@ def refusal(job: Job, tree, deepspeed_tree) -> str:
         make_engine(job, tree, deepspeed_tree, token_bundle())
     except ModelError as error:
         return str(error)
-    finally:
-        alone_again()
     return "nothing raised"
 
 

@@ -22,15 +22,11 @@ from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 from pipeline.objectives import CausalLM
 
+pytestmark = pytest.mark.slow
+
 
 def divided_json(stage: int, precision: str = "fp32", degree: int = 2, **zero):
     return deepspeed_json(stage, precision, **zero) | {"sequence_parallel_size": degree}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_divided_sequences_give_the_oracles_curve(ranks, stage, precision):
-    hold_to_the_oracle(ranks(2), divided_json(stage, precision), precision=precision)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "qwen2-grouped", "llama-checkpointed"])
@@ -40,18 +36,6 @@ def test_other_models_give_their_oracles_curve(ranks, model):
 
 def test_zero3_averages_the_same_without_reduce_scatter(ranks):
     hold_to_the_oracle(ranks(2), divided_json(3, reduce_scatter=False), steps=3)
-
-
-def test_twenty_steps_stay_on_the_oracles_curve(ranks):
-    hold_to_the_oracle(ranks(2), divided_json(1), steps=20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp16"), (2, "fp32"), (3, "fp32")])
-@pytest.mark.parametrize(("model", "degree"), [("llama", 2), ("qwen2-grouped", 4)])
-def test_four_ranks(ranks, stage, precision, model, degree):
-    """2 sequence x 2 data-parallel ranks; and 4 with two key-value heads, which are then repeated."""
-    hold_to_the_oracle(ranks(4), divided_json(stage, precision, degree), model, precision, steps=4)
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])

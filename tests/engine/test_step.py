@@ -9,10 +9,12 @@ from typing import ClassVar
 import pytest
 import torch
 from support.tiny import (
+    BANDS,
     VOCABULARY,
     deepspeed_json,
     make_engine,
     recipe,
+    resolve,
     settings,
     token_bundle,
     train_curve,
@@ -24,9 +26,8 @@ from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine
-from pipeline.errors import NonFiniteLossError
 from pipeline.evaluation import evaluate
-from pipeline.objectives import CausalLM, LossSum, build_objective
+from pipeline.objectives import CausalLM, Custom, LossSum, build_objective
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STAGES = [None, 0, 1, 2, 3]  # None: plain PyTorch
@@ -79,6 +80,18 @@ def test_one_rank_equals_two(ranks, stage):
 def test_the_first_loss_is_that_of_guessing(ranks):
     (loss, _), *_ = train_curve(ALONE, recipe(), None, 1)
     assert loss == pytest.approx(math.log(VOCABULARY), rel=0.02)
+
+
+def test_the_fp16_loss_scale_does_not_show_in_the_curve(ranks):
+    """At every stage, up to a scale far above AdamW's eps (DeepSpeed's own default is 2**16)."""
+    expected = train_curve(ALONE, recipe(batch={"micro_batch_size": 8}), None)
+    for stage in (0, 1, 2, 3):
+        deepspeed = deepspeed_json(stage)
+        deepspeed["fp16"] = {"enabled": True, "initial_scale_power": 14}
+        curve = ranks(1).run(train_curve, recipe(), deepspeed)[0]
+        for got, wanted in zip(curve, expected, strict=True):
+            for column, band in enumerate(BANDS["fp16"]):
+                assert got[column] == pytest.approx(wanted[column], rel=band)
 
 
 class Poisoned(CausalLM):
@@ -236,27 +249,72 @@ def test_zero3_never_holds_all_of_a_plain_module_while_it_is_made(ranks):
     assert max(ranks(2).run(whole_while_built, json)) == 0, "a finished layer was not sharded at once"
 
 
-def fall_to_the_minimum(job: Job, tree, deepspeed) -> str:
-    """What is raised once the loss scale cannot fall further; the parameters stay finite."""
+def at_the_minimum(job: Job, tree, deepspeed):
+    """Steps skipped of eight bad ones, the scale then, are all parameters finite, is a good step skipped?"""
     data = token_bundle()
     engine = make_engine(job, tree, deepspeed, data)
     objective = Poisoned()
     objective.factor = math.inf
     batch = {key: value[None].repeat(2, 1) for key, value in data.train[0].items()}
-    try:
-        for _ in range(8):
-            engine.train_step([batch], objective, 1e-3, False)
-    except NonFiniteLossError as error:
-        assert all(bool(torch.isfinite(p).all()) for p in parameters(engine))
-        return str(error)
-    return "nothing raised"
+    bad = [engine.train_step([batch], objective, 1e-3, False) for _ in range(8)]
+    finite = all(bool(torch.isfinite(p).all()) for p in parameters(engine))
+    good = engine.train_step([batch], CausalLM(), 1e-3, False)
+    return sum(float(each.skipped) for each in bad), bad[-1].loss_scale, finite, float(good.skipped)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_minimum_loss_scale_is_an_error_that_says_what_to_change(ranks, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_at_the_minimum_loss_scale_steps_are_skipped_and_the_run_goes_on(ranks, stage):
+    """The meters warn, and end a run of nothing else; DeepSpeed would raise a bare exception."""
     deepspeed = deepspeed_json(stage)
     deepspeed["fp16"] = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
     tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
-    answer = ranks(1).run(fall_to_the_minimum, tree, deepspeed)[0]
-    assert "fell to its minimum" in answer
-    assert "use bf16" in answer
+    assert ranks(1).run(at_the_minimum, tree, deepspeed)[0] == (8.0, 1.0, True, 0.0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_static_loss_scale_stays_and_overflows_are_skipped(ranks, stage):
+    deepspeed = deepspeed_json(stage) | {"fp16": {"enabled": True, "loss_scale": 64.0}}
+    tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
+    assert ranks(1).run(at_the_minimum, tree, deepspeed)[0] == (8.0, 64.0, True, 0.0)
+
+
+class PartlyUsed(nn.Module):
+    """Its second layer takes no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def warnings_of(job: Job, deepspeed):
+    """What two steps of a partly used model say."""
+    import logging
+
+    from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("pipeline.engine").addHandler(handler)
+    tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
+    config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
+    engine = DeepSpeedEngine(PartlyUsed(), config.optimizer, resolved.deepspeed, resolved.split, job)
+    batch = {"inputs": torch.ones(2, 4), "targets": torch.ones(2, 1)}
+    for _ in range(2):
+        engine.train_step([batch], Custom(squared), 1e-3, False)
+    logging.getLogger("pipeline.engine").removeHandler(handler)
+    return [line for line in lines if "took no part" in line]
+
+
+def squared(outputs, batch):
+    return (outputs - batch["targets"]).square().sum()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_that_take_no_part_are_named_once(ranks, stage):
+    (line,) = ranks(1).run(warnings_of, deepspeed_json(stage))[0]
+    assert "idle.weight, idle.bias" in line
+    assert "used.weight" not in line

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
-from test_parity import BANDS
+from support.tiny import BANDS, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from test_step import Poisoned, evaluated, parameters
 
 from pipeline.assemble import build_loader
@@ -21,6 +20,8 @@ from pipeline.engine.interface import Engine
 from pipeline.errors import ModelError
 from pipeline.objectives import CausalLM
 from pipeline.training import seed_step
+
+pytestmark = pytest.mark.slow
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 MODELS = {
@@ -59,19 +60,9 @@ def cut_json(stage: int, precision: str = "fp32", degree: int = 2):
     return deepspeed_json(stage, precision) | {"tensor_parallel": {"autotp_size": degree}}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_cut_matrices_give_the_oracles_curve(ranks, stage, precision):
-    hold_to_the_oracle(ranks(2), cut_json(stage, precision), precision=precision)
-
-
 @pytest.mark.parametrize("model", ["llama-tied", "llama-checkpointed", "qwen2-grouped"])
 def test_other_models_give_their_oracles_curve(ranks, model):
     hold_to_the_oracle(ranks(2), cut_json(1), model, steps=4)
-
-
-def test_twenty_steps_stay_on_the_oracles_curve(ranks):
-    hold_to_the_oracle(ranks(2), cut_json(0), steps=20)
 
 
 COLUMNS = r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$"
@@ -94,12 +85,6 @@ def test_other_ways_to_cut_give_the_oracles_curve(ranks, key):
     json = cut_json(1)
     json["tensor_parallel"][key] = SECTIONS[key]
     hold_to_the_oracle(ranks(2), json, steps=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "fp16"), (1, "fp32"), (2, "bf16")])
-def test_two_tensor_by_two_data_parallel_ranks(ranks, stage, precision):
-    hold_to_the_oracle(ranks(4), cut_json(stage, precision), precision=precision)
 
 
 def batch_of(engine: Engine, sample: int):

@@ -29,6 +29,8 @@ from pipeline.errors import ModelError
 from pipeline.evaluation import evaluate
 from pipeline.objectives import Classification, LossSum, build_objective
 
+pytestmark = pytest.mark.slow
+
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STEPS = 20
 
@@ -338,7 +340,6 @@ def run(arguments, folder, **extra):
     return done.returncode, text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_train_with_ddp_and_end_well(tmp_path, launcher):
     small = [*RECIPE, "max_epochs=2", "optimizer.learning_rate=1e-2", "schedule.warmup_steps=0"]
@@ -368,7 +369,6 @@ def by_rank():
     return model
 
 
-@pytest.mark.slow
 def test_a_parameter_that_one_rank_leaves_out_is_told_and_ends_the_job(tmp_path):
     own = ["model={kind: 'test_torch_engine:by_rank'}", "objective={kind: classification}", "max_epochs=1"]
     path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("", "engine"))

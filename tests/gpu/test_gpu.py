@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from parity.measure import largest_difference, oracle, train
+from parity.splits import cases
 from support.ranks import RankPool
-from support.tiny import deepspeed_json, recipe, train_curve
 
-from pipeline.distributed.process_group import Job, describe_device
-from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.process_group import describe_device
 from pipeline.distributed.stopping import StopAgreement
 from pipeline.peak_flops import peak_flops
 
@@ -26,31 +26,12 @@ def gpu():
         yield pool
 
 
-@pytest.fixture(scope="module")
-def oracle():
-    return train_curve(Job(Ranks(0, 0, 1, 1), torch.device("cpu")), recipe(), None)
-
-
-def differences(curve, oracle):
-    return [max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(curve, oracle, strict=True)) for i in (0, 1)]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_and_precision_gives_the_cpus_curve(gpu, oracle, stage, precision):
-    curve = gpu.run(train_curve, recipe(), deepspeed_json(stage, precision))[0]
-    loss, norm = differences(curve, oracle)
-    assert loss < BANDS[precision][0]
-    assert norm < BANDS[precision][1]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_plain_pytorch_gives_the_cpus_curve(oracle, precision):
-    job = Job(Ranks(0, 0, 1, 1), torch.device("cuda", 0))
-    curve = train_curve(job, recipe(engine={"precision": precision}), None)
-    loss, norm = differences(curve, oracle)
-    assert loss < BANDS[precision][0]
-    assert norm < BANDS[precision][1]
+@pytest.mark.parametrize("case", [case for case in cases() if case.world_size == 1], ids=str)
+def test_every_split_of_one_gpu_gives_the_cpus_curve(gpu, case):
+    """Plain, every ZeRO stage, offloaded, recomputed, compiled, in each precision."""
+    got, expected = gpu.run(train, case.recipe, case.json)[0], oracle(case)
+    assert largest_difference(got.losses, expected.losses) < BANDS[case.precision][0]
+    assert largest_difference(got.grad_norms, expected.grad_norms) < BANDS[case.precision][1]
 
 
 def test_a_stop_is_believed_two_steps_later_on_every_rank():

@@ -17,6 +17,8 @@ from pipeline.engine.normalize import mean_loss
 from pipeline.models.batch_norm import CPUSyncBatchNorm, num_batch_norms, synchronise_batch_norm
 from pipeline.objectives import Classification
 
+pytestmark = pytest.mark.slow
+
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 CPU = torch.device("cpu")
 

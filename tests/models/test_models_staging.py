@@ -13,6 +13,8 @@ from pipeline.errors import ModelError
 from pipeline.models.model_folder import folder_part
 from pipeline.models.staging import LayeredModel, cut_into_layers
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,

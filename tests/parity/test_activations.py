@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from parity.activations import MODES, kept_bytes
 from support.launch import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def test_each_mode_keeps_less_than_the_one_before():

@@ -53,14 +53,14 @@ def most_held(job: Job, tree, deepspeed) -> float:
     config = settings(tree, deepspeed).config
     loader = build_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
     held = []
-    take_step = engine._step
+    take_step = engine._engine.step
 
     def measure_first():
         gc.collect()
         held.append(held_bytes() - before)
         take_step()
 
-    engine._step = measure_first
+    engine._engine.step = measure_first
     for _ in range(2):
         engine.train_step(loader.next_group(), CausalLM(), 1e-3, False)
     return max(held[2:]) / engine.num_parameters  # the optimizer's state exists after the first step
