@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from pipeline.config.loading import did_you_mean
@@ -61,6 +62,9 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
 def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     hf_config = _new_config(config, request)
     _check_fit(hf_config, config, request)
+    # The architecture's module comes in here: zero.Init would take the __init__ of classes that are made
+    # inside it for their own, and lose what decorators (of experts) add to it.
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
         # Weights are drawn below, module by module: the same ones whatever the split.
         with request.sharding.construct(), no_init_weights():

@@ -15,6 +15,8 @@ from pipeline.errors import ConfigError
 pytestmark = pytest.mark.slow
 
 STEPS = 20
+# A router amplifies rounding: at the rate of the other tests a token or two would change its expert.
+MOE = {"optimizer": {"learning_rate": 3e-4, "max_grad_norm": 0.5}}
 TINY = recipe()["model"]
 MIXTRAL = TINY | {
     "architecture": "mixtral",
@@ -43,13 +45,13 @@ ALL_KEPT = dict.fromkeys(KNOBS, 10**10)
 def oracle(architecture: str) -> list[tuple[float, float]]:
     model = {"llama": TINY, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE}[architecture]
     job = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-    return train_curve(job, recipe(model=model, batch={"micro_batch_size": 8}), None, STEPS)
+    more = {} if architecture == "llama" else MOE
+    return train_curve(job, recipe(model=model, batch={"micro_batch_size": 8}, **more), None, STEPS)
 
 
 def hold_to_oracle(curves, precision: str, architecture: str = "llama") -> None:
     assert all(curve == curves[0] for curve in curves)
-    bands = BANDS[precision] if architecture == "llama" else (1e-5, 1e-3)  # a router amplifies rounding
-    for column, band in enumerate(bands):
+    for column, band in enumerate(BANDS[precision]):
         pairs = zip(curves[0], oracle(architecture), strict=True)
         assert max(abs(a[column] / b[column] - 1) for a, b in pairs) < band
 
@@ -63,7 +65,7 @@ def test_what_is_kept_and_fetched_ahead_changes_no_number(ranks, zero):
 @pytest.mark.parametrize("zero", [{}, NOTHING_KEPT], ids=["default", "nothing kept"])
 def test_ranks_that_route_to_different_experts_train_on(ranks, model, zero):
     """One expert a token of eight: the ranks' short batches never meet the same set."""
-    tree = recipe(model=model, batch={"micro_batch_size": 1, "global_batch_size": 8})
+    tree = recipe(model=model, batch={"micro_batch_size": 1, "global_batch_size": 8}, **MOE)
     curves = ranks(2).run(train_curve, tree, deepspeed_json(3, **zero), STEPS)
     hold_to_oracle(curves, "fp32", model["architecture"])
 
@@ -71,7 +73,7 @@ def test_ranks_that_route_to_different_experts_train_on(ranks, model, zero):
 def test_experts_need_no_leaf_modules(ranks):
     """transformers 5 keeps a layer's experts in one tensor, so every rank gathers the same."""
     json = deepspeed_json(3, leaf_module={"classes": []}, **NOTHING_KEPT)
-    curves = ranks(2).run(train_curve, recipe(model=MIXTRAL), json, STEPS)
+    curves = ranks(2).run(train_curve, recipe(model=MIXTRAL, **MOE), json, STEPS)
     hold_to_oracle(curves, "fp32", "mixtral")
 
 
