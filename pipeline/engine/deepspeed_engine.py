@@ -39,6 +39,8 @@ from pipeline.errors import CheckpointError, ConfigError
 from pipeline.objectives import Batch, LossSum, Objective
 from pipeline.optim import parameter_groups
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -124,6 +126,12 @@ class DeepSpeedEngine:
         del self._optimizer.found_inf  # type: ignore[attr-defined]
         self._engine.checkpoint_engine = SafeCheckpointEngine()
         go_on_at_the_minimum(self._zero_optimizer)
+        self._swaps_optimizer = bool(getattr(self._zero_optimizer, "swap_optimizer", False))
+        if self._swaps_optimizer:
+            log.warning(
+                "with the optimizer on NVMe a run cannot go on from its checkpoints; with "
+                "offload_optimizer.device cpu it can"
+            )
         keep_misaligned_gradients(self._zero_optimizer)
 
     @property
@@ -209,8 +217,13 @@ class DeepSpeedEngine:
         """See Engine.load. Collective.
 
         Raises:
-            CheckpointError: saved by another engine or on another number of ranks.
+            CheckpointError: saved by another engine or on another number of ranks; the optimizer is on NVMe.
         """
+        if self._swaps_optimizer:
+            raise CheckpointError(
+                f"{folder}: DeepSpeed does not bring back all of an optimizer that lies on NVMe; start a new "
+                "run (checkpoint.resume=never), or one with offload_optimizer.device cpu"
+            )
         if not (folder / "deepspeed").is_dir():
             raise CheckpointError(f"{folder} was saved by plain PyTorch; resume it without --deepspeed")
         path, _ = self._engine.load_checkpoint(str(folder), tag="deepspeed")

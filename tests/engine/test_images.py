@@ -38,10 +38,16 @@ def image_curve(job: Job, deepspeed):
         images = [data.train[i] for i in mine]
         pairs = [data.collate(images[i : i + 2]) for i in range(0, len(images), 2)]
         result = engine.train_step(pairs, objective, 1e-2, False)
-        total = job.all_reduce_sum(result.loss_sum.to(torch.float64)) if deepspeed else result.loss_sum
+        total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
         losses.append(float(mean_loss(total, result.global_count)))
     held_out = engine.eval_step(data.collate([data.eval[i] for i in range(16)]), objective)
     return [*losses, float(mean_loss(held_out.loss_sum, held_out.count))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ddp_gives_the_oracles_curve(ranks, world_size):
+    curve = ranks(world_size).run(image_curve, {"torch": {"parallel": "ddp"}})[0]
+    assert curve == pytest.approx(image_curve(ALONE, None), rel=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity.measure import largest_difference, oracle, train
+from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import cases
 from support.ranks import RankPool
 
@@ -29,6 +29,8 @@ def gpu():
 @pytest.mark.parametrize("case", [case for case in cases() if case.world_size == 1], ids=str)
 def test_every_split_of_one_gpu_gives_the_cpus_curve(gpu, case):
     """Plain, every ZeRO stage, offloaded, recomputed, compiled, in each precision."""
+    if why := missing(case):
+        pytest.skip(why)
     got, expected = gpu.run(train, case.recipe, case.json)[0], oracle(case)
     assert largest_difference(got.losses, expected.losses) < BANDS[case.precision][0]
     assert largest_difference(got.grad_norms, expected.grad_norms) < BANDS[case.precision][1]

@@ -84,6 +84,20 @@ def _held(with_memory: bool) -> int:
 
 
 @cache
+def has_async_io() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+def missing(case: Case) -> str | None:
+    """What this machine lacks for the case."""
+    if "NVMe" in case.split.name and not has_async_io():
+        return "no libaio to link with (apt-get install libaio-dev)"
+    return None
+
+
+@cache
 def _oracle(recipe: str) -> Trained:
     return train(ALONE, json.loads(recipe), {"torch": {"parallel": "single"}})
 

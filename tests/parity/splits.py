@@ -49,7 +49,9 @@ class Split:
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **more}}
+    # By default a bucket is half a billion elements, allocated whole.
+    buckets = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+    return {"zero_optimization": {"stage": stage, **buckets, **more}}
 
 
 def recomputed(mode: str | int) -> dict[str, Any]:

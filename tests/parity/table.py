@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from parity.activations import activation_table
-from parity.measure import largest_difference, oracle, train
+from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import STEPS, WORLDS, cases
 from support.ranks import RankPool
 
@@ -38,6 +38,8 @@ def parity_table() -> str:
     for world_size in WORLDS:
         with RankPool(world_size) as pool:
             for case in (case for case in cases() if case.world_size == world_size):
+                if why := missing(case):
+                    raise SystemExit(f"{case}: {why}")
                 got = pool.run(train, case.recipe, case.json, True)[0]
                 expected = oracle(case)
                 row = (
