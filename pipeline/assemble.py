@@ -57,7 +57,7 @@ def assemble(
         start = TrainState.start(
             engine.device, int(state["global_step"]), state["tokens_seen"], state["skipped_steps"]
         )
-    workload = describe_workload(plan, engine, objective, data, job)
+    workload = describe_workload(resolved, engine, objective, data, job)
     meters = Meters(workload, job, engine.precision, time.perf_counter, lowest_loss_scale(resolved.deepspeed))
     sinks = build_sinks(
         config,
@@ -182,16 +182,16 @@ def build_eval_loader(
 
 
 def describe_workload(
-    plan: BatchPlan, engine: Engine, objective: Objective, data: DataBundle, job: Job
+    resolved: Resolved, engine: Engine, objective: Objective, data: DataBundle, job: Job
 ) -> Workload:
     """What turns the run's seconds into rates."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     return Workload(
-        samples_per_step=plan.global_batch_size,
+        samples_per_step=resolved.plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
         flops_per_token=flops_per_token(engine),
-        peak_flops=peak_flops(name, engine.precision),
+        peak_flops=peak_flops(name, engine.precision, resolved.tf32),
     )
 
 

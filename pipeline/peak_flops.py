@@ -22,9 +22,15 @@ PEAKS = [
 ]
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak in FLOP/s for `fp32`, `bf16` or `fp16`; None for a device that is not in the table."""
+# Older than TF32; on the others it runs at half the rate of the 16-bit formats.
+WITHOUT_TF32 = ("V100", "T4")
+
+
+def peak_flops(device_name: str, precision: str, tf32: bool = False) -> float | None:
+    """Dense peak in FLOP/s for `fp32` (in TF32 or not), `bf16`, `fp16`; None for an unknown device."""
     for name, half, single in PEAKS:
         if name in device_name:
-            return single if precision == "fp32" else half
+            if precision != "fp32":
+                return half
+            return half / 2 if tf32 and name not in WITHOUT_TF32 else single
     return None

@@ -105,4 +105,6 @@ def test_peaks_are_found_by_the_devices_name():
     assert peak_flops("NVIDIA H100 80GB HBM3", "fp16") == 989.5e12
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops("NVIDIA H200", "fp32", tf32=True) == 989.5e12 / 2
+    assert peak_flops("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12
     assert peak_flops("cpu", "bf16") is None

@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+IMAGINED = (FakeTensor, FunctionalTensor)  # what a compiler keeps: shapes without storage
 
 
 def held_bytes() -> int:
@@ -14,7 +18,7 @@ def held_bytes() -> int:
     """
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor):
+        if not issubclass(type(thing), torch.Tensor) or issubclass(type(thing), IMAGINED):
             continue
         with_gradient = (thing, thing.grad) if thing.is_leaf else (thing,)
         for tensor in with_gradient:
