@@ -34,7 +34,7 @@ test: setup-dev
 	python -m pytest -m 'not matrix'
 
 parity: setup-dev
-	python -m pytest tests/parity
+	python -m pytest tests/parity $(PYTEST_ARGS)
 
 lint: setup-dev
 	ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.heard import heard
 from support.launch import ROOT, launch, write_recipe
 from support.tiny import deepspeed_json
 
@@ -47,29 +47,17 @@ def lines_while_preparing(job: Job, deepspeed, extensions: str) -> list[str]:
     """What is said while the ops are prepared in another extensions directory."""
     from pipeline.engine.native_ops import prepare_native_ops
 
-    class Lines(logging.Handler):
-        def __init__(self):
-            super().__init__()
-            self.lines: list[str] = []
-
-        def emit(self, record):
-            self.lines.append(record.getMessage())
-
-    kept, logger = Lines(), logging.getLogger("pipeline.engine.native_ops")
-    level, before = logger.level, os.environ.get("TORCH_EXTENSIONS_DIR")
+    before = os.environ.get("TORCH_EXTENSIONS_DIR")
     prepare_native_ops(deepspeed, job)  # where it is kept on this machine
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
     os.environ["TORCH_EXTENSIONS_DIR"] = extensions
     try:
-        prepare_native_ops(deepspeed, job)
+        with heard() as lines:
+            prepare_native_ops(deepspeed, job)
     finally:
-        logger.removeHandler(kept)
-        logger.setLevel(level)
         del os.environ["TORCH_EXTENSIONS_DIR"]
         if before is not None:
             os.environ["TORCH_EXTENSIONS_DIR"] = before
-    return kept.lines
+    return lines
 
 
 def locked_long_ago(extensions: Path) -> Path:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.heard import heard
 from support.tiny import (
     BANDS,
     VOCABULARY,
@@ -291,21 +292,15 @@ class PartlyUsed(nn.Module):
 
 def warnings_of(job: Job, deepspeed):
     """What two steps of a partly used model say."""
-    import logging
-
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("pipeline.engine").addHandler(handler)
     tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
     engine = DeepSpeedEngine(PartlyUsed(), config.optimizer, resolved.deepspeed, resolved.split, job)
     batch = {"inputs": torch.ones(2, 4), "targets": torch.ones(2, 1)}
-    for _ in range(2):
-        engine.train_step([batch], Custom(squared), 1e-3, False)
-    logging.getLogger("pipeline.engine").removeHandler(handler)
+    with heard() as lines:
+        for _ in range(2):
+            engine.train_step([batch], Custom(squared), 1e-3, False)
     return [line for line in lines if "took no part" in line]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.heard import heard
 from support.launch import ROOT, TRAIN, command, environment
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from torch import nn
@@ -201,24 +201,6 @@ def test_rank_0_saves_once_and_every_rank_goes_on_from_it(ranks, tmp_path):
 # --- parameters that take no part ---------------------------------------------------------------------------
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-    def __enter__(self):
-        logging.getLogger("pipeline").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_):
-        logging.getLogger("pipeline").removeHandler(self)
-
-
 def refusal(job: Job, steps):
     """The error's text, and after how many good steps it came; a step lists its micro-batches: both heads?"""
     engine = engine_of(job, two(), bucket_cap_mb=1e-5)  # a bucket a parameter: some are sent, not all
@@ -253,7 +235,7 @@ def looking(job: Job, other_rank_uses_it: bool):
     """Losses and weights with find_unused_parameters; the lines of the log."""
     engine = engine_of(job, two(), find_unused_parameters=True)
     mine = [job.ranks.rank] if job.ranks.world_size > 1 else [0, 1]
-    with Lines() as lines:
+    with heard() as lines:
         for seed in range(3):
             step(
                 engine,
