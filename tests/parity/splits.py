@@ -60,6 +60,7 @@ def recomputed(mode: str | int) -> dict[str, Any]:
 
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": str(Path(tempfile.gettempdir()) / "parity-nvme")}
+BUFFERED = NVME | {"buffer_size": 200_000}  # by default five of a hundred million elements each
 TENSOR_2, SEQUENCE_2 = {"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}
 TENSOR_4, SEQUENCE_4 = {"tensor_parallel": {"autotp_size": 4}}, {"sequence_parallel_size": 4}
 TWO_STAGES, FOUR_STAGES = {"pipeline": {"stages": 2}}, {"pipeline": {"stages": 4}}
@@ -75,7 +76,7 @@ SPLITS = [
     Split("ZeRO 3, hpZ 2", zero(3, zero_hpz_partition_size=2), (2, 4)),
     *(Split(f"ZeRO {stage}, optimizer on CPU", zero(stage, offload_optimizer=CPU)) for stage in (1, 2, 3)),
     Split("ZeRO 3, all on CPU", zero(3, offload_optimizer=CPU, offload_param=CPU)),
-    Split("ZeRO 3, all on NVMe", zero(3, offload_optimizer=NVME, offload_param=NVME), (1, 2), model=WIDE),
+    Split("ZeRO 3, all on NVMe", zero(3, offload_optimizer=NVME, offload_param=BUFFERED), (1, 2), model=WIDE),
     *(Split(f"tensor 2, ZeRO {stage}", zero(stage) | TENSOR_2, (2, 4)) for stage in (0, 1, 2, 3)),
     Split("tensor 4, ZeRO 1", zero(1) | TENSOR_4, (4,), model=LLAMA | {"num_key_value_heads": 4}),
     Split("tensor 2, ZeRO 1, qwen2", zero(1) | TENSOR_2, (2,), ("fp32",), QWEN2),

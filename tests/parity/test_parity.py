@@ -27,6 +27,10 @@ def marks(case: Case):
 _bands: dict[str, list[float]] = {}
 
 
+# Seconds: the first case of a machine that needs a native op compiles it, for up to five minutes.
+PATIENCE = 900.0
+
+
 def differences(got: Trained, expected: Trained) -> list[float]:
     """Relative, the largest of all steps: loss, gradient norm, evaluation loss."""
     return [
@@ -50,15 +54,17 @@ def band(ranks, case: Case) -> list[float]:
         alone = replace(case, split=replace(case.split, json=zero(2)), world_size=1)
         found = differences(ranks(1).run(train, alone.recipe, alone.json)[0], oracle(case))
         assert all(a < b for a, b in zip(found, [loss, norm, loss], strict=True))
-        _bands[key] = [2 * each for each in found]
+        loss = max(found[0], found[2])  # one evaluation may be right by chance
+        _bands[key] = [2 * loss, 2 * found[1], 2 * loss]
     return _bands[key]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases()])
+@pytest.mark.timeout(PATIENCE + 60)
 def test_the_curve_is_the_oracles(ranks, case):
     if why := missing(case):
         pytest.skip(why)
-    results = ranks(case.world_size).run(train, case.recipe, case.json)
+    results = ranks(case.world_size).run(train, case.recipe, case.json, timeout=PATIENCE)
     for got in results:
         assert got.losses == results[0].losses, "ranks disagree about the loss"
     for found, allowed in zip(differences(results[0], oracle(case)), band(ranks, case), strict=True):
