@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
@@ -17,7 +18,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data import DataBundle
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.distributed.process_group import Job, allow_tf32
+from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.engine.interface import Engine, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.metrics import Meters, Workload
@@ -47,8 +48,9 @@ def assemble(
     max_steps = config.max_steps or math.ceil(
         (config.max_epochs or 1.0) * loader.samples_per_epoch / plan.global_batch_size
     )
-    if (line := remark(config.schedule, max_steps)) is not None:
-        log.warning("%s", line)
+    for line in (remark(config.schedule, max_steps), slow_precision(resolved, job)):
+        if line is not None:
+            log.warning("%s", line)
     checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep_last, job)
     start = TrainState.start(engine.device)
     if directory.checkpoint is not None:
@@ -190,18 +192,27 @@ def describe_workload(
         samples_per_step=resolved.plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
-        flops_per_token=flops_per_token(engine),
+        flops_per_token=flops_per_token(engine.module, engine.num_parameters),
         peak_flops=peak_flops(name, engine.precision, resolved.tf32),
     )
 
 
-def flops_per_token(engine: Engine) -> float | None:
+def slow_precision(resolved: Resolved, job: Job) -> str | None:
+    """What to say of a half precision that this machine's processor has no instructions for."""
+    precision = resolved.split.precision
+    if not describe_device(job.device).emulates(precision):
+        return None
+    cure = "engine.precision=fp32" if resolved.deepspeed is None else f"ds.{precision}.enabled=false"
+    return f"this CPU has no instructions for {precision} and is faster in fp32: {cure}"
+
+
+def flops_per_token(model: nn.Module, num_parameters: int) -> float | None:
     """6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B) for a transformer with a transformers config.
 
     N counts every parameter once; the second term is attention over the model's longest sequence.
     """
-    config: Any = getattr(engine.module, "config", None)
+    config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "num_hidden_layers"):
         return None
     length = getattr(config, "max_position_embeddings", 0)
-    return 6.0 * engine.num_parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length
+    return 6.0 * num_parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length

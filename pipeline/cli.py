@@ -111,7 +111,7 @@ def describe(settings: Settings, world_size: int) -> str:
 def probe_device() -> Device:
     """The device without torch: by the driver's word on a GPU, else a CPU."""
     if not Path("/proc/driver/nvidia/version").exists():
-        return Device("cpu", bf16=True, fp16=True)
+        return Device.cpu()
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout

@@ -239,12 +239,12 @@ def decide_precision(tree: Tree, device: Device, path: Path) -> str:
     fp16 = get_dotted(tree, "fp16.enabled") or False
     if bf16 is True and fp16 is True:
         raise ConfigError(f"{path}: bf16.enabled and fp16.enabled are both true; choose one")
-    if fp16 is True and not device.fp16:
+    if fp16 is True and device.kind == "cuda" and not device.fp16:
         raise ConfigError(
             f"{path}: fp16.enabled: this device does not compute in fp16; use bf16 (ds_configs/zero2.json), "
             "or fp32 with ds.fp16.enabled=false"
         )
-    if bf16 is True and not device.bf16:
+    if bf16 is True and device.kind == "cuda" and not device.bf16:
         raise ConfigError(
             f"{path}: bf16.enabled: this device does not compute in bf16; use fp16 "
             "(ds_configs/zero2_fp16.json), or fp32 with ds.bf16.enabled=false"

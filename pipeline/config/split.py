@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.config.loading import Tree, get_dotted
 from pipeline.errors import ConfigError
@@ -15,15 +16,36 @@ DEGREES = {
     "sequence_parallel_size": "sequence_parallel",
 }
 
+# What Linux calls the instructions, on x86 and on ARM.
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
+
 
 @dataclass(frozen=True)
 class Device:
-    """What the ranks compute on, and which half precisions it computes in."""
+    """What the ranks compute on, and which half precisions it has instructions for.
+
+    `auto` chooses among those. A CPU computes in the others too when told to, slowly; a GPU does not.
+    """
 
     kind: str
     """`cpu` or `cuda`."""
     bf16: bool
     fp16: bool
+
+    @classmethod
+    def cpu(cls) -> Device:
+        """This machine's, by what Linux says of it."""
+        try:
+            words = set(Path("/proc/cpuinfo").read_text().split())
+        except OSError:
+            words = set()
+        return cls("cpu", bool(words & BF16_FLAGS), bool(words & FP16_FLAGS))
+
+    def emulates(self, precision: str) -> bool:
+        return self.kind == "cpu" and (
+            (precision == "bf16" and not self.bf16) or (precision == "fp16" and not self.fp16)
+        )
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def allow_tf32(allowed: bool) -> None:
 
 
 def describe_device(device: torch.device) -> Device:
-    """Which half precisions this device computes in. A CPU has both; fp16 is slow where it is emulated."""
+    """Which half precisions this device has instructions for."""
     if device.type == "cuda":
         return Device("cuda", bf16=torch.cuda.is_bf16_supported(including_emulation=False), fp16=True)
-    return Device("cpu", bf16=True, fp16=True)
+    return Device.cpu()

@@ -278,7 +278,7 @@ def test_resolving_leaves_the_tree_as_it_was(tmp_path):
 SETTINGS = [None, "auto", True, False]
 
 
-DEVICES = [Device("cpu", b, f) for b in (True, False) for f in (True, False)]
+DEVICES = [Device(kind, b, f) for kind in ("cpu", "cuda") for b in (True, False) for f in (True, False)]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=repr)
@@ -287,8 +287,8 @@ def test_the_precision_is_the_one_asked_for_or_the_best_the_device_has(tmp_path,
     path = tmp_path / "split.json"
     tree = {"bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}}
     path.write_text(json.dumps(tree))
-    impossible = (bf16 is True and fp16 is True) or (bf16 is True and not device.bf16)
-    if impossible or (fp16 is True and not device.fp16):
+    lacking = (bf16 is True and not device.bf16) or (fp16 is True and not device.fp16)
+    if (bf16 is True and fp16 is True) or (device.kind == "cuda" and lacking):
         with pytest.raises(ConfigError, match="both true" if bf16 is fp16 is True else "does not compute in"):
             resolved(path, "cnn", device)
         return
@@ -315,7 +315,7 @@ def test_a_precision_the_device_has_not_is_told_with_a_way_out(tmp_path, asked, 
     path = tmp_path / "split.json"
     path.write_text(json.dumps({asked: {"enabled": True}}))
     with pytest.raises(ConfigError) as caught:
-        resolved(path, "cnn", Device("cpu", bf16=asked != "bf16", fp16=asked != "fp16"))
+        resolved(path, "cnn", Device("cuda", bf16=asked != "bf16", fp16=asked != "fp16"))
     message = str(caught.value)
     assert f"{asked}.enabled: this device does not compute in {asked}; use {other} (ds_configs/" in message
     named = re.search(r"ds_configs/\w+\.json", message)

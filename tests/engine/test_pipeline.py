@@ -47,7 +47,7 @@ def staged(stage: int, precision: str = "fp32", stages: int = 2, **pipeline: Any
 
 @cache
 def oracle(model: str, num_layers: int = 2) -> tuple[tuple[float, float], ...]:
-    return tuple(train_curve(ALONE, recipe_for(model, 8, num_layers), None, STEPS))
+    return tuple(train_curve(ALONE, recipe_for(model, 8, num_layers), None))
 
 
 def assert_parity(curves, expected, precision: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from parity.measure import has_async_io
 from support.launch import ROOT
 from support.tiny import recipe, settings, train_curve
-from test_images import image_curve
+from test_images import ALONE, image_curve
 
 from pipeline.config.deepspeed_json import load_deepspeed_json
 from pipeline.config.loading import parse_override
@@ -44,6 +44,6 @@ def test_a_shipped_file_trains(ranks, tmp_path, path):
     assert all(curve == curves[0] for curve in curves)
     assert curves[0][0][0] == pytest.approx(5.6, abs=0.2), "not the loss of guessing one of 257"
     if path.stem not in LANGUAGE_ONLY:
-        losses = pool.run(image_curve, split, timeout=400)[0]
-        assert losses[0] == pytest.approx(2.3, abs=0.3), "not the loss of guessing one of 10"
-        assert losses[-1] < losses[0]
+        assert pool.run(image_curve, split, timeout=400)[0] == pytest.approx(
+            image_curve(ALONE, None), rel=1e-3
+        )
