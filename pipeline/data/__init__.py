@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.config.schema import DataConfig
+from pipeline.config.data_schema import DataConfig
 from pipeline.data.bundle import Batch, Collate, DataBundle
 from pipeline.data.custom import prepare_custom
 from pipeline.data.digits import prepare_digits

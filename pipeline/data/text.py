@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipeline.config.schema import TextDataConfig
+from pipeline.config.data_schema import TextDataConfig
 from pipeline.data.bundle import Batch, DataBundle, collate_items
 from pipeline.data.cache import cached_entry, read_index
 from pipeline.data.sources import digest_sources, find_sources
@@ -33,6 +33,8 @@ class TextDataset(Dataset[Batch]):
     `shift_labels` (T,) int64 its last T (transformers' word for labels that are already shifted by one).
     Tokens at the end that fill no window are left out.
     """
+
+    is_deterministic = True
 
     def __init__(self, path: Path, sequence_length: int) -> None:
         self.path = path
@@ -76,7 +78,7 @@ def prepare_text(config: TextDataConfig) -> DataBundle:
     Raises:
         DataError: a path, a file, the tokenizer or the cache cannot be used, or there is too little text.
     """
-    sources = find_sources(config.paths)
+    sources = find_sources(config.paths or [])
     digest, size = digest_sources(sources)
     pretrained = config.tokenizer.pretrained
     tokenizer = load_pretrained(pretrained) if pretrained is not None else None
@@ -94,9 +96,10 @@ def prepare_text(config: TextDataConfig) -> DataBundle:
     if tokenizer is None:
         tokenizer = read_tokenizer(entry / "tokenizer.json")
     index = read_index(entry)
+    held_out = _eval_split(entry, index, config)
     return DataBundle(
         train=_train_split(entry, index, config),
-        eval=_eval_split(entry, index, config),
+        eval={} if held_out is None else {"text": held_out},
         collate=collate_items,
         tokenizer=tokenizer,
         vocab_size=token_ids_end(tokenizer),

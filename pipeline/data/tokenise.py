@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.config.schema import TextDataConfig
+from pipeline.config.data_schema import TextDataConfig
 from pipeline.data.sources import Source, digest_sources, read_documents
 from pipeline.data.tokenizer import token_ids_end, train_tokenizer
 from pipeline.errors import DataError

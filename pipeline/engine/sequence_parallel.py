@@ -112,7 +112,7 @@ class SequenceParallel:
                 "the right"
             )
         positions = batch.get("position_ids")
-        if positions is not None and not bool((positions == torch.arange(length)).all()):
+        if positions is not None and not bool((positions.cpu() == torch.arange(length)).all()):
             raise DataError(
                 "sequence_parallel_size: position_ids must count from 0; packed ones cannot be divided"
             )

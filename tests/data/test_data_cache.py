@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from pipeline.config.schema import TextDataConfig, TokenizerConfig
+from pipeline.config.data_schema import TextDataConfig, TokenizerConfig
 from pipeline.data import prepare_data
 from pipeline.data.cache import read_index
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 PROGRAM = """
 import logging, sys
-from pipeline.config.schema import TextDataConfig
+from pipeline.config.data_schema import TextDataConfig
 from pipeline.data import prepare_data
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 bundle = prepare_data(TextDataConfig.model_validate_json(sys.argv[1]))

@@ -8,7 +8,7 @@ import traceback
 import pytest
 import torch
 
-from pipeline.config.schema import CustomDataConfig, DigitsDataConfig
+from pipeline.config.data_schema import CustomDataConfig, DigitsDataConfig
 from pipeline.data import TrainLoader, prepare_data
 from pipeline.errors import DataError, ModelError
 from pipeline.importing import import_object

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config.schema import TextDataConfig, TokenizerConfig
+from pipeline.config.data_schema import TextDataConfig, TokenizerConfig
 from pipeline.data import prepare_data
 from pipeline.data.cache import read_index
 from pipeline.data.tokenise import is_held_out

@@ -53,7 +53,8 @@ class MaskedTokens(Dataset[Any]):
 
 
 def token_bundle() -> DataBundle:
-    return DataBundle(MaskedTokens(), MaskedTokens(19, seed=1), collate_items, None, VOCABULARY, None, "tiny")
+    held_out = {"tiny": MaskedTokens(19, seed=1)}
+    return DataBundle(MaskedTokens(), held_out, collate_items, None, VOCABULARY, None, "tiny")
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
