@@ -44,14 +44,20 @@ def zero(stage: int, precision: str):
     return deepspeed_json(stage, precision, **BUCKETS, **(WHOLE if stage == 3 else {}))
 
 
-def most_held(job: Job, tree, deepspeed) -> float:
-    """Bytes a parameter held at the most after a micro-batch's backward, over two steps of two each."""
+def start(job: Job, tree, deepspeed):
+    """The bytes held before there is an engine, the engine, and its loader."""
     data = token_bundle()
     gc.collect()
     before = held_bytes()
     engine = make_engine(job, tree, deepspeed, data)
     config = settings(tree, deepspeed).config
     loader = build_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
+    return before, engine, loader
+
+
+def most_held(job: Job, tree, deepspeed) -> float:
+    """Bytes a parameter held at the most after a micro-batch's backward, over two steps of two each."""
+    before, engine, loader = start(job, tree, deepspeed)
     held = []
     take_step = engine._engine.step
 
@@ -76,12 +82,7 @@ def test_a_rank_holds_what_the_zero_paper_says(ranks, stage, world_size):
 
 def most_held_inside(job: Job, tree, deepspeed) -> float:
     """Bytes a parameter held at the most, looked at around the work of each block, embedding and head."""
-    data = token_bundle()
-    gc.collect()
-    before = held_bytes()
-    engine = make_engine(job, tree, deepspeed, data)
-    config = settings(tree, deepspeed).config
-    loader = build_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
+    before, engine, loader = start(job, tree, deepspeed)
     held = [0]
 
     def look(*_):
