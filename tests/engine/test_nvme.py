@@ -60,7 +60,8 @@ def test_nothing_is_made_where_nothing_is_swapped():
 
 
 HOLD = """
-import sys, time, torch
+import signal, sys, time, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it ignored
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.nvme import SwapFolder

@@ -44,7 +44,7 @@ def launch(
         text=True,
         cwd=cwd,
         env=environment(**extra),
-        timeout=240,
+        timeout=400,
         check=False,
         stdin=subprocess.DEVNULL,
     )
