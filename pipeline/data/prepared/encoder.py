@@ -1,4 +1,4 @@
-"""Records -> documents of token ids, batch by batch: the interface, plain text, and how a worker makes one."""
+"""Records -> documents of token ids, batch by batch: the interface, and plain text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
-from pipeline.data.documents.records import Record, text_of
+from pipeline.data.documents.records import Record
 from pipeline.data.prepared.fast import FastTokeniser
 
 Records = list[tuple[str, Record]]  # where it stands, and what is there
@@ -33,10 +33,10 @@ class Document:
 
 
 class Encoder(Protocol):
-    """Tokenises a batch of records; leaves out what gives no document.
+    """Tokenises a batch of records; may leave some out.
 
     Attributes:
-        tally: Counts worth telling ("empty documents"), added up since it was last cleared.
+        tally: Counts worth telling ("conversations dropped"), added up since it was last cleared.
     """
 
     tally: Counter[str]
@@ -53,7 +53,6 @@ class EncoderSettings:
         tokenizer: Folder with the tokenizer's files.
         end_of_document: Id of the token that ends a document.
         vocab_size: Ids are below this.
-        text_field: Field of a row that holds the text.
         fast: Use gigatoken, which was shown to give the same ids.
         threads: Threads that one call may use.
     """
@@ -62,7 +61,6 @@ class EncoderSettings:
     tokenizer: Path
     end_of_document: int
     vocab_size: int
-    text_field: str
     fast: bool
     threads: int
 
@@ -98,24 +96,18 @@ def plain_text_tokenizer(folder: Path) -> Any:
 
 
 class TextEncoder:
-    """A text, and the end-of-document token. Texts of white space alone are left out."""
+    """A text, and the end-of-document token behind it. Records are texts, as `read_texts` gives them."""
 
     def __init__(self, settings: EncoderSettings) -> None:
         self.tally: Counter[str] = Counter()
-        self._text_field = settings.text_field
         self._end = settings.end_of_document
         self._dtype = settings.dtype
         self._core = plain_text_tokenizer(settings.tokenizer)
         self._fast = FastTokeniser(settings.tokenizer, settings.threads > 1) if settings.fast else None
 
     def __call__(self, records: Records) -> list[Document]:
-        texts = []
-        for where, record in records:
-            text = text_of(where, record, self._text_field)
-            if text and not text.isspace():
-                texts.append(text)
-        if len(texts) < len(records):
-            self.tally["empty documents"] += len(records) - len(texts)
+        texts = [record for _, record in records if isinstance(record, str)]
+        assert len(texts) == len(records), "read_texts gives texts"
         keys = [text.encode() for text in texts]
         found = self._fast.encode(keys) if self._fast is not None else None
         rows = self._standard(texts) if found is None else self._cut(*found)

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,9 @@ def writing_to(cache_dir: Path, what: str) -> Iterator[None]:
         except OSError:
             free = "the folder is not there"
         raise DataError(
-            f"data.cache_dir {cache_dir}: {what} cannot be written: {error.strerror or error} ({free}); make room, "
-            "or set data.cache_dir to a folder with more; what is finished is kept, and the same command goes on"
+            f"data.cache_dir {cache_dir}: {what} cannot be written: {error.strerror or error} ({free}); make "
+            "room, or set data.cache_dir to another folder; what is finished is kept, and the same command "
+            "goes on"
         ) from error
 
 
@@ -72,25 +73,30 @@ def held_lock(cache_dir: Path, name: str, alive: Callable[[], None] | None) -> I
         lock.release()
 
 
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder that becomes `folder` at the end, in one rename, once all of it is on the disk.
+def begin_folder(folder: Path) -> Path:
+    """An empty folder beside `folder`, to be filled. What a killed writer left there is removed.
 
-    Only with a lock held that is this folder's own: what a killed writer left is removed.
+    Only with a lock held that is this folder's own.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    abandon_folder(temporary)
     temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        synchronise(temporary)
-        if folder.exists():  # damaged
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-        synchronise(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    return temporary
+
+
+def finish_folder(temporary: Path, folder: Path) -> None:
+    """Gives a filled folder its name, in one rename, once all of it is on the disk."""
+    for file in temporary.iterdir():
+        synchronise(file)
+    synchronise(temporary)
+    if folder.exists():  # damaged
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+    synchronise(folder.parent)
+
+
+def abandon_folder(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def synchronise(path: Path) -> None:
@@ -103,28 +109,25 @@ def synchronise(path: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
 def replace_json(path: Path, content: Any) -> None:
-    """As write_json, over a file that others may be reading; gives up in silence where nothing can be written."""
+    """As write_json, over a file that others may be reading; does nothing where that cannot be written."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(temporary, content)
+        synchronise(temporary)
         temporary.replace(path)
     except OSError as error:
         log.debug("%s is not written: %s", path, error)
         temporary.unlink(missing_ok=True)
 
 
-def stamp(folder: Path, names: list[str]) -> None:
+def stamp(folder: Path, names: Iterable[str]) -> None:
     """Notes that the files have the right content as they are now."""
-    replace_json(folder / CHECKED, {name: (folder / name).stat().st_mtime_ns for name in names})
+    write_json(folder / CHECKED, {name: (folder / name).stat().st_mtime_ns for name in names})
 
 
 def find_damage(folder: Path, files: dict[str, dict[str, Any]], verify: bool) -> str | None:

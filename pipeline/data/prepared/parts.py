@@ -1,45 +1,27 @@
-"""Writes one prepared part: its documents, tokenised and split in two, as raw little-endian arrays.
+"""Prepares one part: its records are read, tokenised and written, by one process, whole or not at all.
 
-The bytes depend on the part, the tokenizer and the settings alone: not on threads, batches of other parts,
-the tokeniser used, or how often somebody was killed on the way.
+The bytes depend on the part, the tokenizer and the settings alone: not on threads, workers, the tokeniser
+that was used, or how often somebody was killed on the way.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
-import xxhash
-from numpy.typing import NDArray
+from typing import Any
 
 from pipeline.config.data_schema import ChatDataConfig
-from pipeline.data.documents.part import Part, read_records
-from pipeline.data.documents.records import BAD_RECORDS
+from pipeline.data.documents.part import Part, read_records, read_texts
+from pipeline.data.documents.records import BAD_RECORDS, Record
 from pipeline.data.prepared.encoder import Document, Encoder, EncoderSettings, Records
-from pipeline.data.prepared.folders import (
-    find_damage,
-    held_lock,
-    new_folder,
-    stamp,
-    synchronise,
-    writing_to,
-    write_json,
-)
+from pipeline.data.prepared.folders import find_damage, held_lock, writing_to
+from pipeline.data.prepared.split_files import INDEX, PartWriter
 from pipeline.errors import DataError
 
 FORMAT_VERSION = 1  # part of every key: raise it when the files would come out differently
-INDEX = "part.json"
-SPLITS = ("train", "eval")
 BATCH_CHARACTERS = 1_000_000  # encoded at once: enough for every thread, little enough for memory
 
 
@@ -62,18 +44,14 @@ class PartTask:
     Attributes:
         part: Where the records are.
         key: Name of the folder; stands for all that decides the bytes.
-        encoding: How records become documents.
         eval_fraction: Share of the documents held out; 1: all of them.
-        skip_bad: Leave out and count records that give no document, where they would be an error.
         identity: What the key was made of; kept in the index for people to read.
         cache_dir: Of the recipe, expanded.
     """
 
     part: Part
     key: str
-    encoding: EncoderSettings
     eval_fraction: float
-    skip_bad: bool
     identity: dict[str, Any]
     cache_dir: Path
 
@@ -88,34 +66,35 @@ class PartTask:
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of a prepared part: counts, files with their checksums; None where there is none."""
+    """The index of a prepared part: counts, and files with their checksums; None where there is none."""
     try:
         index: dict[str, Any] = json.loads((folder / INDEX).read_text("utf-8"))
-        return index if index["format_version"] == FORMAT_VERSION and index["files"] else None
+        return index if index["identity"]["format"] == FORMAT_VERSION and index["files"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def damage_of(folder: Path, verify: bool) -> str | None:
-    """What is wrong with a prepared part; None: it is whole, or not there at all."""
-    if not folder.exists():
-        return None
+    """What is wrong with a prepared part that is there; None: nothing."""
     index = read_index(folder)
-    if index is None:
-        return f"{INDEX} cannot be read"
-    return find_damage(folder, index["files"], verify)
+    return f"{INDEX} cannot be read" if index is None else find_damage(folder, index["files"], verify)
 
 
 def is_prepared(folder: Path) -> bool:
-    return folder.exists() and damage_of(folder, verify=False) is None
+    return folder.is_dir() and damage_of(folder, verify=False) is None
 
 
-def prepare_part(task: PartTask, encoder: Encoder, report: Report, wait: bool) -> bool:
+def prepare_part(
+    task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report, wait: bool
+) -> bool:
     """Makes the part's folder, unless it is there.
 
     Args:
+        task: Which part.
+        settings: Of the encoder.
+        encoder: Made from them.
+        report: Called for every batch, and while waiting; what it raises ends the work without a trace.
         wait: Wait for another process that is at it.
-        report: Called for every batch; what it raises ends the work and leaves nothing behind.
 
     Returns:
         False: another process is at it.
@@ -125,38 +104,74 @@ def prepare_part(task: PartTask, encoder: Encoder, report: Report, wait: bool) -
     """
     alive = (lambda: report(Advance())) if wait else None
     with held_lock(task.cache_dir, task.key, alive) as held:
-        if not held:
-            return False
-        if not is_prepared(task.folder):
-            with ExitStack() as stack:
-                with writing_to(task.cache_dir, task.label):
-                    temporary = stack.enter_context(_guarded(task))
-                _write(task, encoder, report, temporary)
-    return True
+        if held and not is_prepared(task.folder):
+            _write(task, settings, encoder, report)
+        return held
 
 
-def _guarded(task: PartTask) -> Any:
-    return new_folder(task.folder)
-
-
-def _write(task: PartTask, encoder: Encoder, report: Report, folder: Path) -> None:
+def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report) -> None:
+    is_chat = isinstance(settings.config, ChatDataConfig)
     tally: Counter[str] = Counter()
     encoder.tally.clear()
-    has_learned = isinstance(task.encoding.config, ChatDataConfig)
-    with ExitStack() as stack:
+    records = read_records(task.part, tally) if is_chat else read_texts(task.part, tally)
+    with writing_to(task.cache_dir, task.label):
+        writer = PartWriter(task.folder, settings.dtype, has_learned=is_chat)
+    try:
+        size = 0
+        for batch in batches(records, BATCH_CHARACTERS):
+            documents = _encode(encoder, batch, tally, task.part.skip_bad_records)
+            if documents:
+                with writing_to(task.cache_dir, task.label):
+                    writer.append(documents, task.eval_fraction)
+            done = sum(len(document.key) for document in documents)
+            size += done
+            report(Advance(done, len(documents), sum(len(document.ids) for document in documents)))
+        tally.update(encoder.tally)
+        facts = {"identity": task.identity, "text_bytes": size, "tally": dict(sorted(tally.items()))}
         with writing_to(task.cache_dir, task.label):
-            files = [
-                stack.enter_context(SplitFiles(folder, split, task.encoding.dtype, has_learned))
-                for split in SPLITS
-            ]
-        for batch in batches(read_records(task.part, tally), BATCH_CHARACTERS):
-            documents = _encode(encoder, batch, task.skip_bad, tally)
-            hashes = hash_documents(documents)
-            held_out = is_held_out(hashes, task.eval_fraction)
-            with writing_to(task.cache_dir, task.label):
-                for split, chosen in zip(files, (~held_out, held_out), strict=True):
-                    split.append(list(compress(documents, chosen.tolist())), hashes[chosen])
-            size = sum(len(document.key) for document in documents)
-            tokens = sum(len(document.ids) for document in documents)
-            report(Advance(size, len(documents), tokens))
-    tally.update(encoder.tally)
+            writer.finish(facts)
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _encode(encoder: Encoder, batch: Records, tally: Counter[str], skip_bad: bool) -> list[Document]:
+    """The documents of a batch. Where one record is bad and may be left out, they are encoded one by one."""
+    before = encoder.tally.copy()
+    try:
+        return encoder(batch)
+    except DataError:
+        if not skip_bad:
+            raise
+    encoder.tally.clear()
+    encoder.tally.update(before)
+    documents = []
+    for record in batch:
+        try:
+            documents += encoder([record])
+        except DataError:
+            tally[BAD_RECORDS] += 1
+    return documents
+
+
+def batches(records: Iterable[tuple[str, Record]], characters: int) -> Iterator[Records]:
+    """Records in lists of about `characters` together (more only where one record is longer)."""
+    batch: Records = []
+    length = 0
+    for item in records:
+        batch.append(item)
+        length += _length(item[1])
+        if length >= characters:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+def _length(record: Any) -> int:
+    """About how many characters there are."""
+    if isinstance(record, str):
+        return len(record)
+    if isinstance(record, dict):
+        return sum(map(_length, record.values()), 16)
+    return sum(map(_length, record), 16) if isinstance(record, list) else 16
