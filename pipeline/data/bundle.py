@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -25,7 +27,9 @@ class DataBundle:
     Attributes:
         train: Map-style data set (`__len__`, `__getitem__`) of dicts of tensors. Random numbers it draws from
             torch's, numpy's or Python's own generators are seeded for each batch; one that says
-            `is_deterministic = True` draws none, and is spared the 0.1 ms.
+            `is_deterministic = True` draws none, and is spared the 0.1 ms. Where it has
+            `augmented(index, draw)`, training samples come from that: `draw` is a random 64-bit number that
+            belongs to the sample's place in the run.
         eval: Held-out samples by name, such as each source's. Empty: none.
         collate: Makes a batch of what the data set's `__getitems__` (or a list of `__getitem__`) returned.
         tokenizer: Text only.
@@ -58,3 +62,38 @@ def collate_items(items: list[Batch] | Batch) -> Batch:
         return items
     batch: Batch = default_collate(items)
     return batch
+
+
+class JoinedDataset(Dataset[Batch]):
+    """Data sets of tokens one behind the other: the training data of several sources.
+
+    Each makes a batch of its own rows (its `__getitems__`), all of the same keys and shapes; what is returned
+    has them in the order that was asked for.
+    """
+
+    is_deterministic = True
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self.datasets = datasets
+        self._ends = np.cumsum([len(dataset) for dataset in datasets])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Batch:
+        return {key: tensor[0] for key, tensor in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """A whole batch: each tensor (B, ...)."""
+        rows = np.asarray(indices)
+        owners = np.searchsorted(self._ends, rows, side="right")
+        places, parts = [], []
+        for number in np.unique(owners).tolist():
+            (mine,) = np.nonzero(owners == number)
+            dataset = self.datasets[number]
+            parts.append(dataset.__getitems__((rows[mine] - self._ends[number] + len(dataset)).tolist()))
+            places.append(mine)
+        if len(parts) == 1:
+            return parts[0]
+        order = torch.from_numpy(np.argsort(np.concatenate(places)))
+        return {key: torch.cat([part[key] for part in parts]).index_select(0, order) for key in parts[0]}

@@ -111,10 +111,9 @@ def prepare_images(config: ImagesDataConfig) -> DataBundle:
             len(images.labels),
             config.eval_fraction,
         )
-    evaluation = ImageDataset(held_out, eval_rows, config, None) if len(eval_rows) else None
     return DataBundle(
         train=ImageDataset(images, train_rows, config, augmentation),
-        eval=evaluation,
+        eval={"images": ImageDataset(held_out, eval_rows, config, None)} if len(eval_rows) else {},
         collate=collate_items,
         tokenizer=None,
         vocab_size=None,

@@ -55,7 +55,7 @@ class TrainLoader:
     ) -> None:
         assert order.num_samples == len(dataset)  # type: ignore[arg-type]
         self.order = order
-        self._fetch = Fetch([dataset], collate, seed)
+        self._fetch = Fetch([dataset], collate, seed, is_training=True)
         self._micro_batch_size = micro_batch_size
         self._gradient_accumulation_steps = gradient_accumulation_steps
         self._dp_rank = dp_rank
@@ -155,7 +155,7 @@ class EvalLoader:
             for number, (name, dataset) in enumerate(datasets.items())
         ]
         # One loader over all sets: each with workers of its own would leave a crowd of idle processes.
-        fetch = Fetch(list(datasets.values()), collate, seed=0)
+        fetch = Fetch(list(datasets.values()), collate, 0, is_training=False)
         draws = _Chain(self._samplers)
         self._batches = _batches(fetch, draws, num_workers, pin_memory, persistent=num_workers > 0)
 
@@ -173,16 +173,23 @@ class Fetch(Dataset[Any]):
     """Reads one batch: a data set whose index is a Draw, so that torch's workers can be handed it.
 
     The batch's random numbers are a function of the seed and its position: the same in this process and in a
-    worker, whenever it is fetched, and after a resume.
+    worker, whenever it is fetched, and after a resume. Those that `augmented` is given are a function of the
+    sample's own position, and so the same at any number of ranks.
     """
 
-    def __init__(self, datasets: Sequence[Dataset[Any]], collate: Collate, seed: int) -> None:
+    def __init__(
+        self, datasets: Sequence[Dataset[Any]], collate: Collate, seed: int, *, is_training: bool
+    ) -> None:
         self._datasets = datasets
         self._collate = collate
         self._seed = seed
+        self._is_training = is_training
 
     def __getitems__(self, draw: Draw) -> Batch:
         dataset = self._datasets[draw.dataset]
+        if self._is_training and hasattr(dataset, "augmented"):
+            places = enumerate(draw.indices, start=draw.position)
+            return self._collate([dataset.augmented(i, mixed(self._seed, place)) for place, i in places])
         if getattr(dataset, "is_deterministic", False):
             return self._read(dataset, draw.indices)
         with own_random_numbers(self._seed, draw.position):
@@ -194,12 +201,17 @@ class Fetch(Dataset[Any]):
         return self._collate([dataset[index] for index in indices])
 
 
+def mixed(*key: int) -> int:
+    """64 random bits that stand for the key."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
 @contextmanager
 def own_random_numbers(*key: int) -> Iterator[None]:
     """What is drawn inside depends on `key` alone, and leaves a step's dropout outside as it is."""
     # torch.manual_seed would seed the GPUs' generators too, which dropout draws from.
     before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+    seed = mixed(*key) % 2**32  # numpy takes no more
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)

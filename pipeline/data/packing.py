@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -48,8 +49,8 @@ class PackedDataset(Dataset[Batch]):
 
     Position t of `shift_labels` is the token that comes after position t, or -100 where nothing is to be
     predicted: behind a document's end, in padding, and where the token is not one to be learned. With
-    separate documents there are also `position_ids` (B, T) int64, which start from 0 at every document (and at
-    the padding), by which models keep documents apart.
+    separate documents there are also `position_ids` (B, T) int64, which start from 0 at every document and
+    at the padding; models keep documents apart by them.
 
     Attributes:
         documents_cut: Documents that do not lie whole in one row; None where that is not counted.
@@ -59,17 +60,21 @@ class PackedDataset(Dataset[Batch]):
     documents_cut: int | None = None
     padding_share = 0.0
 
-    def __init__(self, store: TokenStore, sequence_length: int, separate_documents: bool) -> None:
+    is_deterministic = True  # draws no random numbers
+
+    def __init__(
+        self, store: TokenStore, sequence_length: int, separate_documents: bool, end_id: int
+    ) -> None:
         self.store = store
         self.sequence_length = sequence_length
         self.separate_documents = separate_documents
+        self.end_id = end_id
         self._map()
 
     def _map(self) -> None:
         parts = self.store.parts
         # Plain arrays: slices of numpy's memmap class are slow.
         self._tokens = [np.asarray(part.tokens) for part in parts]
-        self._ends = [np.asarray(part.ends) for part in parts]
         masks = [part.learned for part in parts]
         self._learned = [np.asarray(mask).view(np.bool_) for mask in masks if mask is not None]
         assert len(self._learned) in (0, len(parts)), "a mask for all parts, or for none"
@@ -87,7 +92,7 @@ class PackedDataset(Dataset[Batch]):
         return {key: rows[0] for key, rows in self.__getitems__([index]).items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        mapped = ("_tokens", "_ends", "_learned")  # each process maps the files itself
+        mapped = ("_tokens", "_windows", "_learned")  # each process maps the files itself
         return {key: value for key, value in self.__dict__.items() if key not in mapped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,11 +100,15 @@ class PackedDataset(Dataset[Batch]):
         self._map()
 
     def _batch(self, pair: NDArray[np.int64], begins: Ints | None) -> Batch:
-        """pair (2, B, T): inputs and labels; begins: where documents start in the B * T places, increasing."""
+        """pair (2, B, T): inputs and labels; begins: of documents in the B * T places, besides the rows'."""
         inputs, labels = torch.from_numpy(pair)
         batch = {"input_ids": inputs, "shift_labels": labels}
         if begins is not None:
-            batch["position_ids"] = torch.from_numpy(_restarting(begins, inputs.numel())).view_as(inputs)
+            row_begins = np.arange(0, inputs.numel() + 1, self.sequence_length)
+            bounds = np.sort(np.concatenate([begins, row_begins]))
+            positions = np.arange(inputs.numel())
+            positions -= np.repeat(bounds[:-1], bounds[1:] - bounds[:-1])
+            batch["position_ids"] = torch.from_numpy(positions).view_as(inputs)
         return batch
 
 
@@ -107,13 +116,28 @@ class Stream(PackedDataset):
     """`concatenate`: row i of a part is its tokens [i T, i T + T], the last of them only predicted.
 
     Rows cross from document to document, never from part to part; a part's last tokens that fill no row are
-    left out.
+    left out. Documents are told apart by `end_id`, which no document of plain text has inside: a look-up of
+    every row in `ends` would cost several times what fetching the row does.
     """
 
-    def __init__(self, store: TokenStore, sequence_length: int, separate_documents: bool) -> None:
-        super().__init__(store, sequence_length, separate_documents)
-        rows = [max(0, len(tokens) - 1) // sequence_length for tokens in self._tokens]
-        self._first = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])  # row of each part
+    def __init__(
+        self, store: TokenStore, sequence_length: int, separate_documents: bool, end_id: int
+    ) -> None:
+        super().__init__(store, sequence_length, separate_documents, end_id)
+        self._first = _offsets([len(windows) for windows in self._windows])  # row of each part
+
+    def _map(self) -> None:
+        super()._map()
+        size = self.sequence_length
+        self._windows = [  # each (rows of the part, T + 1), overlapping by one; no copy
+            as_strided(
+                tokens,
+                (max(0, len(tokens) - 1) // size, size + 1),
+                (size * tokens.itemsize, tokens.itemsize),
+                writeable=False,
+            )
+            for tokens in self._tokens
+        ]
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -121,39 +145,39 @@ class Stream(PackedDataset):
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """A batch of these rows."""
         size = self.sequence_length
-        rows = np.asarray(indices, dtype=np.int64)
-        of_part = self._first.searchsorted(rows, side="right") - 1
-        starts = ((rows - self._first[of_part]) * size).tolist()
-        parts = of_part.tolist()
-        windows = np.empty((len(parts), size + 1), dtype=self._tokens[parts[0]].dtype)
-        for window, part, start in zip(windows, parts, starts, strict=True):
-            window[:] = self._tokens[part][start : start + size + 1]
-        pair = np.empty((2, len(parts), size), dtype=np.int64)
+        rows = np.array(indices, dtype=np.int64)
+        parts = self._first.searchsorted(rows, side="right") - 1
+        rows -= self._first[parts]
+        windows = self._rows(parts, rows)  # (B, T + 1), the one read of the files
+        pair = np.empty((2, len(rows), size), dtype=np.int64)
         pair[0] = windows[:, :-1]
         pair[1] = windows[:, 1:]
         if self._learned:
-            for labels, part, start in zip(pair[1], parts, starts, strict=True):
+            for labels, part, start in zip(pair[1], parts, rows * size, strict=True):
                 labels[~self._learned[part][start + 1 : start + size + 1]] = IGNORED
         if not self.separate_documents:
             return self._batch(pair, None)
-        found = []
-        for row, (part, start) in enumerate(zip(parts, starts, strict=True)):
-            ends = self._ends[part]
-            low, high = ends.searchsorted((start + 1, start + size + 1))
-            found.append(ends[low:high] + (row * size - start))
-        ends = np.concatenate(found)  # as places of this batch
-        pair[1].reshape(-1)[ends - 1] = IGNORED
-        return self._batch(pair, np.sort(np.concatenate([ends, np.arange(len(parts)) * size])))
+        ends = np.flatnonzero(windows[:, :-1] == self.end_id)  # places of the batch that end a document
+        pair[1].reshape(-1)[ends] = IGNORED
+        return self._batch(pair, ends + 1)
+
+    def _rows(self, parts: Ints, rows: Ints) -> NDArray[Any]:
+        if len(self._windows) == 1:
+            return self._windows[0][rows]
+        windows = np.empty((len(rows), self.sequence_length + 1), dtype=self._tokens[0].dtype)
+        for index, (part, row) in enumerate(zip(parts.tolist(), rows.tolist(), strict=True)):
+            windows[index] = self._windows[part][row]
+        return windows
 
 
 class Bins(PackedDataset):
     """`best_fit` and `none`: documents, and pieces of those longer than a row, padded on the right.
 
-    Keeps 13 bytes a piece and 8 a row in memory. A piece whose document goes on predicts the next token of it.
+    Keeps 13 bytes a piece and 8 a row in memory. A piece whose document goes on predicts its next token.
 
     Args:
+        end_id: The token of padded places; nothing is predicted from it.
         share_rows: Several pieces to a row where they fit, else each has one of its own.
-        pad_id: The token of padded places; nothing attends to it or is predicted from it.
     """
 
     def __init__(
@@ -161,17 +185,15 @@ class Bins(PackedDataset):
         store: TokenStore,
         sequence_length: int,
         separate_documents: bool,
+        end_id: int,
         *,
         share_rows: bool,
-        pad_id: int,
     ) -> None:
-        super().__init__(store, sequence_length, separate_documents)
-        self.pad_id = pad_id
-        # Offsets run on from part to part.
-        self._first = np.concatenate([[0], np.cumsum([len(t) for t in self._tokens], dtype=np.int64)])
+        super().__init__(store, sequence_length, separate_documents, end_id)
+        self._first = _offsets([len(tokens) for tokens in self._tokens])  # they run on from part to part
         cut = [
-            cut_documents(ends, sequence_length, int(first))
-            for ends, first in zip(self._ends, self._first, strict=False)
+            cut_documents(np.asarray(part.ends), sequence_length, int(first))
+            for part, first in zip(store.parts, self._first, strict=False)
         ]
         self._starts = np.concatenate([np.empty(0, np.int64), *(pieces.starts for pieces in cut)])
         self._lengths = np.concatenate([np.empty(0, np.int32), *(pieces.lengths for pieces in cut)])
@@ -183,7 +205,7 @@ class Bins(PackedDataset):
             order = np.argsort(row, kind="stable")
             self._starts, self._lengths = self._starts[order], self._lengths[order]
             self._is_end = self._is_end[order]
-            bounds = np.concatenate([[0], np.cumsum(np.bincount(row))])
+            bounds = _offsets(np.bincount(row))
         self._bounds = bounds  # row i holds the pieces [bounds[i], bounds[i + 1])
         places = len(self) * sequence_length
         self.padding_share = 1.0 - int(self._lengths.sum()) / places if places else 0.0
@@ -208,7 +230,7 @@ class Bins(PackedDataset):
         starts -= self._first[parts]
         predicted = lengths - self._is_end[pieces]
         pair = np.empty((2, len(rows), size), dtype=np.int64)
-        pair[0], pair[1] = self.pad_id, IGNORED
+        pair[0], pair[1] = self.end_id, IGNORED
         inputs, labels = pair.reshape(2, -1)
         table = np.stack([parts, starts, places, lengths, predicted], axis=1).tolist()
         for part, start, place, length, followed in table:
@@ -222,26 +244,23 @@ class Bins(PackedDataset):
                 labels[place : place + followed] = target
         if not self.separate_documents:
             return self._batch(pair, None)
-        padding = np.arange(len(rows)) * size + row_filled
-        return self._batch(pair, np.sort(np.concatenate([places, padding])))
+        return self._batch(pair, np.concatenate([places, np.arange(len(rows)) * size + row_filled]))
 
 
 def pack(
-    store: TokenStore, packing: str, sequence_length: int, separate_documents: bool, pad_id: int = 0
+    store: TokenStore, packing: str, sequence_length: int, separate_documents: bool, end_id: int
 ) -> PackedDataset:
-    """The rows of `data.packing`: `concatenate`, `best_fit` or `none`. There may be none at all."""
+    """The rows of `data.packing`: `concatenate`, `best_fit` or `none`. There may be none at all.
+
+    Args:
+        end_id: The end-of-document token.
+    """
     if packing == "concatenate":
-        return Stream(store, sequence_length, separate_documents)
-    assert packing in ("best_fit", "none"), packing
-    return Bins(
-        store, sequence_length, separate_documents, share_rows=packing == "best_fit", pad_id=pad_id
-    )
+        return Stream(store, sequence_length, separate_documents, end_id)
+    share_rows = {"best_fit": True, "none": False}[packing]
+    return Bins(store, sequence_length, separate_documents, end_id, share_rows=share_rows)
 
 
-def _restarting(begins: Ints, total: int) -> Ints:
-    """0, 1, 2, ... from each of `begins` (increasing, the first is 0; equal ones and `total` count once)."""
-    lengths = np.diff(begins, append=total)
-    positions = np.arange(total)
-    positions -= np.repeat(begins, lengths)
-    return positions
-
+def _offsets(sizes: Any) -> Ints:
+    """Where each of several things one behind the other starts, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

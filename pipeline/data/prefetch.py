@@ -89,9 +89,7 @@ class DevicePrefetcher:
         current = self._streams.current_stream()
         current.wait_stream(self._stream)  # the device waits, not the host
         for tensor in (tensor for batch in group for tensor in batch.values() if tensor.is_cuda):
-            tensor.record_stream(
-                current
-            )  # else the copying stream, whose memory it is, reuses it too early
+            tensor.record_stream(current)  # else the copying stream, whose memory it is, reuses it too early
         return group
 
     def state_dict(self) -> dict[str, Any]:

@@ -221,7 +221,7 @@ def test_too_little_text(tmp_path):
 
 def test_no_evaluation_is_said(corpus, tmp_path, caplog):
     bundle = prepare_data(config([corpus], tmp_path / "cache", eval_fraction=1e-9))
-    assert bundle.eval is None
+    assert bundle.eval == {}
     assert "no evaluation: 0 tokens in 0 documents are held out" in caplog.text
 
 

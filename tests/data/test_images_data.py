@@ -80,7 +80,7 @@ def error_of(path, **given):
 
 def contents(bundle, split):
     """The held images of a split, as stored."""
-    dataset = getattr(bundle, split)
+    dataset = bundle.train if split == "train" else bundle.eval["images"]
     return {dataset.images.encoded(int(row)) for row in dataset.rows}
 
 
@@ -88,8 +88,8 @@ def test_a_folder_of_classes(folder):
     bundle = prepare(folder)
     assert bundle.num_classes == 3
     assert bundle.train.class_names == ("bee", "cat", "owl")
-    assert len(bundle.train) + len(bundle.eval) == 60
-    for dataset in (bundle.train, bundle.eval):
+    assert len(bundle.train) + len(bundle.eval["images"]) == 60
+    for dataset in (bundle.train, bundle.eval["images"]):
         for index in range(len(dataset)):
             item = dataset[index]
             assert (item["inputs"].shape, item["inputs"].dtype) == ((3, 8, 8), torch.float32)
@@ -123,7 +123,7 @@ def test_what_is_held_out_stays_held_out(folder):
     assert held <= contents(after, "eval")
     assert trained <= contents(after, "train")
     assert not contents(after, "eval") & contents(after, "train")
-    assert len(after.train) + len(after.eval) == 100
+    assert len(after.train) + len(after.eval["images"]) == 100
     assert after.fingerprint != before.fingerprint
     assert prepare(folder, eval_fraction=0.3).fingerprint == after.fingerprint
 
@@ -151,7 +151,7 @@ def test_held_out_images_of_their_own(folder, rows, tmp_path):
     (held / "owl").mkdir(parents=True)
     (held / "owl" / "a.png").write_bytes(encode(picture(7)))
     bundle = prepare(folder, eval_path=str(held))  # a class may lack images there, and keeps its number
-    assert (len(bundle.train), bundle.eval.labels.tolist()) == (60, [2])
+    assert (len(bundle.train), bundle.eval["images"].labels.tolist()) == (60, [2])
     (held / "oul").mkdir()
     (held / "oul" / "a.png").write_bytes(encode(picture(8)))
     assert "'oul' is not among the training images' 3 classes (did you mean \"owl\"?)" in error_of(
@@ -161,7 +161,7 @@ def test_held_out_images_of_their_own(folder, rows, tmp_path):
     splits.save_to_disk(str(tmp_path / "splits"))
     given = {"kind": "images", "dataset": str(tmp_path / "splits"), "image_size": 8}
     bundle = prepare_images(ImagesDataConfig(**given, eval_split="test"))
-    assert (len(bundle.train), len(bundle.eval)) == (60, 5)
+    assert (len(bundle.train), len(bundle.eval["images"])) == (60, 5)
     for wrong, message in (
         ({"eval_split": "tset"}, "no split 'tset' (did you mean \"test\"?)"),
         ({"image_field": "img"}, "no column 'img'"),
@@ -265,7 +265,7 @@ def test_changes_are_drawn_from_the_number_alone(folder):
     assert not torch.equal(first[0], bundle.train.augmented(0, 77)["inputs"])
     plain = bundle.train[0]["inputs"]
     assert torch.equal(plain, prepare(folder).train[0]["inputs"])
-    assert torch.equal(bundle.eval.augmented(0, 3)["inputs"], bundle.eval[0]["inputs"])
+    assert torch.equal(bundle.eval["images"].augmented(0, 3)["inputs"], bundle.eval["images"][0]["inputs"])
     other = prepare(folder, augmentations=FLIPS)
     assert torch.equal(other.train.augmented(4, 1004)["inputs"], first[4])
 

@@ -18,8 +18,8 @@ PROSE = ".txt .text .md .markdown .rst .tex .org .adoc"
 CODE = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .groovy .js .mjs .cjs .jsx .ts .tsx .vue"
     " .go .rs .rb .php .pl .lua .r .jl .swift .m .mm .cs .fs .hs .ml .clj .ex .exs .erl .dart .zig .nim .f90"
-    " .asm .s .v .sv .vhd .sh .bash .zsh .ps1 .bat .sql .html .htm .css .scss .less .xml .yaml .yml .toml .ini"
-    " .cfg .cmake .proto .tf .graphql .el .lisp .scm .sol"
+    " .asm .s .v .sv .vhd .sh .bash .zsh .ps1 .bat .sql .html .htm .css .scss .less .xml .yaml .yml .toml"
+    " .ini .cfg .cmake .proto .tf .graphql .el .lisp .scm .sol"
 )
 SUFFIX_KINDS = {
     **dict.fromkeys(f"{PROSE} {CODE}".split(), "text"),
@@ -31,7 +31,7 @@ SUFFIX_KINDS = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-EXPECTED = ".txt .md .rst, source code, .jsonl .ndjson .csv .tsv .parquet .arrow .feather, and these with .gz or .zst"
+EXPECTED = ".txt .md .rst, source code, .jsonl .csv .tsv .parquet .arrow .feather, or these with .gz or .zst"
 JSON_HINT = "; a list of rows in a .json file: write it as .jsonl, one row a line"
 # Tests say little that the rest does not; the others belong to one installation, not to a version of Python.
 STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -49,7 +49,11 @@ def find_files(paths: Sequence[str]) -> list[Span]:
     """
     found: dict[str, Span] = {}
     for entry in paths:
-        for span in _find_stdlib() if entry == PYTHON_STDLIB else _find_entry(entry):
+        try:
+            spans = _find_stdlib() if entry == PYTHON_STDLIB else _find_entry(entry)
+        except OSError as error:  # no right to look, a name that is too long
+            raise DataError(f"data.paths: {entry}: {error.strerror or error}") from None
+        for span in spans:
             found.setdefault(os.path.realpath(span.path), span)
     return list(found.values())
 
@@ -98,13 +102,13 @@ def _seen(files: set[Path]) -> str:
     """`only 3 other files (.json, .pdf)`."""
     if not files:
         return "nothing"
-    suffixes = Counter(file.suffix.lower() or "without a suffix" for file in files)
+    suffixes = Counter(file.suffix.lower() or "without a suffix" for file in sorted(files))
     common = ", ".join(suffix for suffix, _ in suffixes.most_common(4))
     return f"only {len(files)} other files ({common}{', ...' if len(suffixes) > 4 else ''})"
 
 
 def _glob(entry: str) -> list[Path]:
-    """Matches without hidden ones. pathlib's `**` follows no links, where the glob module's goes in circles."""
+    """Matches without hidden ones. pathlib's `**` follows no links; the glob module's goes in circles."""
     parts = Path(entry).expanduser().parts
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     root, pattern = Path(*parts[:fixed]), parts[fixed:]

@@ -146,8 +146,8 @@ def _digest(content: list[Any]) -> str:
 def load_split(
     name: str, subset: str | None, split: str, revision: str | None, streaming: bool
 ) -> Dataset | IterableDataset:
-    """One split of a data set: of a folder that `save_to_disk` wrote (as it is, whether or not `streaming`), of
-    a folder of data files, or of a name on the hub, from its cache on this machine where the hub is away.
+    """One split of a data set: of a folder that `save_to_disk` wrote (streaming or not), of a folder of data
+    files, or of a name on the hub; from its cache on this machine where the hub does not answer.
 
     Raises:
         DataError: it cannot be found or loaded, or has no such split.
@@ -184,18 +184,23 @@ def load_split(
 
 def _saved_split(folder: Path, split: str) -> Path | None:
     """The folder of one split that `save_to_disk` wrote; None where it did not write `folder`."""
-    if (folder / "state.json").is_file():
-        return folder
-    index = folder / "dataset_dict.json"
-    if not index.is_file():
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read_entry(folder / "dataset_dict.json", "splits")
+        if split not in splits:
+            raise DataError(f"data dataset {folder}: has no split {split!r}; its splits: {', '.join(splits)}")
+        folder /= split
+    elif not (folder / "state.json").is_file():
         return None
+    if not _read_entry(folder / "state.json", "_data_files"):
+        raise DataError(f"data dataset {folder}: has no rows")
+    return folder
+
+
+def _read_entry(path: Path, key: str) -> list[Any]:
     try:
-        splits = json.loads(index.read_text())["splits"]
+        return list(json.loads(path.read_text())[key])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{index}: cannot be read: {error!r}; write the data set again") from None
-    if split not in splits:
-        raise DataError(f"data dataset {folder}: has no split {split!r}; its splits: {', '.join(splits)}")
-    return folder / split
+        raise DataError(f"{path}: cannot be read: {error!r}; write the data set again") from None
 
 
 class _HubAwayError(DataError):
@@ -206,7 +211,7 @@ def _ask_hub(name: str, revision: str | None) -> str:
     """The commit of a data set on the hub.
 
     Raises:
-        DataError: the hub has no such data set or revision, or keeps it from this user; or it does not answer.
+        DataError: the hub has no such data set or revision, does not give it to this user or does not answer.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError

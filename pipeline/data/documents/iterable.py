@@ -51,8 +51,8 @@ class IterablePiece:
         given = function(**json.loads(self.args))
         if isinstance(given, str | dict) or not isinstance(given, Iterable):
             raise DataError(
-                f"data iterable {self.import_path}: returned a {type_name(given)}; expected an iterable of texts "
-                "or dicts"
+                f"data iterable {self.import_path}: returned a {type_name(given)}; expected an iterable of "
+                "texts or dicts"
             )
         return given
 
@@ -89,7 +89,7 @@ def _check_arguments(import_path: str, function: Callable[..., Any], args: dict[
 
 
 def _source(function: Callable[..., Any]) -> bytes:
-    """The text of the module that defines `function`; nothing where there is none, as with what is built in."""
+    """The text of the module that defines `function`; nothing where it has none (what is built in)."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     path = getattr(module, "__file__", None)
     return Path(path).read_bytes() if path is not None and Path(path).is_file() else b""

@@ -51,8 +51,8 @@ class Part:
 def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART_SIZE) -> list[Part]:
     """The parts of a source, in order: together they hold each of its documents once.
 
-    Files that are new to `digests` are read once, at about 1 GB/s a core, with `max_documents` too. Whether any
-    document has text shows only when all are read: whoever does so raises `no_text`.
+    Files that are new to `digests` are read once, at about 1 GB/s a core, with `max_documents` too. Whether
+    any document has text shows only when all are read: whoever does so raises `no_text`.
 
     Args:
         source: Of the recipe.
@@ -86,7 +86,7 @@ def _other_pieces(source: SourceConfig, digests: DigestCache, part_size: int) ->
 
 
 def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piece, ...]]:
-    """Neighbours put together. A group ends by a file's own digest: after a change they end where they did."""
+    """Neighbours put together. A file's own digest ends a group: after a change they end where they did."""
     groups: list[list[Piece]] = [[]]
     for piece in pieces:
         if piece.size >= mean_size:
@@ -118,7 +118,7 @@ def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
 
 
 def read_records(part: Part, tally: Counter[str]) -> Iterator[tuple[str, Record]]:
-    """(where, record) of a part, one by one; texts of white space are left out, rows of it are not.
+    """(where, record) of a part, one by one. Texts of white space are left out, rows of it are not.
 
     Args:
         part: What to read.
@@ -127,8 +127,7 @@ def read_records(part: Part, tally: Counter[str]) -> Iterator[tuple[str, Record]
     Raises:
         DataError: a bad record that is not to be skipped; a file that cannot be read, or changed.
     """
-    records = _records(part, tally, None)
-    return islice(records, part.max_documents)
+    return islice(_records(part, tally, None), part.max_documents)
 
 
 def read_texts(part: Part, tally: Counter[str]) -> Iterator[tuple[str, str]]:

@@ -49,7 +49,7 @@ class Piece(Protocol):
     @property
     def size(self) -> int: ...
     def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-        """(where, record) one by one. Where `field` is given, other fields of a row need not be read."""
+        """(where, record) one by one. Where `field` is given, a row may come without its others."""
 
 
 def text_of(where: str, record: Record, field: str) -> str:

@@ -60,14 +60,14 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
                 yield file
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise DataError(
-            f"{path}: the {compression} compression is damaged or cut short ({error}); fetch or write it again"
+            f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
         ) from None
     except OSError as error:
         raise unreadable(path, error) from None
 
 
 class _ZstdStream(io.RawIOBase):
-    """One zstd frame after the other. zstandard's own stream takes a file that is cut short for a whole one."""
+    """One zstd frame after the other. zstandard's own stream takes a file cut short for a whole one."""
 
     def __init__(self, file: BinaryIO) -> None:
         import zstandard

@@ -60,9 +60,13 @@ def open_parquet(path: str, compression: str) -> Iterator[Any]:
     """
     import pyarrow.parquet as pq
 
-    with open_file(path, compression) as stream, table_errors(path, "parquet"):
+    with (
+        open_file(path, compression) as stream,
+        table_errors(path, "parquet"),
         # Read ahead, it would hold all its row groups at once.
-        yield pq.ParquetFile(stream if compression else path, pre_buffer=False)
+        pq.ParquetFile(stream if compression else path, pre_buffer=False) as file,
+    ):
+        yield file
 
 
 def read_arrow(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:

@@ -1,8 +1,9 @@
-"""The files of a part: what is appended comes back, however it was divided; failures to write are one line."""
+"""The files of a part: what is appended comes back, however it was divided; a full disk is one line."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def document(key: bytes, with_learned: bool) -> Document:
 def write(folder: Path, documents: list[Document], cuts: list[int], learned: bool) -> dict[str, bytes]:
     writer = PartWriter(folder, np.dtype("<u2"), learned)
     bounds = [0, *sorted(cut % (len(documents) + 1) for cut in cuts), len(documents)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         writer.append(documents[start:end], 0.5)
     writer.finish(FACTS)
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "checked.json"}

@@ -1,4 +1,4 @@
-"""prepare_documents: which tokens, which split, what is made again and what is not; every bad input a line."""
+"""prepare_documents: which tokens, which split, what is made again and what is not; bad input."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_damaged_part_whose_source_is_gone_is_an_error(corpus, tmp_path, make_
     folder = prepare_documents(config).sources[0].train.folders[0]
     truncate(folder / "train.tokens")
     corpus[0].unlink()
-    with pytest.raises(DataError, match="0.jsonl"):
+    with pytest.raises(DataError, match=r"0\.jsonl"):
         prepare_documents(config)
 
 
@@ -307,7 +307,7 @@ def test_what_met_no_bad_record_serves_where_they_are_skipped(corpus, tmp_path, 
 def test_no_text_at_all_is_an_error(tmp_path, make_config):
     path = tmp_path / "blank.jsonl"
     path.write_text('{"text": " "}\n')
-    with pytest.raises(DataError, match="no document of .* has any text"):
+    with pytest.raises(DataError, match=r"no document of .* has any text"):
         prepare_documents(make_config([path], tmp_path / "cache"))
 
 
