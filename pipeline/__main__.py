@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipeline.commands import prepare
+from pipeline.commands import inspect, prepare
 
 COMMANDS = {
     "prepare": prepare,
+    "inspect": inspect,
 }
 
 

@@ -18,7 +18,7 @@ LAYERS = [
     ["distributed", "logs"],
     ["cross_entropy", "objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
-    ["checkpoint", "metrics", "evaluation"],
+    ["checkpoint", "metrics", "evaluation", "inspection"],
     ["run_directory", "training"],
     ["assemble"],
     ["running"],

@@ -12,12 +12,15 @@ from pipeline.config.data_schema import DataConfig
 from pipeline.data.bundle import Batch, Collate, DataBundle
 from pipeline.data.custom import prepare_custom
 from pipeline.data.digits import prepare_digits
+from pipeline.data.images import prepare_images
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.text import prepare_text
 
 PREPARERS: dict[str, Callable[[Any], DataBundle]] = {
     "text": prepare_text,
+    "chat": prepare_text,
     "digits": prepare_digits,
+    "images": prepare_images,
     "custom": prepare_custom,  # every `package.module:function`
 }
 

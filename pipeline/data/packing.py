@@ -55,10 +55,12 @@ class PackedDataset(Dataset[Batch]):
     Attributes:
         documents_cut: Documents that do not lie whole in one row; None where that is not counted.
         padding_share: Part of all places that hold no token of a document, 0 to 1.
+        pad_id: The token of those places; None where there are none.
     """
 
     documents_cut: int | None = None
     padding_share = 0.0
+    pad_id: int | None = None
 
     is_deterministic = True  # draws no random numbers
 
@@ -190,6 +192,7 @@ class Bins(PackedDataset):
         share_rows: bool,
     ) -> None:
         super().__init__(store, sequence_length, separate_documents, end_id)
+        self.pad_id = end_id
         self._first = _offsets([len(tokens) for tokens in self._tokens])  # they run on from part to part
         cut = [
             cut_documents(np.asarray(part.ends), sequence_length, int(first))
@@ -230,7 +233,7 @@ class Bins(PackedDataset):
         starts -= self._first[parts]
         predicted = lengths - self._is_end[pieces]
         pair = np.empty((2, len(rows), size), dtype=np.int64)
-        pair[0], pair[1] = self.end_id, IGNORED
+        pair[0], pair[1] = self.pad_id, IGNORED
         inputs, labels = pair.reshape(2, -1)
         table = np.stack([parts, starts, places, lengths, predicted], axis=1).tolist()
         for part, start, place, length, followed in table:

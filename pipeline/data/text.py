@@ -1,8 +1,9 @@
-"""Text and conversations: prepared documents of every source become rows of equal length."""
+"""Text and conversations: the prepared documents of every source become rows of equal length."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
@@ -13,35 +14,73 @@ from pipeline.data.prepared import prepare_documents
 from pipeline.errors import DataError
 
 if TYPE_CHECKING:
-    from pipeline.data.prepared.store import TokenStore
+    from pipeline.data.prepared import Prepared, PreparedSource, TokenStore
 
 log = logging.getLogger(__name__)
 
 
 def prepare_text(config: TextDataConfig | ChatDataConfig) -> DataBundle:
+    """Rows of tokens of every source and eval set; what the cache does not hold is tokenised first.
+
+    Raises:
+        DataError: a source, the tokenizer or the cache cannot be used, or there is too little text.
+    """
     prepared = prepare_documents(config)
-    pad_id = prepared.tokenizer.pad_token_id
-    pad_id = prepared.tokenizer.eos_token_id if pad_id is None else pad_id
 
     def rows(store: TokenStore) -> PackedDataset:
-        return pack(store, config.packing, config.sequence_length, config.separate_documents, pad_id)
+        end_id = prepared.tokenizer.eos_token_id
+        return pack(store, config.packing, config.sequence_length, config.separate_documents, end_id)
 
-    given = {source.name: source for source in config.all_sources()}
     train = {source.name: rows(source.train) for source in prepared.sources}
     if not any(map(len, train.values())):
-        raise DataError("too little text")
-    shares = tuple(
-        SourceShare(name, len(dataset), given[name].weight, given[name].epochs) for name, dataset in train.items()
-    )
+        raise _too_little(prepared, config)
     held_out = {source.name: rows(source.eval) for source in prepared.sources}
+    further = {source.name: rows(source.eval) for source in prepared.eval_sets}
     return DataBundle(
-        train=JoinedDataset(list(train.values())),
-        eval={name: dataset for name, dataset in held_out.items() if len(dataset)},
-        eval_sets={source.name: rows(source.eval) for source in prepared.eval_sets},
+        train=_joined(list(train.values())),
+        eval=_usable(held_out, prepared.sources, config) if config.eval_fraction else {},
+        eval_sets=_usable(further, prepared.eval_sets, config),
         collate=collate_items,
         tokenizer=prepared.tokenizer,
         vocab_size=prepared.vocab_size,
         num_classes=None,
         fingerprint=prepared.fingerprint,
-        mixture=shares,
+        mixture=tuple(
+            SourceShare(source.name or "", len(train[source.name or ""]), source.weight, source.epochs)
+            for source in config.all_sources()
+        ),
+    )
+
+
+def _joined(datasets: list[PackedDataset]) -> PackedDataset | JoinedDataset:
+    return datasets[0] if len(datasets) == 1 else JoinedDataset(datasets)
+
+
+def _usable(
+    rows: Mapping[str, PackedDataset], sources: list[PreparedSource], config: TextDataConfig | ChatDataConfig
+) -> dict[str, PackedDataset]:
+    """Without those that fill no row, which are named: whole documents are held out, by their hash."""
+    usable = {name: dataset for name, dataset in rows.items() if len(dataset)}
+    for source in sources:
+        if source.name not in usable:
+            log.warning(
+                "no evaluation on %s: %d tokens in %d documents are held out (data.eval_fraction %g), one sequence "
+                "takes %d; a larger data.eval_fraction or more documents give a split to evaluate on",
+                source.name,
+                source.eval.num_tokens,
+                source.eval.num_documents,
+                config.eval_fraction,
+                config.sequence_length + 1,
+            )
+    return usable
+
+
+def _too_little(prepared: Prepared, config: TextDataConfig | ChatDataConfig) -> DataError:
+    tokens = [source.train.num_tokens for source in prepared.sources]
+    documents = [source.train.num_documents for source in prepared.sources]
+    held_out = sum(source.eval.num_tokens for source in prepared.sources)
+    return DataError(
+        f"data holds {sum(tokens)} training tokens in {sum(documents)} documents ({held_out} more tokens are "
+        f"held out); one sequence takes {config.sequence_length + 1}: add text, or lower "
+        "data.sequence_length or data.eval_fraction"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -137,7 +138,7 @@ def test_every_token_of_a_row_is_shown_as_the_loss_sees_it(
         ].tolist()
         if separate or pad_id != END:
             assert padding == (0 if packing == "concatenate" else size - placed(rows, index))
-        for before, after in zip(runs, runs[1:], strict=False):
+        for before, after in itertools.pairwise(runs):
             assert before.is_learned != after.is_learned or before.document != after.document
             if before.document != after.document and separate:
                 assert not after.is_learned  # the first token of a document is predicted from nothing

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
+from support.token_store import Part, Store
 from torch.utils.data import Dataset
 
 from pipeline.data.bundle import JoinedDataset, collate_items
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.mixture import MixtureOrder, SourceShare
-from pipeline.data.text import TextDataset
+from pipeline.data.packing import pack
 from pipeline.errors import DataError
 
 
@@ -77,10 +77,11 @@ def numbers(groups):
 
 
 @pytest.fixture
-def token_file(tmp_path):
-    path = tmp_path / "train.npy"
-    np.save(path, np.arange(10_000).astype(np.uint16))
-    return path
+def text():
+    """Rows of 16 tokens, which count from 0 to 9,999."""
+    tokens = np.arange(10_000, dtype=np.uint16)
+    store = Store([Part(tokens, np.array([10_000]))])
+    return pack(store, "concatenate", 16, separate_documents=False, end_id=60_000)
 
 
 def test_groups_and_counts():
@@ -159,41 +160,21 @@ def test_an_augmented_sample_is_the_same_at_any_number_of_ranks():
     assert numbers([[batch for _, batch, _ in eval_loader(Augmented(4))]]) == [[[0, 1], [2, 3]]]
 
 
-def test_the_text_of_a_step_is_the_same_on_any_number_of_ranks(token_file):
-    dataset = TextDataset(token_file, 16)
-    alone = train_loader(dataset, micro_batch_size=8, gradient_accumulation_steps=1).next_group()
+def test_the_text_of_a_step_is_the_same_on_any_number_of_ranks(text):
+    alone = train_loader(text, micro_batch_size=8, gradient_accumulation_steps=1).next_group()
     ranks = [
-        train_loader(dataset, gradient_accumulation_steps=2, dp_rank=rank, dp_world_size=2).next_group()
+        train_loader(text, gradient_accumulation_steps=2, dp_rank=rank, dp_world_size=2).next_group()
         for rank in range(2)
     ]
     together = torch.cat([ranks[rank][micro]["input_ids"] for micro in range(2) for rank in range(2)])
     assert torch.equal(alone[0]["input_ids"], together)
 
 
-def test_text_samples(token_file):
-    dataset = TextDataset(token_file, 16)
-    assert len(dataset) == 9_999 // 16
-    batch = dataset.__getitems__([3, 0])
-    assert batch["input_ids"].tolist() == [list(range(48, 64)), list(range(16))]
-    assert torch.equal(batch["shift_labels"], batch["input_ids"] + 1)
-    last = dataset[len(dataset) - 1]
-    assert {key: (value.dtype, value.shape) for key, value in last.items()} == {
-        "input_ids": (torch.int64, (16,)),
-        "shift_labels": (torch.int64, (16,)),
-    }
-    assert collate_items([dataset[3], dataset[0]])["shift_labels"].equal(batch["shift_labels"])
+def test_a_batch_of_text_is_nobody_elses_memory(text):
+    batch = text.__getitems__([3, 0])
     assert all(value.is_contiguous() for value in batch.values())  # transformers calls view(-1) on the labels
     batch["input_ids"].zero_()
-    assert dataset[0]["input_ids"][1] == 1  # a batch is nobody else's memory
-    with pytest.raises(IndexError):
-        dataset[len(dataset)]
-
-
-def test_a_text_data_set_travels_as_a_path(token_file):
-    dataset = TextDataset(token_file, 16)
-    content = pickle.dumps(dataset)
-    assert len(content) < 1000
-    assert torch.equal(pickle.loads(content)[5]["input_ids"], dataset[5]["input_ids"])
+    assert text[0]["input_ids"][1] == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -231,8 +212,8 @@ def test_several_sets_come_one_behind_the_other(num_workers):
         assert seen == [("long", [0, 1]), ("long", [2, 3]), ("long", [4]), ("short", [0])]
 
 
-def test_joined_data_sets_keep_the_order_asked_for(token_file):
-    texts = [TextDataset(token_file, 16), TextDataset(token_file, 16), TextDataset(token_file, 16)]
+def test_joined_data_sets_keep_the_order_asked_for(text):
+    texts = [text, text, text]
     size = len(texts[0])
     joined = JoinedDataset(texts)
     assert len(joined) == 3 * size

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from support.token_store import Part, Store
 
 from pipeline.data.best_fit import best_fit
 from pipeline.data.packing import pack
@@ -20,18 +18,6 @@ from pipeline.data.packing import pack
 END = 0
 DOCUMENTS = st.lists(st.lists(st.integers(1, 60_000), max_size=20), max_size=6)  # their end token is added
 PACKINGS = ("concatenate", "best_fit", "none")
-
-
-@dataclass
-class Part:
-    tokens: NDArray[Any]
-    ends: NDArray[Any]
-    learned: NDArray[Any] | None = None
-
-
-@dataclass
-class Store:
-    parts: list[Part]
 
 
 def store_of(parts: list[list[list[int]]], masks: bool = False) -> Store:
@@ -101,7 +87,7 @@ def test_each_piece_of_a_document_is_in_one_row_and_knows_its_next_token(parts, 
     expected = Counter(
         piece for documents in parts for document in documents for piece in pieces_of(document, size, masks)
     )
-    found: Counter[Any] = Counter()
+    found = Counter()
     empty = 0
     for row in rows_of(dataset):
         used = 0

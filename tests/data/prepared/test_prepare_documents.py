@@ -129,7 +129,9 @@ def test_an_unchanged_set_is_read_nowhere_and_altered_tokens_are_found_when_aske
         before = path.stat()
         with path.open("r+b") as file:
             file.seek(20)
-            file.write(b"#")
+            other = bytes([file.read(1)[0] ^ 1])
+            file.seek(20)
+            file.write(other)
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     told()
     assert prepare_documents(config).fingerprint == first.fingerprint
@@ -242,7 +244,7 @@ def test_another_tokenizer_is_another_set_and_is_said(corpus, tmp_path, make_con
     assert second.fingerprint != first.fingerprint
     assert len(made_parts(tmp_path / "cache")) == 8
     prepare_documents(config)
-    assert "tokenizer" not in told()
+    assert "the tokenizer" not in told()
 
 
 def test_a_tokenizer_trained_on_the_data_is_trained_once_and_leaves_out_what_is_held_out(
@@ -252,7 +254,7 @@ def test_a_tokenizer_trained_on_the_data_is_trained_once_and_leaves_out_what_is_
     first = prepare_documents(config)
     assert told().count("trained a tokenizer of 300 entries") == 1
     second = prepare_documents(config)
-    assert "trained" not in told()
+    assert "trained a" not in told()
     assert first.fingerprint == second.fingerprint
     assert first.tokenizer.backend_tokenizer.to_str() == second.tokenizer.backend_tokenizer.to_str()
     other = prepare_documents(config.model_copy(update={"cache_dir": str(tmp_path / "other")}))
