@@ -252,7 +252,7 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--sequence-length", type=int, default=1024)
@@ -262,7 +262,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--burst", type=float, default=0.5, help="seconds of a burst, about")
     add("--folder", type=Path, help="where the files are made; default: the system's temporary folder")
     add("--output", type=Path, help="JSON file of all numbers")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.chat_layouts import Conversation, read_conversation
-from pipeline.data.chat_template import BEGIN, END, ChatTemplate, Spans, find_template
+from pipeline.data.chat_template import BEGIN, END, ChatTemplate, find_template
 from pipeline.data.prepared.encoder import Document, EncoderSettings, Records, plain_text_tokenizer
 from pipeline.errors import ConfigError
 
@@ -81,7 +80,7 @@ class ChatEncoder:
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         tokenizer = AutoTokenizer.from_pretrained(str(settings.tokenizer), trust_remote_code=False)
-        template = find_template(settings.config, tokenizer)
+        template = find_template(settings.config, tokenizer.chat_template)
         self._template = ChatTemplate(template, dict(tokenizer.special_tokens_map), special)
 
     @cached_property
@@ -106,11 +105,10 @@ class ChatEncoder:
                 self.tally[NO_ANSWER] += 1
             else:
                 given.append((where, self._escape(conversation), conversation.key))
-        written: list[_Written | None] = list(self._write(given))
-        long = [number for number, each in enumerate(written) if each is not None and not self._fits(each)]
-        for number, shorter in zip(long, self._shorten([written[number] for number in long]), strict=True):
-            written[number] = shorter
-        return [self._document(each) for each in written if each is not None]
+        written = self._write(given)
+        shorter = iter(self._shorten([each for each in written if not self._fits(each)]))
+        kept = [each if self._fits(each) else next(shorter) for each in written]
+        return [self._document(each) for each in kept if each is not None]
 
     def _escape(self, conversation: Conversation) -> Conversation:
         """With marks around the special tokens that somebody wrote."""
@@ -188,19 +186,22 @@ class ChatEncoder:
 
         As many turns as fit, found by halving: with so many conversations at once, in a few rounds.
         """
-        if written and self._config.too_long == "error":
+        if not written:
+            return []
+        if self._config.too_long == "error":
             raise ConfigError(
                 f"{written[0].where}: the conversation has {len(written[0].ids):,} tokens, a sequence "
                 f"{self._config.sequence_length:,}; raise data.sequence_length, or set data.too_long: shorten"
             )
         best: list[_Written | None] = [None] * len(written)
+        if self._config.too_long == "drop":
+            self.tally[TOO_LONG] += len(written)
+            return best
         ends = [
             [number + 1 for number in each.conversation.answers if number + 1 < len(each.conversation.turns)]
             for each in written
         ]
         low, high = [0] * len(written), [len(each) for each in ends]
-        if self._config.too_long == "drop":
-            high = low
         while open_ := [number for number in range(len(written)) if low[number] < high[number]]:
             middle = [(low[number] + high[number]) // 2 for number in open_]
             tried = self._write(
@@ -214,6 +215,24 @@ class ChatEncoder:
                     low[number], best[number] = at + 1, each
                 else:
                     high[number] = at
-        self.tally[SHORTENED] += sum(each is not None for each in best)
-        self.tally[TOO_LONG] += sum(each is None for each in best)
+        self.tally.update(TOO_LONG if each is None else SHORTENED for each in best)
         return best
+
+    def _document(self, written: _Written) -> Document:
+        is_ended = self._is_ended(written)
+        ids = written.ids if is_ended else [*written.ids, self._settings.end_of_document]
+        row = np.array(ids, dtype=self._settings.dtype)
+        if BEGIN in written.text:
+            self.tally[ESCAPED] += 1
+        if self._config.learn_from == "all":
+            return Document(row, None, written.key)
+        spans = self._template.find_answers(written.where, written.conversation, written.text)
+        starts, ends = np.array(written.offsets, dtype=np.int64).reshape(-1, 2).T
+        learned = np.zeros(len(row), dtype=np.bool_)
+        behind = 0
+        for start, end in spans:  # a token that is partly in the answer is the answer's
+            first, behind = int(ends.searchsorted(start, "right")), int(starts.searchsorted(end, "left"))
+            learned[first:behind] = True
+        if not is_ended and not written.text[spans[-1][1] :].strip():
+            learned[behind:] = True
+        return Document(row, learned, written.key)

@@ -1,6 +1,6 @@
-"""Chat templates: which one a recipe uses, and a conversation written out by it, with what the assistant says.
+"""Chat templates: which one a recipe uses, conversations written out by it, and where the assistant speaks.
 
-Text alone: no tokens here. An answer goes from behind the template's generation prompt to the end of its turn.
+Text alone: no tokens here. An answer goes from behind the generation prompt to the end of its turn.
 """
 
 from __future__ import annotations
@@ -8,24 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.chat_layouts import Conversation
 from pipeline.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 Spans = list[tuple[int, int]]
 
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 BUILT_IN = {
     "chatml": "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 }
+SPECIAL_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>")}
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Halves of a surrogate pair cannot stand in valid text, so these are never part of a conversation.
 BEGIN, END = "\ud800", "\ud801"  # around a special token in what somebody said
@@ -33,19 +30,23 @@ PLACEHOLDER = 0xDC00  # first of those that stand for a turn's content
 MAX_TURNS = 1024  # there are no more of them
 
 
-def find_template(config: ChatDataConfig, tokenizer: PreTrainedTokenizerFast) -> str:
+def find_template(config: ChatDataConfig, own: str | dict[str, str] | None) -> str:
     """The Jinja text of the recipe's template: built in, a file, or the tokenizer's own.
+
+    Args:
+        config: The recipe's data section.
+        own: What the tokenizer brings: a template, several by name, or None.
 
     Raises:
         DataError: there is none, or the file cannot be read.
     """
     given = config.chat_template
     if given is None:
-        own = tokenizer.chat_template
         template = own.get("default") if isinstance(own, dict) else own
         if not template:
+            which = config.tokenizer.pretrained or "trained on the data"
             raise DataError(
-                f"the tokenizer ({config.tokenizer.pretrained or 'trained on the data'}) has no chat template; "
+                f"the tokenizer ({which}) has no chat template; "
                 "set data.chat_template: chatml, or a file with a Jinja template"
             )
         return str(template)
@@ -59,6 +60,11 @@ def find_template(config: ChatDataConfig, tokenizer: PreTrainedTokenizerFast) ->
         raise DataError(
             f"data.chat_template: {given} cannot be read: {reason}; give a file, or a built-in one ({known})"
         ) from None
+
+
+def special_tokens_of(config: ChatDataConfig) -> tuple[str, ...]:
+    """Tokens that a tokenizer trained for the recipe's template needs; else they are text like any other."""
+    return SPECIAL_TOKENS.get(config.chat_template or "", ())
 
 
 class ChatTemplate:
@@ -133,7 +139,7 @@ class ChatTemplate:
         by placeholders; see `_by_placeholders`.
 
         Raises:
-            ConfigError: it cannot be found out; not for a bad row to be skipped, as a template does it to all.
+            ConfigError: it cannot be found out. No row is to blame, so none may be skipped for it.
         """
         from jinja2 import TemplateError
 
@@ -154,9 +160,10 @@ class ChatTemplate:
         return spans
 
     def _by_prefixes(self, conversation: Conversation, text: str) -> Spans:
-        """Empty where one does not begin with the other."""
-        if not self._prompt:
-            return []  # what is added would begin with the header of the turn
+        """Empty where one does not begin with the other.
+
+        A template without a generation prompt leaves the header of the turn, if any, to the assistant to say.
+        """
         spans = []
         for number in conversation.answers:
             if number == 0:  # few templates write nothing at all

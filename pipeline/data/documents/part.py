@@ -174,6 +174,9 @@ def no_text(source: SourceConfig, tally: Counter[str]) -> DataError:
     given = source.dataset or source.iterable or ", ".join(source.paths or [])
     bad = tally[BAD_RECORDS]
     left_out = f"; {bad} bad records were skipped (bad_records: error shows the first)" if bad else ""
+    dropped = "".join(f"; {count:,} {what}" for what, count in sorted(tally.items()) if what != BAD_RECORDS)
+    if dropped:
+        return DataError(f"data source {source.name}: nothing of {given} can be used{dropped}{left_out}")
     return DataError(f"data source {source.name}: no document of {given} has any text{left_out}")
 
 

@@ -79,8 +79,7 @@ def build_encoder(settings: EncoderSettings) -> Encoder:
     if isinstance(settings.config, ChatDataConfig):
         from pipeline.data.chat import ChatEncoder
 
-        encoder: Encoder = ChatEncoder(settings.tokenizer, settings.config)
-        return encoder
+        return ChatEncoder(settings)
     return TextEncoder(settings)
 
 

@@ -14,7 +14,6 @@ from pipeline.data.documents.digests import DigestCache
 from pipeline.data.documents.part import Part, find_parts
 from pipeline.data.prepared.parts import FORMAT_VERSION, PartTask, is_prepared
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder
-from pipeline.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -95,20 +94,8 @@ def _describe_encoding(config: TextDataConfig | ChatDataConfig, tokenizer: Token
         "learn_from": config.learn_from,
         "too_long": config.too_long,
         "sequence_length": config.sequence_length,
-        "chat_template": hash_of(_template(config, tokenizer)),
+        "chat_template": hash_of(tokenizer.tokenizer.chat_template),
     }
-
-
-def _template(config: ChatDataConfig, tokenizer: TokenizerFolder) -> str:
-    if config.chat_template is None:
-        return str(tokenizer.tokenizer.chat_template)
-    path = Path(config.chat_template).expanduser()
-    if not path.exists():
-        return config.chat_template  # a name; ChatEncoder knows it or refuses it
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.chat_template: {config.chat_template} cannot be read: {error}") from None
 
 
 def unique_tasks(planned: Sequence[PlannedSource], shard: tuple[int, int] | None) -> list[PartTask]:

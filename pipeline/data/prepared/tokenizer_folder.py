@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.data.chat_layouts import read_conversation
+from pipeline.data.chat_template import find_template, special_tokens_of
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.prepared.folders import (
     abandon_folder,
@@ -33,6 +35,7 @@ from pipeline.data.tokenizer import (
     token_ids_end,
     train_tokenizer,
 )
+from pipeline.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -62,15 +65,19 @@ class TokenizerFolder:
 def find_tokenizer(
     config: TextDataConfig | ChatDataConfig, parts: Sequence[Part], cache_dir: Path
 ) -> TokenizerFolder:
-    """The recipe's tokenizer: loaded, or trained on the training split of `parts`.
+    """The recipe's tokenizer: loaded, or trained on the training split of `parts`. For chat with a template.
 
     One process trains it; others that need the same one wait.
 
     Raises:
-        DataError: the pretrained one cannot be used, a document cannot be read, or the cache not be written.
+        DataError: the pretrained one cannot be used, there is no chat template, a document cannot be read,
+            or the cache not be written.
     """
+    chat = config if isinstance(config, ChatDataConfig) else None
     if config.tokenizer.pretrained is not None:
         tokenizer = load_pretrained(config.tokenizer.pretrained)
+        if chat is not None:
+            tokenizer.chat_template = find_template(chat, tokenizer.chat_template)
         digest = digest_tokenizer(tokenizer)
         path = _keep(cache_dir, _hash([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
     else:
@@ -81,8 +88,12 @@ def find_tokenizer(
             config.eval_fraction,
         ]
         content.append(sorted(part.digest for part in parts))
+        template = find_template(chat, None) if chat is not None else None  # fails before the training
+        if chat is not None:
+            content.append([chat.layout, *special_tokens_of(chat)])
         path = _keep(cache_dir, _hash(content), lambda: _train(config, parts))
         tokenizer = read_tokenizer(path / "tokenizer.json")
+        tokenizer.chat_template = template
         digest = digest_tokenizer(tokenizer)
     return TokenizerFolder(path, tokenizer, digest, token_ids_end(tokenizer))
 
@@ -139,7 +150,8 @@ def _train(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> Pr
     log.info("training the tokenizer on %.1f MB", size / 1e6)
     start = time.perf_counter()
     documents = _training_documents(config, parts)
-    tokenizer = train_tokenizer(documents, config.tokenizer.vocab_size)
+    special_tokens = special_tokens_of(config) if isinstance(config, ChatDataConfig) else ()
+    tokenizer = train_tokenizer(documents, config.tokenizer.vocab_size, special_tokens)
     log.info("trained a tokenizer of %d entries in %.1f s", len(tokenizer), time.perf_counter() - start)
     return tokenizer
 
@@ -147,35 +159,33 @@ def _train(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> Pr
 def _training_documents(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> Iterator[str]:
     """Texts of the training split, TRAINING_BYTES of them at most.
 
-    Parts come in the order of their digests: where it is a sample, it is a fair one of all sources. Of
-    conversations those held out are read too: their hash is made of what the template makes of them.
+    Parts come in the order of their digests: where it is a sample, it is a fair one of all sources.
     """
     left = TRAINING_BYTES
-    tally: Counter[str] = Counter()
     for part in sorted(parts, key=lambda part: part.digest):
-        if isinstance(config, ChatDataConfig):
-            texts = ("\n".join(_strings(record)) for _, record in read_records(part, tally))
-        else:
-            texts = (text for _, text in read_texts(part, tally))
-        for text in texts:
-            content = text.encode("utf-8", errors="replace")
-            if is_text_held_out(content, config.eval_fraction):
+        for key, text in _keys_and_texts(config, part):
+            if is_text_held_out(key, config.eval_fraction):
                 continue
             yield text
-            left -= len(content)
+            left -= len(key)
             if left <= 0:
                 return
 
 
-def _strings(record: Any) -> Iterator[str]:
-    if isinstance(record, str):
-        yield record
-    elif isinstance(record, dict):
-        for value in record.values():
-            yield from _strings(value)
-    elif isinstance(record, list):
-        for value in record:
-            yield from _strings(value)
+def _keys_and_texts(config: TextDataConfig | ChatDataConfig, part: Part) -> Iterator[tuple[bytes, str]]:
+    """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
+    tally: Counter[str] = Counter()
+    if not isinstance(config, ChatDataConfig):
+        yield from ((text.encode(), text) for _, text in read_texts(part, tally))
+        return
+    for where, record in read_records(part, tally):
+        try:
+            conversation = read_conversation(where, record, config.layout)
+        except DataError:
+            if not part.skip_bad_records:
+                raise
+            continue
+        yield conversation.key, "\n".join(turn["content"] for turn in conversation.turns)
 
 
 def _hash(content: Any) -> str:

@@ -27,6 +27,12 @@ def stdlib_texts(pattern: str, characters: int) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def cut_stdlib():
+    """`stdlib_texts`, for tests in other files."""
+    return stdlib_texts
+
+
+@pytest.fixture(scope="session")
 def tokenizer_json(tmp_path_factory):
     """A BPE of 500 entries, as a file."""
     path = tmp_path_factory.mktemp("tokenizer") / "bpe.json"
