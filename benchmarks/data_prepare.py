@@ -60,7 +60,7 @@ def python_texts() -> Iterator[str]:
     seen: set[bytes] = set()
     for path in paths:
         try:
-            text = path.read_text("utf-8")
+            text = path.read_text("utf-8-sig")
         except (OSError, UnicodeDecodeError):
             continue
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -131,7 +131,9 @@ def test_a_broken_line_of_jsonl(fails, tmp_path, line, reason):
 
 def test_a_file_of_another_kind(fails, tmp_path):
     assert "data.parquet: cannot be read as parquet: " in fails(text_file(tmp_path, "data.parquet", b"PAR1"))
-    assert "data.pdf cannot be read, by its suffix; expected" in fails(text_file(tmp_path, "data.pdf", b"%PDF"))
+    assert "data.pdf cannot be read, by its suffix; expected" in fails(
+        text_file(tmp_path, "data.pdf", b"%PDF")
+    )
 
 
 def test_a_cache_that_cannot_be_written(fails, tmp_path):

@@ -127,9 +127,9 @@ contents = st.builds(lambda first, rest: first + rest, st.sampled_from(["I", "n√
 
 @st.composite
 def conversations(draw):
-    """Turns that begin with a question, and have an answer; any may follow any."""
-    turns = [turn("system", draw(contents))] if draw(st.booleans()) else []
-    turns += [turn("user", draw(contents)), turn("assistant", draw(contents))]
+    """At least one answer; after it, any turn may follow any."""
+    opening = draw(st.sampled_from([["user"], ["system", "user"], []]))
+    turns = [turn(role, draw(contents)) for role in (*opening, "assistant")]
     roles = draw(st.lists(st.sampled_from(["user", "assistant", "assistant", "tool"]), max_size=4))
     return turns + [turn(role, draw(contents)) for role in roles]
 
@@ -280,7 +280,7 @@ SAME_CONVERSATION = {
     },
     "sharegpt": {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]},
     "sharegpt of roles": {"conversations": [turn("Human", QUESTION), turn("bot", ANSWER)]},
-    "alpaca": {"instruction": "Add.", "input": "1 + 1", "output": ANSWER, "text": "..."},
+    "alpaca": {"messages": None, "instruction": "Add.", "input": "1 + 1", "output": ANSWER, "text": "..."},
     "alpaca without input": {"instruction": QUESTION, "input": "", "output": ANSWER, "system": ""},
     "prompt_completion": {"prompt": QUESTION, "completion": ANSWER},
     "prompt_completion of turns": {
@@ -299,6 +299,11 @@ def test_every_layout_gives_the_same_document(make_encoder, name):
         assert found.ids.tolist() == expected.ids.tolist()
         assert found.learned.tolist() == expected.learned.tolist()
         assert found.key == expected.key
+
+
+def test_the_key_that_decides_what_is_held_out_stays_as_it_is(make_encoder):
+    said = b'[{"content":"a","role":"user"},{"content":"b","role":"assistant"}]'
+    assert one(make_encoder(), [turn("user", "a"), turn("assistant", "b")]).key == said
 
 
 def test_roles_and_the_system_field_of_every_layout(make_encoder):
@@ -466,7 +471,7 @@ def test_what_is_held_out_depends_on_the_conversation_alone(tmp_path, tokenizer)
     tokenizer.chat_template = before
     path = write_rows(tmp_path / "rows.jsonl", rows_of(60))
     found = []
-    for changes in ({}, {"chat_template": "chatml", "sequence_length": 200}, {"learn_from": "all"}):
+    for changes in ({}, {"chat_template": "chatml"}, {"learn_from": "all"}, {"sequence_length": 200}):
         config = ChatDataConfig(
             kind="chat",
             paths=[str(path)],
@@ -481,9 +486,11 @@ def test_what_is_held_out_depends_on_the_conversation_alone(tmp_path, tokenizer)
             BUILT_IN["chatml"] if changes.get("chat_template") else LLAMA
         )
         found.append(prepared.sources[0].eval.parts[0].hashes.tolist())
+        first = "<|im_start|>" if changes.get("chat_template") else "<|begin|>"
+        assert prepared.sources[0].train.parts[0].tokens[0] == tokenizer.convert_tokens_to_ids(first)
         learned = np.concatenate([part.learned for part in prepared.sources[0].train.parts])
         assert learned.all() == (changes.get("learn_from") == "all")
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
     assert 0 < len(found[0]) < 60
 
 

@@ -1,6 +1,7 @@
 """One loss curve whatever the split: every split, world size and precision against one process in fp32.
 
-The same recipe everywhere: 20 steps, uneven masks, two micro-batches a step, clipping on, dropout off.
+The same recipe everywhere: 20 steps, rows of several documents, uneven masks, two micro-batches a step,
+clipping on, dropout off.
 """
 
 from __future__ import annotations

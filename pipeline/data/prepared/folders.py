@@ -5,6 +5,7 @@ Checksums are xxh3 of 128 bits (of the xxhash package): they find accidents, at 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from pipeline.errors import DataError
 
 CHECKED = "checked.json"  # times of last change for which the content is known to be right
 BLOCK = 1 << 24
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 log = logging.getLogger(__name__)
 
 
@@ -38,10 +40,10 @@ def writing_to(cache_dir: Path, what: str) -> Iterator[None]:
             free = f"{shutil.disk_usage(cache_dir).free / 1e9:.3g} GB free there"
         except OSError:
             free = "the folder is not there"
+        todo = "make room, or set" if error.errno in NO_ROOM else "set"
         raise DataError(
-            f"data.cache_dir {cache_dir}: {what} cannot be written: {error.strerror or error} ({free}); make "
-            "room, or set data.cache_dir to another folder; what is finished is kept, and the same command "
-            "goes on"
+            f"data.cache_dir {cache_dir}: {what} cannot be written: {error.strerror or error} ({free}); "
+            f"{todo} data.cache_dir to another folder; what is finished is kept, and the same command goes on"
         ) from error
 
 

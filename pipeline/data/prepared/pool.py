@@ -95,7 +95,8 @@ def prepare_in_pool(
     Raises:
         DataError: a record cannot be used, the cache cannot be written, or a worker was killed.
     """
-    waiting = deque(tasks)
+    # Large ones first, so that workers run out of work at about the same time.
+    waiting = deque(sorted(tasks, key=lambda task: task.part.size, reverse=True))
     left = []
     with _pool(min(workers, len(tasks)), settings) as pool:
         for worker in pool:

@@ -34,7 +34,7 @@ from pipeline.data.prepared.plan import (
     unique_tasks,
 )
 from pipeline.data.prepared.pool import prepare_here, prepare_in_pool
-from pipeline.data.prepared.progress import PrepareProgress
+from pipeline.data.prepared.progress import PrepareProgress, format_bytes
 from pipeline.data.prepared.store import Prepared, PreparedSource, TokenStore
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
 
@@ -125,15 +125,18 @@ def _prepare(tasks: Sequence[PartTask], config: Config, tokenizer: TokenizerFold
     size = sum(task.part.size for task in tasks)
     known = all(task.part.size for task in tasks)
     workers = min(config.prepare_workers or (1 if known and size < SMALL_BYTES else cores), len(tasks))
+    fast = _choose_fast(config, tokenizer, tasks)
+    threads = -(-cores // workers)
     settings = EncoderSettings(
         config=config,
         tokenizer=tokenizer.path,
         end_of_document=tokenizer.tokenizer.eos_token_id,
         vocab_size=tokenizer.vocab_size,
-        fast=_choose_fast(config, tokenizer, tasks),
-        threads=max(1, cores // workers),
+        fast=fast,
+        # The standard tokeniser takes a minute for a part: workers without one leave their cores to the rest.
+        threads=threads if fast else min(cores, 2 * threads),
     )
-    log.info("tokenising %.1f MB in %d part%s", size / 1e6, len(tasks), "s" * (len(tasks) > 1))
+    log.info("tokenising %s in %d part%s", format_bytes(size), len(tasks), "s" * (len(tasks) > 1))
     with PrepareProgress(size, len(tasks)) as progress:
         for wait in (False, True):
             if workers == 1:
@@ -144,10 +147,10 @@ def _prepare(tasks: Sequence[PartTask], config: Config, tokenizer: TokenizerFold
                 break
             log.info("another process is at %d more: waiting for it", len(tasks))
     log.info(
-        "tokenised %s documents, %s tokens, %.1f MB of text in %.1f s: %s",
+        "tokenised %s documents, %s tokens, %s of text in %.1f s: %s",
         f"{progress.documents:,}",
         f"{progress.tokens:,}",
-        progress.text_bytes / 1e6,
+        format_bytes(progress.text_bytes),
         progress.seconds,
         progress.rates(),
     )
@@ -194,7 +197,7 @@ def _gather(
 
 def _summarise(prepared: Prepared, cache_dir: Path) -> None:
     for source in (*prepared.sources, *prepared.eval_sets):
-        skipped = "".join(f", {count:,} {what}" for what, count in sorted(source.tally.items()))
+        skipped = "".join(f"; {count:,} {what}" for what, count in sorted(source.tally.items()))
         log.info(
             "%s: %s documents, %s tokens; %s documents, %s tokens held out%s",
             source.name,

@@ -17,6 +17,11 @@ LINE_SECONDS = 10.0  # a batch job shows that it lives
 log = logging.getLogger(__name__)
 
 
+def format_bytes(size: int) -> str:
+    """For people: `1.5 MB`, or kB where that is little."""
+    return f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"
+
+
 class PrepareProgress:
     """Adds up what is reported of parts; a context manager.
 
