@@ -53,8 +53,8 @@ class SourceConfig(Closed):
     max_documents: int | None = Field(None, gt=0)
     """Read no more than the first ones. Default: all."""
     bad_records: Literal["error", "skip"] = "error"
-    """What to do with a row that is no JSON, or lacks the text: stop with an error that names file and line,
-    or leave it out and count it."""
+    """What to do with a row that is no JSON, or lacks the text or a usable conversation: stop with an error
+    that names file and line, or leave it out and count it."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceConfig:
@@ -98,13 +98,13 @@ class DocumentsConfig(Closed):
         weights = [source.weight for source in self.all_sources()]
         if any(weight is not None for weight in weights):
             if any(weight is None for weight in weights):
-                raise ValueError("sources: some have a weight and some have none; give all of them one")
+                raise ValueError("some sources have a weight and some have none; give all of them one")
             if sum(weight or 0.0 for weight in weights) == 0:
-                raise ValueError("sources: the weights sum to 0; give at least one source a weight above 0")
+                raise ValueError("the weights of sources sum to 0; give at least one a weight above 0")
         names = [source.name for source in self.all_sources()] + list(self.eval_sets)
         twice = sorted({name for name in names if names.count(name) > 1 and name is not None})
         if twice:
-            raise ValueError(f"sources: two are called {twice[0]!r}; give each its own name")
+            raise ValueError(f"two sources are called {twice[0]!r}; give each its own name")
         return self
 
     def all_sources(self) -> list[SourceConfig]:

@@ -233,7 +233,7 @@ class Bins(PackedDataset):
         starts -= self._first[parts]
         predicted = lengths - self._is_end[pieces]
         pair = np.empty((2, len(rows), size), dtype=np.int64)
-        pair[0], pair[1] = self.pad_id, IGNORED
+        pair[0], pair[1] = self.end_id, IGNORED
         inputs, labels = pair.reshape(2, -1)
         table = np.stack([parts, starts, places, lengths, predicted], axis=1).tolist()
         for part, start, place, length, followed in table:

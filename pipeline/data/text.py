@@ -64,8 +64,8 @@ def _usable(
     for source in sources:
         if source.name not in usable:
             log.warning(
-                "no evaluation on %s: %d tokens in %d documents are held out (data.eval_fraction %g), one sequence "
-                "takes %d; a larger data.eval_fraction or more documents give a split to evaluate on",
+                "no evaluation on %s: %d tokens in %d documents are held out (data.eval_fraction %g), one "
+                "sequence takes %d; a larger data.eval_fraction or more documents give some to evaluate on",
                 source.name,
                 source.eval.num_tokens,
                 source.eval.num_documents,

@@ -19,8 +19,8 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
     """The model the recipe names, in fp32 on the CPU (sharded where `request.sharding` says so).
 
     Raises:
-        ModelError: it cannot be built, does not fit the data, or its weights do not fit it; or it does not keep
-            documents of a row apart that are to be.
+        ModelError: it cannot be built, does not fit the data, or its weights do not fit it; or it does
+            not keep the documents of a row apart.
     """
     torch.manual_seed(seed)
     model: nn.Module = BUILDERS[type(config)](config, request)  # type: ignore[operator]

@@ -188,6 +188,13 @@ def test_a_long_conversation_ends_with_the_last_answer_that_fits_whole(
     assert documents[0].key == one(encoders["chatml"], turns).key
 
 
+def test_as_many_turns_stay_as_fit(tokenizer, make_encoder):
+    turns = [turn("user", "a"), turn("assistant", "b")] * 9
+    sizes = [len(template_ids(tokenizer, "chatml", turns[: 2 * count])) + 1 for count in range(1, 10)]
+    for size in sizes:
+        assert len(one(make_encoder(sequence_length=size - 1), turns).ids) == size
+
+
 def test_a_batch_is_what_its_conversations_are_one_by_one(make_encoder):
     rows = [
         [turn("user", "hello"), turn("assistant", f"a{'b ' * 13 * n}{'<|im_end|>' * (n % 2)}")] * (n % 3 + 1)
@@ -224,6 +231,9 @@ def test_spaces_at_the_edge_of_an_answer_are_the_answers(tokenizer, make_encoder
     for content in ("   hi", "hi  ", "  ", " "):
         document = one(make_encoder("inst"), [turn("user", "one"), turn("assistant", content)])
         assert tokenizer.decode(document.ids[document.learned]) == f" {content}{END}"
+    inside = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}[INST]{% endfor %}"
+    document = one(make_encoder(inside), [turn("assistant", "hi  ")])
+    assert tokenizer.decode(document.ids[document.learned]) == "hi  "
 
 
 def test_a_template_that_hides_the_answer_is_an_error_and_never_a_guess(make_encoder):

@@ -91,12 +91,20 @@ class Command:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
+    def wait_for(self, pattern: str) -> None:
+        """Until there is such a file in the cache."""
+        while not any(self.cache.glob(pattern)):
+            self._wait()
+
     def wait_for_part(self, number: int = 1) -> None:
         """Until so many parts are done or being written, one of them at this moment."""
         while len(parts := list(self.cache.glob("parts/*"))) < number or not _being_written(parts):
-            assert self.process.poll() is None, self.end()
-            assert time.monotonic() < self.started + PATIENCE
-            time.sleep(0.005)
+            self._wait()
+
+    def _wait(self) -> None:
+        assert self.process.poll() is None, self.end()
+        assert time.monotonic() < self.started + PATIENCE
+        time.sleep(0.005)
 
     def kill_worker(self) -> bool:
         """SIGKILL to one of the workers; False: there is none."""

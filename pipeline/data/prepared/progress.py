@@ -48,7 +48,7 @@ class PrepareProgress:
 
             self._bar = Progress(
                 TextColumn("preparing"),
-                BarColumn(),
+                BarColumn(20),
                 TextColumn("{task.percentage:3.0f} %  {task.fields[line]}"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
@@ -88,14 +88,18 @@ class PrepareProgress:
         return f"{self.text_bytes / 1e6 / self.seconds:.1f} MB/s, {self.tokens / self.seconds:,.0f} tokens/s"
 
     def _show(self) -> None:
-        line = (
-            f"{self._finished_parts} of {self._num_parts} parts, {self.documents:,} documents, "
-            f"{self.tokens:,} tokens, {self.rates()}"
-        )
+        parts = f"{self._finished_parts} of {self._num_parts} parts"
         if self._bar is not None:
             # Compressed input is smaller than its text: a part counts as no more than its size.
             done = self._finished_bytes + min(sum(self._under_way.values()), self._total_bytes)
+            line = f"{parts}, {self.tokens / 1e6 / self.seconds:.2f} M tokens/s"  # fits into 80 columns
             self._bar.update(self._bar.task_ids[0], completed=min(done, self._total_bytes), line=line)
         elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
-            log.info("preparing: %s", line)
+            log.info(
+                "preparing: %s, %s documents, %s tokens, %s",
+                parts,
+                f"{self.documents:,}",
+                f"{self.tokens:,}",
+                self.rates(),
+            )
