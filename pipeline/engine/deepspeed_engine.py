@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,15 +25,24 @@ from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_files import SafeCheckpointEngine
+from pipeline.engine.deepspeed_state import state_of
+from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
+from pipeline.engine.held import State, fragments, restore
 from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
-from pipeline.engine.loss_scale import go_on_at_the_minimum, loss_scale_left_to_us
+from pipeline.engine.loss_scale import (
+    go_on_at_the_minimum,
+    go_on_searching,
+    loss_scale_left_to_us,
+    loss_scale_state,
+)
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.nvme import keep_misaligned_gradients
 from pipeline.engine.optimizer import build_optimizer
 from pipeline.engine.parallel_state import parallel_state
 from pipeline.engine.sequence_parallel import SequenceParallel, average_over_all_ranks
-from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section
+from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section, cut_parameters
 from pipeline.engine.torch_engine import clip_and_guard
+from pipeline.engine.torch_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.unused import GradientWatch, warn_of_unused
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.objectives import Batch, LossSum, Objective
@@ -107,6 +116,8 @@ class DeepSpeedEngine:
         if split.sequence_parallel > 1:
             self._sequence = SequenceParallel(model, split.sequence_parallel)
         self._initialize(model, config, mpu)
+        cut = split.tensor_parallel > 1
+        self._named = cut_parameters(self.module) if cut else whole_parameters(self.module)
         self._is_part = [is_model_parallel_parameter(p) for p in self._parameters]
         self._norm: Tensor | None = None
         if self._own_guard:
@@ -212,6 +223,25 @@ class DeepSpeedEngine:
     def save(self, folder: Path) -> None:
         """See Engine.save. Collective."""
         self._engine.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
+
+    def _state(self) -> State:
+        ranks, degree = self._job.ranks, self._split.tensor_parallel
+        sharers = (ranks.rank // degree, ranks.world_size // degree)
+        return state_of(self._zero_optimizer, self._named, kept_buffers(self.module), sharers)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See EngineState.fragments."""
+        return fragments(self._state())
+
+    def scalars(self) -> Scalars:
+        """See EngineState.scalars."""
+        return self._state().steps() | loss_scale_state(self._zero_optimizer)
+
+    @torch.no_grad()
+    def restore(self, source: FragmentSource) -> None:
+        """See EngineState.restore."""
+        restore(self._state(), source, names_of(self.module))
+        go_on_searching(self._zero_optimizer, source.scalars)
 
     def load(self, folder: Path) -> None:
         """See Engine.load. Collective.

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from pipeline.engine.fragments import EngineState
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 
 
@@ -31,7 +32,7 @@ class StepResult:
     """fp16 only."""
 
 
-class Engine(Protocol):
+class Engine(EngineState, Protocol):
     """Steps a model. Every method is collective: all ranks enter it together."""
 
     device: torch.device

@@ -23,9 +23,17 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_engine import DTYPES, check_configuration
 from pipeline.engine.deepspeed_files import SafeCheckpointEngine
+from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
+from pipeline.engine.held import State, fragments, restore
 from pipeline.engine.interface import StepResult, count_and_vote, to_device
-from pipeline.engine.loss_scale import go_on_at_the_minimum, loss_scale_left_to_us
+from pipeline.engine.loss_scale import (
+    go_on_at_the_minimum,
+    go_on_searching,
+    loss_scale_left_to_us,
+    loss_scale_state,
+)
 from pipeline.engine.normalize import backward_scale
+from pipeline.engine.pipeline_state import stage_state
 from pipeline.engine.stages import Stages, cut_points, read_bounds, write_bounds
 from pipeline.errors import CheckpointError, DataError
 from pipeline.models.model_folder import folder_part
@@ -204,6 +212,23 @@ class PipelineEngine:
         if self._job.ranks.is_main_process:
             self._part.write_description(whole, self._float_dtype)
             write_bounds(folder, self._bounds)
+
+    def _state(self) -> State:
+        return stage_state(self._zero_optimizer, self.module, (self.dp_rank, self.dp_world_size))
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See EngineState.fragments. A tied weight is written by one of its stages."""
+        return fragments(self._state())
+
+    def scalars(self) -> Scalars:
+        """See EngineState.scalars."""
+        return self._state().steps() | loss_scale_state(self._zero_optimizer)
+
+    @torch.no_grad()
+    def restore(self, source: FragmentSource) -> None:
+        """See EngineState.restore. Whatever stages the source had."""
+        restore(self._state(), source, self._part.files)
+        go_on_searching(self._zero_optimizer, source.scalars)
 
     def load(self, folder: Path) -> None:
         """See Engine.load. Collective.

@@ -1,4 +1,5 @@
-"""What DeepSpeed's AutoTP needs beside itself: whole logits, and a norm that counts every part once.
+"""What DeepSpeed's AutoTP needs beside itself: whole logits, a norm that counts every part once, and which
+part of the whole model a rank holds.
 
 Matrices are cut over the ranks of a tensor group as transformers' plan says; norms and embeddings (and an
 output layer tied to one) lie whole on each.
@@ -6,14 +7,21 @@ output layer tied to one) lie whole on each.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from pipeline.engine.fragments import Box
+from pipeline.engine.held import WHOLE, Part
+from pipeline.engine.torch_state import Named, whole_parameters
 from pipeline.errors import ModelError
 
 
@@ -58,3 +66,70 @@ def clip_and_guard_parts(optimizer: torch.optim.Optimizer, is_part: list[bool], 
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
     return norm
+
+
+def cut_parameters(module: nn.Module) -> list[Named]:
+    """A tensor rank's parameters. Those that lie whole on each rank are written by one, in turn.
+
+    Raises:
+        ModelError: AutoTP does not say how it cut one of them.
+    """
+    rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
+    named = []
+    for index, each in enumerate(whole_parameters(module)):
+        part = part_of(each.name, each.parameter, each.part.shape, rank, size)
+        named.append(Named(each.name, each.parameter, part, part.boxes != WHOLE or index % size == rank))
+    return named
+
+
+def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int, size: int) -> Part:
+    """Which part of the whole parameter this rank's, of shape `own`, is.
+
+    Raises:
+        ModelError: AutoTP does not say.
+    """
+    told = getattr(parameter, DS_AUTOTP_UC_META, None)
+    if told is None or told["replicated"]:
+        return Part.all_of(own)
+    whole, view, dim = tuple(told["original_shape"]), told["logical_shape"], told["partition_dim"]
+    if dim is None and whole == own:
+        return Part.all_of(own)
+    # Each of several matrices in one is cut by itself: its rows a rank.
+    widths = told["sub_param_shard_widths"] or [told["partition_sizes"]]
+    if dim is None or widths == [None]:
+        raise ModelError(
+            f"tensor_parallel: DeepSpeed does not say how it cut {name}, and a checkpoint must know; use "
+            "zero_optimization.stage 3, or say how in tensor_parallel.partition_config"
+        )
+    taken = [each[rank] for each in widths]
+    into_own = itertools.accumulate(taken, initial=0)
+    into_whole = itertools.accumulate((sum(each) for each in widths), initial=0)
+    boxes: list[tuple[Box, Box]] = []
+    for width, here, there, each in zip(taken, into_own, into_whole, widths, strict=False):
+        first = there + sum(each[:rank])
+        boxes += zip(
+            _boxes(own, view, dim, here, width, sum(taken)),
+            _boxes(whole, view, dim, first, width, sum(map(sum, widths))),
+            strict=True,
+        )
+    return Part(whole, own, tuple(boxes))
+
+
+def _boxes(
+    shape: tuple[int, ...], view: tuple[int, ...], dim: int, start: int, width: int, size: int
+) -> Iterator[Box]:
+    """`width` indices from `start` on in one dimension, `size` long, of a view: boxes of the matrix itself.
+
+    Args:
+        view: Like shape, but for a first dimension that may be several.
+    """
+    rest = tuple((0, n) for n in shape[1:])
+    if dim >= len(view) - len(shape) + 1:  # not in the first dimension
+        at = dim - (len(view) - len(shape))
+        yield tuple((start, start + width) if d == at else (0, n) for d, n in enumerate(shape))
+        return
+    firsts = view[: len(view) - len(shape) + 1]
+    inner = math.prod(firsts[dim + 1 :])
+    for outer in range(math.prod(firsts[:dim])):
+        begin = (outer * size + start) * inner
+        yield ((begin, begin + width * inner), *rest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.config.schema import EngineConfig, OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
+from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
+from pipeline.engine.held import fragments, restore
 from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
 from pipeline.engine.normalize import backward_scale
+from pipeline.engine.torch_state import ParameterState, kept_buffers, names_of, whole_parameters
 from pipeline.engine.unused import listed, warn_of_unused
 from pipeline.errors import CheckpointError, ModelError
 from pipeline.models.batch_norm import num_batch_norms
@@ -117,6 +120,25 @@ class TorchEngine:
         state = {"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}
         with open(folder / "state.pt", "wb") as file:  # a full disk is then an OSError
             torch.save(state, file)
+
+    def _state(self) -> ParameterState:
+        ranks = self._job.ranks
+        sharers = (ranks.rank, ranks.world_size) if self._ddp is not None else (0, 1)
+        buffers = kept_buffers(self.module)
+        return ParameterState(whole_parameters(self.module), buffers, self._optimizer, sharers, {})
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See EngineState.fragments. Under `ddp` the ranks share the writing out."""
+        return fragments(self._state())
+
+    def scalars(self) -> Scalars:
+        """See EngineState.scalars."""
+        return self._state().steps()
+
+    @torch.no_grad()
+    def restore(self, source: FragmentSource) -> None:
+        """See EngineState.restore."""
+        restore(self._state(), source, names_of(self.module))
 
     def load(self, folder: Path) -> None:
         """See Engine.load."""

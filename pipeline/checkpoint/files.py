@@ -1,0 +1,202 @@
+"""Files of a checkpoint at the level of the operating system: written in one pass, hashed on the way.
+
+Nothing here holds more than one fragment. Files are opened only where they are plain files: no links.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from pipeline.checkpoint.layout import Layout, Slot
+from pipeline.engine.fragments import Fragment
+
+BLOCK = 1 << 24
+FLUSH_EVERY = 1 << 26
+
+
+class LayoutChangedError(Exception):
+    """The fragments are not those that the file was laid out for."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Checksums of a file, taken from what was handed to the disk."""
+
+    xxh3_128: str
+    fragments: tuple[str, ...]
+    """xxh3_64 of each slot, in order."""
+
+
+def write_file(path: Path, layout: Layout, values: Iterable[Iterable[memoryview]]) -> Written:
+    """Writes a file of which nothing may exist yet, and returns once it is on the disk.
+
+    Args:
+        values: For each slot of the layout, in order, its bytes in one or more views.
+
+    Raises:
+        OSError: it cannot be written: no room, an I/O error, fewer bytes than there should be.
+        LayoutChangedError: the values are not as long as the layout says.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with ThreadPoolExecutor(1, "checksums") as hasher:
+            writer = _Writer(descriptor, hasher)
+            writer.write(memoryview(layout.header))
+            sums = []
+            for slot, offset, views in zip(layout.slots, layout.offsets, values, strict=True):
+                if writer.position < offset:
+                    writer.write(memoryview(bytes(offset - writer.position)))
+                sums.append(writer.write_slot(views))
+                if writer.position != offset + slot.num_bytes:
+                    raise LayoutChangedError(f"{slot.kind} of {slot.name}")
+        os.fsync(descriptor)
+        if os.fstat(descriptor).st_size != layout.num_bytes:
+            raise OSError(errno.EIO, "fewer bytes are in the file than were written")
+        return Written(writer.checksum.hexdigest(), tuple(sums))
+    finally:
+        os.close(descriptor)
+
+
+class _Writer:
+    """Appends to a file; hashes a block in another thread while the system takes it."""
+
+    def __init__(self, descriptor: int, hasher: ThreadPoolExecutor):
+        self.position = 0
+        self.checksum = xxhash.xxh3_128()
+        self._descriptor = descriptor
+        self._hasher = hasher
+        self._flushed = 0
+
+    def write(self, view: memoryview) -> None:
+        self.checksum.update(view)
+        self._put(view)
+
+    def write_slot(self, views: Iterable[memoryview]) -> str:
+        own = xxhash.xxh3_64()
+
+        def hash_both(block: memoryview) -> None:
+            self.checksum.update(block)
+            own.update(block)
+
+        for view in views:
+            for start in range(0, len(view), BLOCK):
+                block = view[start : start + BLOCK]
+                if len(block) < BLOCK // 16:  # handing it over would cost more
+                    hash_both(block)
+                    self._put(block)
+                    continue
+                hashed = self._hasher.submit(hash_both, block)
+                self._put(block)
+                hashed.result()
+        return own.hexdigest()
+
+    def _put(self, view: memoryview) -> None:
+        while len(view):
+            taken = os.write(self._descriptor, view)  # may be less: the next call then says why
+            if taken == 0:
+                raise OSError(errno.EIO, "the file takes no more bytes")
+            view = view[taken:]
+            self.position += taken
+        if self.position - self._flushed >= FLUSH_EVERY and hasattr(os, "posix_fadvise"):
+            # Linux starts to write what is given up: the disk works while the next fragment is fetched, and
+            # the checkpoint does not push the training data out of the page cache.
+            os.posix_fadvise(
+                self._descriptor, self._flushed, self.position - self._flushed, os.POSIX_FADV_DONTNEED
+            )
+            self._flushed = self.position
+
+
+def streamed(layout: Layout, fragments: Iterator[Fragment]) -> Iterator[list[memoryview]]:
+    """The bytes of each fragment, fetched to the host one at a time.
+
+    Raises:
+        LayoutChangedError: a fragment is not the one laid out at its place, or there are more of them.
+    """
+    for slot in layout.slots:
+        fragment = next(fragments, None)
+        if fragment is None or Slot.of(fragment) != slot:
+            raise LayoutChangedError(f"{slot.kind} of {slot.name}")
+        yield [as_bytes(fragment.tensor).cpu().numpy().data]
+    if next(fragments, None) is not None:
+        raise LayoutChangedError("more fragments than before")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bytes (n,) uint8, where it is; a copy only where it is not contiguous."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    # One value at a stride of two counts as contiguous, but cannot be viewed as bytes.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read a plain file with.
+
+    Raises:
+        OSError: there is none, or it is a link, a pipe or a device.
+    """
+    descriptor = open_plain(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_plain(path: Path) -> int:
+    """As `opened`, to be closed by the caller."""
+    # Without O_NONBLOCK a pipe in place of the file would wait for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file")
+    return descriptor
+
+
+def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
+    """Fills the target from the file.
+
+    Raises:
+        OSError: the file ends before that, or cannot be read.
+    """
+    done = 0
+    while done < len(target):
+        got = os.preadv(descriptor, [target[done:]], offset + done)
+        if got == 0:
+            raise OSError(errno.EIO, "the file ends too early")
+        done += got
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes a small file and waits until it is on the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        view = memoryview(content)
+        while len(view):
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def synchronise(folder: Path) -> None:
+    """Waits until a folder's list of names is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,117 @@
+"""The ranks that save together: what they tell each other, and which of them share a file system.
+
+They talk over a gloo group of their own. A background thread uses it while the main thread is in the
+collectives of training: one group for both would mix up their order and hang.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from pipeline.checkpoint.folders import MEETING
+from pipeline.distributed.process_group import Job
+
+T = TypeVar("T")
+# How long ranks that have written wait for one that still writes.
+PATIENCE = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """This rank among those that save. Every method is collective."""
+
+    rank: int
+    host: str
+    leaders: tuple[int, ...]
+    """For each rank, the lowest rank on its file system."""
+    group: Any = field(repr=False)
+    """None: this rank is alone."""
+
+    @property
+    def leader(self) -> int:
+        return self.leaders[self.rank]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank makes, renames and removes folders on its file system."""
+        return self.leader == self.rank
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks on this file system, this one among them."""
+        return [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        return _gather(self.group, value)
+
+    def attempt(self, action: Callable[[], None]) -> list[str | None]:
+        """Has every leader do something; what went wrong, by rank (None: nothing, or no leader).
+
+        An OSError of one rank is thus known to all, where raising it would leave the others waiting.
+        """
+        problem = None
+        if self.is_leader:
+            try:
+                action()
+            except OSError as error:
+                problem = self.describe(error)
+        return self.gather(problem)
+
+    def describe(self, error: OSError) -> str:
+        """An error with who met it."""
+        where = f" ({error.filename})" if error.filename else ""
+        return f"rank {self.rank} on {self.host}: {error.strerror or error}{where}"
+
+
+def meet(job: Job, folder: Path, host: str) -> Peers:
+    """Finds out who shares a file system. Collective.
+
+    Each machine's first rank leaves a file in `folder` (made if missing) and all look for all of them:
+    whether a folder is shared is seen, not asked.
+
+    Raises:
+        OSError: a machine cannot write there; on every rank.
+    """
+    ranks = job.ranks
+    group = dist.new_group(backend="gloo", timeout=PATIENCE) if job.is_distributed else None
+    token = _gather(group, uuid.uuid4().hex)[0]
+    own = folder / f"{MEETING}{token}-{ranks.rank}"
+    problem = None
+    if ranks.local_rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            own.touch()
+        except OSError as error:
+            problem = f"{host}: {folder}: {error.strerror or error}"
+    answers = _gather(group, (ranks.local_rank == 0, problem))
+    problems = [said for _, said in answers if said is not None]
+    # By name: a listing may be cached on a network file system, a name never asked for before is not.
+    seen = [
+        rank
+        for rank, (wrote, _) in enumerate(answers)
+        if wrote and os.path.exists(folder / f"{MEETING}{token}-{rank}")
+    ]
+    leaders = _gather(group, min(seen, default=ranks.rank))
+    with suppress(OSError):
+        own.unlink()
+    if problems:
+        raise OSError(problems[0])
+    return Peers(ranks.rank, host, tuple(leaders), group)
+
+
+def _gather(group: Any, value: T) -> list[T]:
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

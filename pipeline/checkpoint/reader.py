@@ -1,0 +1,138 @@
+"""Reads values of whole-model tensors back, whichever way they were divided over files.
+
+Only the stretches asked for are read, straight into the tensor where it takes them as they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.files import as_bytes, open_plain, read_exactly
+from pipeline.checkpoint.layout import DTYPES
+from pipeline.checkpoint.manifest import FileRecord, Manifest, Piece
+from pipeline.engine.fragments import Integers, Region, copy_runs, overlap
+from pipeline.errors import CheckpointError
+
+MAX_OPEN = 64
+
+
+class CheckpointReader:
+    """A FragmentSource over one checkpoint. Use it as a context: it holds files open.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: Its manifest, as read_manifest gives it.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder = folder
+        self.manifest = manifest
+        self.scalars: Mapping[str, Any] = manifest.scalars
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._places: defaultdict[tuple[str, str], list[tuple[FileRecord, Piece, int]]] = defaultdict(list)
+        for file in manifest.files:
+            for piece, offset in zip(file.fragments, file.layout.offsets, strict=True):
+                self._places[piece.name, piece.kind].append((file, piece, offset))
+
+    def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
+        """(name, kind) -> shape of the whole tensor, of all there is."""
+        return self.manifest.shapes
+
+    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
+        """Fills `out` (1-D, region.length values, any dtype and device), wherever they were written.
+
+        Host memory: at most one fragment, and the region once more where `out` is on a device.
+
+        Raises:
+            CheckpointError: some of them are missing or cannot be read.
+        """
+        assert tuple(out.shape) == (region.length,), f"{tuple(out.shape)} for {region}"
+        pieces = self._places.get((name, kind))
+        if pieces is None:
+            raise CheckpointError(f"{self.folder} holds no {kind} of {name}; it is of another model")
+        whole = torch.Size(pieces[0][1].shape).numel()
+        if whole != torch.Size(region.shape).numel():
+            raise CheckpointError(
+                f"{self.folder}: {kind} of {name} has shape {list(pieces[0][1].shape)}, "
+                f"this model's {list(region.shape)}; resume with the model that was saved"
+            )
+        in_place = out.device.type == "cpu" and out.is_contiguous()
+        target = out if in_place else torch.empty(out.shape, dtype=out.dtype)
+        filled = 0
+        for file, piece, offset in pieces:
+            runs = overlap(piece.region, region)
+            if len(runs):
+                self._fill(file, piece, offset, runs, target)
+                filled += int(runs[:, 2].sum())
+        # The manifest is known to have every value once.
+        assert filled == region.length, f"{region} is not inside {kind} of {name}"
+        if not in_place:
+            out.copy_(target)
+
+    def _fill(self, file: FileRecord, piece: Piece, offset: int, runs: Integers, target: Tensor) -> None:
+        """Copies runs (offset in the fragment, offset in the target, length) out of the file."""
+        dtype = DTYPES[piece.dtype]
+        try:
+            descriptor = self._descriptor(file)
+            if len(runs) == 1 and target.dtype == dtype:
+                begin, into, length = runs[0].tolist()
+                straight = as_bytes(target[into : into + length]).numpy().data
+                read_exactly(descriptor, offset + begin * dtype.itemsize, straight)
+                return
+            for few in _batches(runs):
+                begin, end = int(few[0, 0]), int(few[-1, 0] + few[-1, 2])
+                values = torch.empty(end - begin, dtype=dtype)
+                read_exactly(descriptor, offset + begin * dtype.itemsize, as_bytes(values).numpy().data)
+                copy_runs(values, target, few - np.array([begin, 0, 0]))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder / file.name} with {piece.title} cannot be read: {error.strerror or error}; "
+                f"rank {file.rank} wrote it on {file.host}; bring it here, or use a folder all nodes share"
+            ) from None
+
+    def _descriptor(self, file: FileRecord) -> int:
+        found = self._open.pop(file.name, None)
+        if found is None:
+            found = open_plain(self.folder / file.name)
+            header = bytearray(len(file.layout.header))
+            try:
+                read_exactly(found, 0, memoryview(header))
+                if bytes(header) != file.layout.header:
+                    raise OSError(errno.EINVAL, "its header is not the manifest's")
+            except OSError:
+                os.close(found)
+                raise
+        self._open[file.name] = found  # the last used are at the end
+        if len(self._open) > MAX_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+        return found
+
+    def close(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _batches(runs: Integers) -> list[Integers]:
+    """Runs to be read at once: all of them where they are a fourth of their span or more, else each."""
+    span = int(runs[-1, 0] + runs[-1, 2] - runs[0, 0])
+    dense = int(runs[:, 2].sum()) * 4 >= span
+    return [runs] if dense else list(runs[:, None])

@@ -1,0 +1,217 @@
+"""One save: room looked for, each rank's share written, one manifest, one rename. Collective throughout.
+
+Every step ends in an exchange, so that what one rank met all know: nobody waits for a rank that gave up.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.checkpoint.files import LayoutChangedError, synchronise, write_durably, write_file
+from pipeline.checkpoint.folders import PARTIAL, clear_partial, folder_name, remove
+from pipeline.checkpoint.layout import Layout
+from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece
+from pipeline.checkpoint.peers import Peers
+from pipeline.engine.fragments import Fragment, Scalars
+
+MANIFEST_BYTES = 300  # of a fragment in the manifest, about
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a rank's part of a save went."""
+
+    file: str | None
+    """Its record as JSON: taking apart those of many ranks would stop training for seconds. None: no file."""
+    problem: str | None
+    layout_changed: bool = False
+
+
+@dataclass(frozen=True)
+class Content:
+    """What stands in the manifest besides the files."""
+
+    step: int
+    split: str
+    state: dict[str, Any]
+    scalars: Scalars
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a rank tells the others first: what it asks of its machine, and what it sees there."""
+
+    content: Content
+    """Rank 0's counts: every machine's manifest is the same to the last byte."""
+    host: str
+    disk: int
+    disk_free: int
+    memory: int
+    """Host memory that a snapshot would take."""
+    memory_free: int
+    problem: str | None
+
+
+class Saving:
+    """One save of one step, under a folder of checkpoints."""
+
+    def __init__(self, folder: Path, content: Content, peers: Peers):
+        self.folder = folder
+        self.content = content
+        self.peers = peers
+        self.final = folder / folder_name(content.step)
+        self.partial = folder / f"{self.final.name}{PARTIAL}"
+        self._replaced = folder / f"{self.final.name}.replaced{PARTIAL}"
+        self.published: Manifest | None = None
+
+    def begin(self, layout: Layout, memory: int, memory_free: int) -> tuple[str | None, str | None]:
+        """Makes the folder and looks for room, on disk and in memory.
+
+        Args:
+            memory: Bytes of host memory that a snapshot would take.
+
+        Returns:
+            Why nothing can be written, and why not in the background; None: it can.
+        """
+        problem, disk = None, layout.num_bytes + MANIFEST_BYTES * len(layout.slots)
+        disk_free = disk  # not known: writing will tell
+        if self.peers.is_leader:
+            try:
+                self._make_folder()
+                disk_free = shutil.disk_usage(self.folder).free
+            except OSError as error:
+                problem = self.peers.describe(error)
+        openings = self.peers.gather(
+            Opening(self.content, self.peers.host, disk, disk_free, memory, memory_free, problem)
+        )
+        self.content = openings[0].content
+        problem = first(opening.problem for opening in openings) or self._room_on_disk(openings)
+        if problem is not None and self.peers.is_leader:
+            self._withdraw()
+        return problem, _room_in_memory(openings)
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        clear_partial(self.folder)
+        self.partial.mkdir()
+
+    def _room_on_disk(self, openings: list[Opening]) -> str | None:
+        leaders = self.peers.leaders
+        for leader in sorted(set(leaders)):
+            at = openings[leader]
+            needed = sum(
+                opening.disk for opening, its in zip(openings, leaders, strict=True) if its == leader
+            )
+            if needed > at.disk_free:
+                return (
+                    f"{self.folder} on {at.host} has {at.disk_free / 1e9:.3g} GB free and a checkpoint takes "
+                    f"{needed / 1e9:.3g} GB; make room, or lower checkpoint.keep_last"
+                )
+        return None
+
+    def write(
+        self, layout: Layout, values: Iterable[Iterable[memoryview]], rest: Iterator[Fragment]
+    ) -> list[Share]:
+        """Writes this rank's share; how it went on every rank.
+
+        Args:
+            values: The bytes of each slot.
+            rest: Gone through to the end even where writing failed: fetching fragments may be collective.
+        """
+        share = Share(None, None)
+        try:
+            if layout.slots:
+                share = Share(self._write_share(layout, values), None)
+            for _ in rest:
+                raise LayoutChangedError("more fragments than before")
+        except LayoutChangedError as error:
+            share = Share(None, f"the engine's fragments changed: {error}", layout_changed=True)
+        except OSError as error:
+            share = Share(None, self.peers.describe(error))
+        for _ in rest:
+            pass
+        return self.peers.gather(share)
+
+    def _write_share(self, layout: Layout, values: Iterable[Iterable[memoryview]]) -> str:
+        path = self.partial / f"rank-{self.peers.rank:05d}.safetensors"
+        written = write_file(path, layout, values)
+        record = FileRecord(
+            name=path.name,
+            rank=self.peers.rank,
+            host=self.peers.host,
+            place=self.peers.leader,
+            bytes=layout.num_bytes,
+            xxh3_128=written.xxh3_128,
+            fragments=tuple(map(Piece.of, layout.slots, written.fragments)),
+        )
+        return record.model_dump_json()
+
+    def conclude(self, shares: list[Share]) -> str | None:
+        """Publishes the checkpoint where every share is good, else removes it.
+
+        Returns:
+            Why there is none; None: it counts from now on.
+        """
+        problem = first([share.problem for share in shares])
+        if problem is None:
+            files = [share.file for share in shares if share.file is not None]
+            problem = first(self.peers.attempt(lambda: self._publish(files)))
+        if problem is not None and self.peers.is_leader:
+            self._withdraw()
+        return problem
+
+    def _publish(self, files: list[str]) -> None:
+        try:
+            manifest = Manifest(
+                global_step=self.content.step,
+                world_size=len(self.peers.leaders),
+                split=self.content.split,
+                state=self.content.state,
+                scalars=self.content.scalars,
+                files=tuple(map(FileRecord.model_validate_json, files)),
+            )
+        except ValidationError as error:  # an engine's mistake: better told now than when it is to be read
+            raise OSError(errno.EINVAL, f"the shares do not add up: {error.errors()[0]['msg']}") from error
+        write_durably(self.partial / MANIFEST, manifest.encode())
+        synchronise(self.partial)
+        if os.path.lexists(self.final):  # of a step that this run, gone on from an earlier one, now repeats
+            self.final.rename(self._replaced)
+        self.partial.rename(self.final)
+        self.published = manifest
+        synchronise(self.folder)
+        if self._replaced.exists():
+            shutil.rmtree(self._replaced, ignore_errors=True)
+
+    def _withdraw(self) -> None:
+        try:
+            if self.published is not None:  # another machine could not: no machine has it
+                remove(self.final)
+            shutil.rmtree(self.partial, ignore_errors=True)
+            if self._replaced.exists():
+                self._replaced.rename(self.final)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", self.partial, error)
+
+
+def first(problems: Iterable[str | None]) -> str | None:
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _room_in_memory(openings: list[Opening]) -> str | None:
+    for host in dict.fromkeys(opening.host for opening in openings):
+        there = [opening for opening in openings if opening.host == host]
+        needed = sum(opening.memory for opening in there)
+        free = min(opening.memory_free for opening in there)
+        if needed > 0.9 * free:  # what else runs on the machine needs some too
+            return f"{host} has {free / 1e9:.3g} GB of memory free, a copy takes {needed / 1e9:.3g} GB"
+    return None

@@ -1,0 +1,129 @@
+"""Whether a checkpoint is what was written: sizes at once, then every byte; names file and tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from pipeline.checkpoint.files import BLOCK, opened, read_exactly
+from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from pipeline.errors import CheckpointError
+
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One file that is not what was written."""
+
+    file: str
+    host: str
+    """Where it was written."""
+    tensors: tuple[str, ...]
+    """Those that lie at the damaged place, such as `exp_avg of embed.weight`; none: not in a tensor."""
+    what: str
+
+    def __str__(self) -> str:
+        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+        tensors = f" ({', '.join(self.tensors[:3])}{more})" if self.tensors else ""
+        written = f"; written on {self.host}" if self.host else ""
+        return f"{self.file}: {self.what}{tensors}{written}"
+
+
+def verify(folder: Path, files: Collection[str] | None = None) -> list[Damage]:
+    """Reads a checkpoint through; an empty list: it is whole.
+
+    Args:
+        files: Names of those to look at; None: all.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [Damage(MANIFEST, "", (), str(error))]
+    return check_sizes(folder, manifest, files) or check_content(folder, manifest, files)
+
+
+def check_content(folder: Path, manifest: Manifest, files: Collection[str] | None = None) -> list[Damage]:
+    """As verify, of the files that are there."""
+    _, absent = look(folder, manifest)
+    chosen = [
+        file for file in manifest.files if file.name not in absent and (files is None or file.name in files)
+    ]
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = threads.map(lambda file: _check_content(folder, file), chosen)
+        return [damage for damage in found if damage is not None]
+
+
+def check_sizes(folder: Path, manifest: Manifest, files: Collection[str] | None = None) -> list[Damage]:
+    """What can be seen without reading: files that are missing, no plain files, or of another size.
+
+    Where nodes share no file system, a folder holds the files of its own place: other places, none of whose
+    files are here, are no damage.
+    """
+    damages, absent = look(folder, manifest)
+    here = {file.place for file in manifest.files if file.name not in absent}
+    for file in manifest.files:
+        if file.name in absent and (file.place in here or not here):
+            damages.append(_whole_file(file, "missing"))
+    return [damage for damage in damages if files is None or damage.file in files]
+
+
+def look(folder: Path, manifest: Manifest) -> tuple[list[Damage], set[str]]:
+    """The files here that are not what they should be, by their size; the names of those not here."""
+    damages, absent = [], set()
+    for file in manifest.files:
+        try:
+            with opened(folder / file.name) as descriptor:
+                size = os.fstat(descriptor).st_size
+            if size != file.bytes:
+                damages.append(_whole_file(file, f"{size} bytes, {file.bytes} were written"))
+        except FileNotFoundError:
+            absent.add(file.name)
+        except OSError as error:
+            damages.append(_whole_file(file, error.strerror or str(error)))
+    return damages, absent
+
+
+def _whole_file(file: FileRecord, what: str) -> Damage:
+    titles = tuple(dict.fromkeys(piece.title for piece in file.fragments))
+    return Damage(file.name, file.host, titles, what)
+
+
+def _check_content(folder: Path, file: FileRecord) -> Damage | None:
+    try:
+        with opened(folder / file.name) as descriptor:
+            header = bytearray(len(file.layout.header))
+            read_exactly(descriptor, 0, memoryview(header))
+            right_header = bytes(header) == file.layout.header
+            whole = xxhash.xxh3_128(header)
+            _hash(descriptor, len(header), file.bytes - len(header), whole)
+            if whole.hexdigest() == file.xxh3_128 and right_header:
+                return None
+            part = "not" if right_header else "its header is not"
+            damaged = _damaged_tensors(descriptor, file)
+            return Damage(file.name, file.host, damaged, f"{part} what was written, by its checksum")
+    except OSError as error:
+        return Damage(file.name, file.host, (), error.strerror or str(error))
+
+
+def _damaged_tensors(descriptor: int, file: FileRecord) -> tuple[str, ...]:
+    titles = []
+    for piece, offset in zip(file.fragments, file.layout.offsets, strict=True):
+        own = xxhash.xxh3_64()
+        _hash(descriptor, offset, piece.slot.num_bytes, own)
+        if own.hexdigest() != piece.xxh3_64:
+            titles.append(piece.title)
+    return tuple(dict.fromkeys(titles))
+
+
+def _hash(descriptor: int, offset: int, length: int, checksum: xxhash.xxh3_128 | xxhash.xxh3_64) -> None:
+    buffer = memoryview(bytearray(min(length, BLOCK)))
+    for start in range(0, length, BLOCK):
+        block = buffer[: min(BLOCK, length - start)]
+        read_exactly(descriptor, offset + start, block)
+        checksum.update(block)

@@ -1,0 +1,165 @@
+"""What a checkpoint is made of: stretches of whole parameters, whichever way they are divided over ranks.
+
+Each rank writes the values that are its to write, and any other split reads the stretches it needs. Here are
+the words for it, and the arithmetic of where two stretches meet. Values: 1-D, row-major.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]
+Integers = npt.NDArray[np.int64]
+Scalars = dict[str, float | int | bool]
+
+WEIGHT, BUFFER, MOMENTS = "weight", "buffer", ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a stretch of values lies in a whole tensor: a box of it, a stretch of that box's values."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box | None
+    """(start, stop) in each dimension; None: all of it."""
+    start: int
+    """Of the stretch, in the flattened box."""
+    length: int
+
+
+@dataclass
+class Fragment:
+    """One stretch of one tensor of the whole model."""
+
+    name: str
+    """Parameter or buffer of the whole model, as named_parameters has it."""
+    kind: str
+    """`weight` (the fp32 master where there is one), `exp_avg`, `exp_avg_sq` or `buffer`."""
+    region: Region
+    tensor: Tensor
+    """1-D: region.length values. What the engine holds, not a copy, where that is possible."""
+
+
+class FragmentSource(Protocol):
+    """A checkpoint, however it was divided."""
+
+    scalars: Mapping[str, Any]
+
+    def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
+        """(name, kind) -> shape of the whole tensor, of all there is."""
+        ...
+
+    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
+        """Fills `out` (1-D, region.length values, any dtype and device), wherever they were written.
+
+        Raises:
+            CheckpointError: some of them are missing.
+        """
+        ...
+
+
+class EngineState(Protocol):
+    """What every engine offers to keep and to go on from."""
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank writes: over all ranks each value once. Take them in order; collective."""
+        ...
+
+    def scalars(self) -> Scalars:
+        """Adam's step and the loss scale's state: the same on all ranks."""
+        ...
+
+    def restore(self, source: FragmentSource) -> None:
+        """Fills weights, moments, buffers and scalars in place, and what follows from them. Collective.
+
+        Raises:
+            CheckpointError: the source is of another model.
+        """
+        ...
+
+
+def overlap(a: Region, b: Region) -> Integers:
+    """Where two regions of one tensor meet: (runs, 3), each (offset in a, offset in b, length).
+
+    Offsets count from the start of each stretch and grow. The cost grows with the rows of boxes, not with
+    elements.
+    """
+    assert a.shape == b.shape, f"regions of tensors of shape {a.shape} and {b.shape}"
+    (a_start, a_length), (b_start, b_length) = _runs(a), _runs(b)
+    a_end, b_end = a_start + a_length, b_start + b_length
+    # Both lists are in order and free of overlap: run i of a meets runs first[i] up to last[i] of b.
+    first = np.searchsorted(b_end, a_start, side="right")
+    last = np.searchsorted(b_start, a_end, side="left")
+    counts = np.maximum(last - first, 0)
+    i = np.repeat(np.arange(len(a_start)), counts)
+    j = np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts) + first[i]
+    start = np.maximum(a_start[i], b_start[j])
+    length = np.minimum(a_end[i], b_end[j]) - start
+    in_a = np.cumsum(a_length)[i] - a_length[i] + start - a_start[i]
+    in_b = np.cumsum(b_length)[j] - b_length[j] + start - b_start[j]
+    return np.stack([in_a, in_b, length], axis=1)
+
+
+def _runs(region: Region) -> tuple[Integers, Integers]:
+    """The stretch as runs of the flattened whole tensor: (starts, lengths), in order."""
+    if region.length == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    if region.box is None:
+        return np.array([region.start], np.int64), np.array([region.length], np.int64)
+    sizes = [stop - start for start, stop in region.box]
+    inner = len(sizes) - 1  # the last dimension that is cut: those after it are whole, so runs go through
+    while inner > 0 and sizes[inner] == region.shape[inner]:
+        inner -= 1
+    strides = [math.prod(region.shape[d + 1 :]) for d in range(len(sizes))]
+    row = math.prod(sizes[inner:])
+    end = region.start + region.length
+    rows = np.arange(region.start // row, (end - 1) // row + 1, dtype=np.int64)
+    starts = np.full_like(rows, region.box[inner][0] * strides[inner])
+    rest = rows
+    for d in reversed(range(inner)):
+        rest, index = np.divmod(rest, sizes[d])
+        starts += (region.box[d][0] + index) * strides[d]
+    lengths = np.full_like(rows, row)
+    # The stretch may begin and end inside a row.
+    skipped = region.start - rows[0] * row
+    starts[0] += skipped
+    lengths[0] -= skipped
+    lengths[-1] -= (rows[-1] + 1) * row - end
+    return starts, lengths
+
+
+def copy_runs(source: Tensor, target: Tensor, runs: Integers) -> None:
+    """Copies runs (offset in source, offset in target, length) between 1-D tensors, converting as copy_.
+
+    Rows that follow each other at equal distances are copied at once.
+    """
+    if len(runs) == 0:
+        return
+    source, steps = source.contiguous(), np.diff(runs, axis=0)
+    # A step belongs to a block of rows where both rows are equally long; equal steps make up a block.
+    alike = steps[:, 2] == 0
+    changes = np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
+    covered = np.zeros(len(runs), bool)
+    for first, last in zip([0, *changes.tolist()], [*changes.tolist(), len(steps)], strict=True):
+        if first < last and alike[first]:
+            _copy_block(source, target, runs[first], last - first + 1, steps[first])
+            covered[first : last + 1] = True
+    for in_source, in_target, length in runs[~covered].tolist():
+        target[in_target : in_target + length].copy_(source[in_source : in_source + length])
+
+
+def _copy_block(source: Tensor, target: Tensor, run: Integers, rows: int, step: Integers) -> None:
+    """Rows of one length at equal distances."""
+    (in_source, in_target, length), (source_step, target_step, _) = run.tolist(), step.tolist()
+    torch.as_strided(target, (rows, length), (target_step, 1), target.storage_offset() + in_target).copy_(
+        torch.as_strided(source, (rows, length), (source_step, 1), source.storage_offset() + in_source)
+    )

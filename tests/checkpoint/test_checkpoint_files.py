@@ -1,0 +1,169 @@
+"""What is written can be read by safetensors, in one pass, one fragment at a time; refusals are OSErrors."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import tempfile
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_engine import whole_region
+from safetensors import safe_open
+
+from pipeline.checkpoint.files import LayoutChangedError, streamed, write_file
+from pipeline.checkpoint.layout import DTYPES, Layout, Slot
+from pipeline.checkpoint.snapshot import Snapshot
+from pipeline.engine.fragments import Fragment, Region
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+
+
+@st.composite
+def fragments(draw):
+    made = []
+    for _ in range(draw(st.integers(0, 6))):
+        length = draw(st.integers(0, 40))
+        dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        values = torch.randint(0, 2 if dtype is torch.bool else 100, (length, 2), generator=generator)
+        tensor = values.to(dtype)[:, 0] if draw(st.booleans()) else values[:, 0].to(dtype)
+        region = Region((length,), None, 0, length)
+        made.append(Fragment(draw(NAMES), draw(st.sampled_from(["weight", "exp_avg"])), region, tensor))
+    return made
+
+
+def layout_of(made):
+    return Layout.of(map(Slot.of, made))
+
+
+@settings(deadline=None, max_examples=60)
+@given(fragments())
+def test_safetensors_reads_what_was_written(made):
+    with tempfile.TemporaryDirectory() as folder:
+        path, layout = Path(folder) / "a.safetensors", layout_of(made)
+        written = write_file(path, layout, streamed(layout, iter(made)))
+        content = path.read_bytes()
+        assert written.xxh3_128 == xxhash.xxh3_128_hexdigest(content)
+        assert len(content) == layout.num_bytes
+        with safe_open(path, "pt") as opened:
+            keys = [key for key in opened.keys() if not key.startswith("padding/")]  # noqa: SIM118
+            assert sorted(keys) == sorted(layout.keys)
+            for key, fragment, offset, own in zip(
+                layout.keys, made, layout.offsets, written.fragments, strict=True
+            ):
+                assert torch.equal(opened.get_tensor(key), fragment.tensor)
+                assert opened.get_tensor(key).dtype == fragment.tensor.dtype
+                end = offset + fragment.tensor.numel() * fragment.tensor.element_size()
+                assert own == xxhash.xxh3_64_hexdigest(content[offset:end])
+                assert offset % fragment.tensor.element_size() == 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(fragments())
+def test_a_snapshot_writes_the_same_file(made):
+    with tempfile.TemporaryDirectory() as folder:
+        live, later, layout = Path(folder) / "a", Path(folder) / "b", layout_of(made)
+        first = write_file(live, layout, streamed(layout, iter(made)))
+        snapshot = Snapshot(layout, torch.device("cpu"))
+        for _ in range(2):  # the buffers are used again
+            snapshot.fill(iter(made))
+        for fragment in made:
+            fragment.tensor.zero_()
+        assert write_file(later, layout, snapshot.views()) == first
+        assert live.read_bytes() == later.read_bytes()
+
+
+def test_a_snapshot_of_several_chunks_and_a_file_of_several_blocks(tmp_path):
+    tensor = torch.arange(90_000_000, dtype=torch.uint8)
+    region = Region((90_000_000,), None, 0, 90_000_000)
+    made = [Fragment("a", "weight", Region((3,), None, 0, 3), torch.ones(3, dtype=torch.uint8))]
+    made.append(Fragment("b", "weight", region, tensor))
+    layout = layout_of(made)
+    snapshot = Snapshot(layout, torch.device("cpu"))
+    snapshot.fill(iter(made))
+    written = write_file(tmp_path / "a", layout, snapshot.views())
+    assert written.xxh3_128 == xxhash.xxh3_128_hexdigest((tmp_path / "a").read_bytes())
+    assert written.fragments[1] == xxhash.xxh3_64_hexdigest(tensor.numpy().data)
+
+
+def test_one_fragment_is_in_memory_at_a_time(tmp_path):
+    alive, most = weakref.WeakSet(), []
+
+    def fetched():
+        for n in range(20):
+            tensor = torch.full((1000,), float(n))
+            alive.add(tensor)
+            most.append(len(alive))
+            fragment = Fragment(f"p{n}", "weight", Region((1000,), None, 0, 1000), tensor)
+            del tensor
+            yield fragment
+            del fragment
+
+    layout = layout_of(fetched())
+    most.clear()
+    write_file(tmp_path / "a", layout, streamed(layout, fetched()))
+    assert len(most) == 20
+    assert max(most) <= 2  # the one being written, and its successor
+
+
+@pytest.mark.parametrize("change", ["fewer", "more", "longer", "renamed"])
+def test_other_fragments_than_laid_out_are_noticed(tmp_path, change):
+    made = [Fragment(name, "weight", whole_region((4,)), torch.zeros(4)) for name in "ab"]
+    layout = layout_of(made)
+    if change == "fewer":
+        made.pop()
+    if change == "more":
+        made.append(made[0])
+    if change == "longer":
+        made[1] = Fragment("b", "weight", whole_region((5,)), torch.zeros(5))
+    if change == "renamed":
+        made[1].name = "c"
+    with pytest.raises(LayoutChangedError):
+        write_file(tmp_path / "a", layout, streamed(layout, iter(made)))
+    with pytest.raises(LayoutChangedError):
+        Snapshot(layout, torch.device("cpu")).fill(iter(made))
+
+
+def test_a_file_that_may_not_grow_is_an_oserror(tmp_path):
+    made = [Fragment("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
+    layout = layout_of(made)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_file(tmp_path / "a", layout, streamed(layout, iter(made)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "a").stat().st_size == 150_000  # the system took a part: a short write
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 kB, where this user may make one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = (
+        os.geteuid() == 0
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=False, capture_output=True
+        ).returncode
+    )
+    yield folder if made else None
+    if made:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_an_oserror(small_disk):
+    if small_disk is None:
+        return  # the test of the file that may not grow stands in
+    made = [Fragment("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
+    layout = layout_of(made)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(small_disk / "a", layout, streamed(layout, iter(made)))

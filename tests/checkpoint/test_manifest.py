@@ -1,0 +1,215 @@
+"""The manifest comes back as it was written, and refuses whatever does not hold together."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_engine import PlainEngine
+
+from pipeline.checkpoint.files import streamed, write_file
+from pipeline.checkpoint.layout import Layout, Slot
+from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece, decode, read_manifest
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.engine.fragments import Region
+from pipeline.errors import CheckpointError
+
+HERE = Path("step-00000001") / MANIFEST
+
+
+def written(folder: Path, engines, **changes) -> Manifest:
+    """A checkpoint of these engines in the folder."""
+    files = []
+    for engine in engines:
+        layout = Layout.of(map(Slot.of, engine.fragments()))
+        path = folder / f"rank-{engine.rank:05d}.safetensors"
+        sums = write_file(path, layout, streamed(layout, iter(engine.fragments())))
+        pieces = tuple(map(Piece.of, layout.slots, sums.fragments))
+        files.append(
+            FileRecord(
+                name=path.name,
+                rank=engine.rank,
+                host=f"node{engine.rank}",
+                place=0,
+                bytes=layout.num_bytes,
+                xxh3_128=sums.xxh3_128,
+                fragments=pieces,
+            )
+        )
+    scalars = engines[0].scalars()
+    fields = {"global_step": 1, "world_size": len(engines), "split": "plain", "state": {"samples_seen": 3}}
+    manifest = Manifest(**fields | {"scalars": scalars, "files": tuple(files)} | changes)
+    (folder / MANIFEST).write_bytes(manifest.encode())
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def content():
+    with tempfile.TemporaryDirectory() as folder:
+        written(Path(folder), [PlainEngine(rank, 2) for rank in range(2)])
+        return (Path(folder) / MANIFEST).read_bytes()
+
+
+def resealed(content: bytes, change) -> bytes:
+    """The manifest after a change by someone who knows how checksums go."""
+    tree = json.loads(content)
+    change(tree["manifest"])
+    inner = json.dumps(tree["manifest"], separators=(",", ":")).encode()
+    digest = xxhash.xxh3_128_hexdigest(inner)
+    return b'{"format":1,"xxh3_128":"' + digest.encode() + b'","manifest":' + inner + b"}\n"
+
+
+def test_it_comes_back_as_it_was(content):
+    manifest = decode(content, HERE)
+    assert manifest.encode() == content
+    assert manifest.scalars == {"step": 0, "loss_scale": 65536.0, "searching": True}
+    assert [type(value) for value in manifest.scalars.values()] == [int, float, bool]
+    assert decode(resealed(content, lambda m: None), HERE) == manifest
+
+
+def test_numbers_that_json_has_no_word_for_come_back(tmp_path):
+    written(tmp_path, [PlainEngine(0, 1)], state={"eval_loss": math.inf, "other": math.nan})
+    state = read_manifest(tmp_path).state
+    assert state["eval_loss"] == math.inf
+    assert math.isnan(state["other"])
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_every_changed_byte_is_noticed(content, data):
+    place = data.draw(st.integers(0, len(content) - 1))
+    other = data.draw(st.integers(0, 255).filter(lambda value: value != content[place]))
+    with pytest.raises(CheckpointError):
+        decode(content[:place] + bytes([other]) + content[place + 1 :], HERE)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_every_cut_is_noticed(content, data):
+    with pytest.raises(CheckpointError):
+        decode(content[: data.draw(st.integers(0, len(content) - 1))], HERE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../rank.safetensors", "/etc/rank.safetensors", "a/b.safetensors", "..safetensors", "", "rank.pt"],
+)
+def test_a_path_that_is_more_than_a_name_is_refused(content, name):
+    changed = resealed(content, lambda m: m["files"][0].update(name=name))
+    with pytest.raises(CheckpointError, match=r"files\.0\.name"):
+        decode(changed, HERE)
+
+
+def set_piece(**values):
+    return lambda m: m["files"][0]["fragments"][0].update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.update(extra=1), "extra"),
+        (lambda m: m["files"].append(m["files"][0]), "listed twice"),
+        (lambda m: m["files"].pop(), "values of"),
+        (lambda m: m["files"][0].update(bytes=7), "7 bytes"),
+        (set_piece(start=60), "60 to"),
+        (set_piece(start=1), "in two places|values of|60 to|values 1"),
+        (set_piece(length=-1), "greater than or equal to 0"),
+        (set_piece(length=10**9), "values 0 to"),
+        (set_piece(box=[[0, 12], [0, 6]]), "outside shape"),
+        (set_piece(box=[[5, 2], [0, 6]]), "outside shape"),
+        (set_piece(shape=[2**70, 2**70]), "shapes|values of|bytes"),
+        (set_piece(dtype="O"), "dtype"),
+        (set_piece(start="0"), "integer"),
+    ],
+)
+def test_what_does_not_hold_together_is_refused(content, change, said):
+    with pytest.raises(CheckpointError, match=said) as caught:
+        decode(resealed(content, change), HERE)
+    assert "\n" not in str(caught.value)
+
+
+def manifest_of(*regions: Region) -> Manifest:
+    """One tensor in these pieces."""
+    layout = Layout.of(Slot("a", "weight", "F32", region) for region in regions)
+    file = FileRecord(
+        name="a.safetensors",
+        rank=0,
+        host="",
+        place=0,
+        bytes=layout.num_bytes,
+        xxh3_128="0" * 32,
+        fragments=tuple(Piece.of(slot, "0" * 16) for slot in layout.slots),
+    )
+    return Manifest(global_step=1, world_size=1, split="", state={}, scalars={}, files=(file,))
+
+
+def test_each_value_comes_once():
+    left, right = (Region((2, 3), ((0, 2), columns), 0, n) for columns, n in (((0, 2), 4), ((2, 3), 2)))
+    middle = Region((2, 3), ((0, 2), (1, 2)), 0, 2)
+    flat, rest, late = (Region((2, 3), None, *stretch) for stretch in ((0, 4), (4, 2), (3, 2)))
+    empty = Region((2, 3), ((1, 1), (0, 3)), 0, 0)
+    boxed = Region((2, 3), ((0, 2), (0, 3)), 3, 2)
+    for good in ([left, right], [right, empty, left], [rest, flat]):
+        manifest_of(*good)
+    for bad, said in (
+        ([left, middle], "overlap"),
+        ([flat, late], "in two places"),
+        ([flat, boxed], "in two places"),
+        ([left], "4 values of 6"),
+        ([left, left, right], "in two places"),
+        ([flat, Region((3, 2), None, 4, 2)], "shapes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            manifest_of(*bad)
+
+
+def test_another_format_is_refused_in_one_line(content):
+    with pytest.raises(CheckpointError, match="format 2, this version reads 1") as caught:
+        decode(content.replace(b'"format":1', b'"format":2'), HERE)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b"[]", b"[" * 100_000, b"\xff\xfe", b"9" * 5000, pickle.dumps({})]
+)
+def test_what_is_no_manifest_is_refused(raw):
+    with pytest.raises(CheckpointError):
+        decode(raw, HERE)
+
+
+def test_links_and_pipes_are_not_read(tmp_path):
+    written(tmp_path, [PlainEngine(0, 1)])
+    target = tmp_path / "rank-00000.safetensors"
+    target.rename(tmp_path / "elsewhere")
+    manifest = read_manifest(tmp_path)
+    target.symlink_to(tmp_path / "elsewhere")
+    engine = PlainEngine(0, 1)
+    with CheckpointReader(tmp_path, manifest) as reader, pytest.raises(CheckpointError, match="rank-00000"):
+        engine.restore(reader)
+    target.unlink()
+    os.mkfifo(target)
+    with CheckpointReader(tmp_path, manifest) as reader, pytest.raises(CheckpointError, match="plain file"):
+        engine.restore(reader)
+    (tmp_path / MANIFEST).rename(tmp_path / "outside.json")
+    (tmp_path / MANIFEST).symlink_to(tmp_path / "outside.json")
+    with pytest.raises(CheckpointError):
+        read_manifest(tmp_path)
+
+
+def test_a_file_whose_header_says_something_else_is_not_loaded(tmp_path):
+    manifest = written(tmp_path, [PlainEngine(0, 1)])
+    path = tmp_path / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1))
+    with CheckpointReader(tmp_path, manifest) as reader:
+        for _ in range(2):  # the second time too
+            with pytest.raises(CheckpointError, match="header"):
+                reader.read("embed.weight", "weight", manifest.pieces()[0].region, torch.empty(66))

@@ -1,0 +1,353 @@
+"""One rank's checkpoints: what is saved, kept, passed over and told, also when the disk says no."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_engine import SHAPES, PlainEngine
+from test_checkpoint_files import small_disk  # noqa: F401
+
+from pipeline.checkpoint.folders import Retention, newest_good
+from pipeline.checkpoint.inspection import diff, list_checkpoints
+from pipeline.checkpoint.new_store import CheckpointStore
+from pipeline.checkpoint.verify import verify
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import CheckpointError
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+
+
+def make_store(folder, **policy):
+    return CheckpointStore(folder, Retention(**{"keep_last": 3} | policy), ALONE, "plain PyTorch")
+
+
+def state_at(step, **more):
+    return {"global_step": step, "tokens_seen": step * 100.0, **more}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_comes_back(tmp_path, wait):
+    store = make_store(tmp_path / "checkpoints")
+    outcome = store.save(PlainEngine(0, 1, seed=4), state_at(10, eval_loss=0.5), wait)
+    assert (outcome.problem, outcome.step, outcome.write_seconds is None) == (None, 10, not wait)
+    store.close()
+    assert [done.step for done in store.poll()] == ([] if wait else [10])
+    assert store.poll() == []
+    assert names(store.folder) == ["step-00000010"]
+    assert verify(store.folder / "step-00000010") == []
+    engine = PlainEngine(0, 1, "columns", seed=1)
+    assert make_store(tmp_path / "checkpoints").resume(engine) == state_at(10, eval_loss=0.5)
+    assert engine.is_model_of(4)
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path):
+    engine, store = PlainEngine(0, 1, seed=4), make_store(tmp_path)
+    for seed in range(5, 8):
+        outcome = store.save(engine, state_at(seed))
+        assert outcome.stall_seconds > 0
+        engine.forget()  # the next step changes every value
+        engine = PlainEngine(0, 1, seed=seed)
+    store.save_final(engine, state_at(8))
+    ends = store.poll()
+    assert [done.step for done in ends] == [5, 6, 7]
+    assert all(done.problem is None and done.write_seconds for done in ends)
+    for step, seed in ((6, 5), (7, 6), (8, 7)):
+        engine = PlainEngine(0, 1)
+        path = tmp_path / f"step-{step:08d}"
+        assert verify(path) == []
+        alone = make_store(tmp_path / "other" / path.name)
+        shutil.copytree(path, alone.folder / path.name)
+        alone.resume(engine)
+        assert engine.is_model_of(seed)
+
+
+def test_one_save_is_under_way_at_a_time(tmp_path):
+    store, most = make_store(tmp_path), []
+    for step in range(1, 6):
+        store.save(PlainEngine(0, 1), state_at(step))
+        most.append(sum(thread.name == "checkpoint" for thread in threading.enumerate()))
+        assert len(list(tmp_path.glob("*.partial"))) <= 1
+    store.close()
+    assert max(most) <= 1
+    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_poll_does_not_wait(tmp_path):
+    store = make_store(tmp_path)
+    store.save(PlainEngine(0, 1), state_at(1))
+    found = []
+    for _ in range(1000):
+        found += store.poll()
+        if found:
+            break
+        time.sleep(0.01)
+    assert [done.step for done in found] == [1]
+
+
+def test_the_same_step_is_written_once(tmp_path):
+    store = make_store(tmp_path)
+    store.save(PlainEngine(0, 1), state_at(1))
+    store.save_final(PlainEngine(0, 1), state_at(1))
+    before = (tmp_path / "step-00000001" / "manifest.json").stat().st_mtime_ns
+    again = make_store(tmp_path)
+    again.resume(PlainEngine(0, 1))
+    again.save_final(PlainEngine(0, 1), state_at(1))
+    assert (tmp_path / "step-00000001" / "manifest.json").stat().st_mtime_ns == before
+
+
+@given(
+    st.dictionaries(st.integers(0, 40), st.none() | st.floats(), max_size=12),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_what_stays(losses, keep_last, keep_every, keep_best):
+    stays = Retention(keep_last, keep_every, keep_best).stays(losses)
+    assert stays <= set(losses)
+    assert set(sorted(losses)[-keep_last:]) <= stays
+    if keep_every:
+        assert {step for step in losses if step % keep_every == 0} <= stays
+    known = [loss for loss in losses.values() if loss is not None and not math.isnan(loss)]
+    if keep_best and known:
+        assert min(known) in [losses[step] for step in stays]
+    assert (
+        len(stays) <= keep_last + len([s for s in losses if keep_every and s % keep_every == 0]) + keep_best
+    )
+
+
+def test_the_policy_is_applied(tmp_path):
+    store = make_store(tmp_path, keep_last=2, keep_every=4, keep_best=True)
+    for step, loss in enumerate([3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0], 1):
+        store.save(PlainEngine(0, 1), state_at(step, eval_loss=loss), wait=step % 2 == 0)
+    store.close()
+    assert [int(name[5:]) for name in names(tmp_path)] == [2, 4, 8, 9]
+
+
+def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    store, done = make_store(tmp_path), []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor):
+        done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        fsync(descriptor)
+
+    def noted_rename(source, target):
+        done.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    assert store.save(PlainEngine(0, 1), state_at(1), wait=True).problem is None
+    partial = "step-00000001.partial"
+    assert done == [
+        f"{partial}/rank-00000.safetensors",
+        f"{partial}/manifest.json",
+        partial,
+        "renamed",
+        ".",
+    ]
+
+
+def damage(path, name="rank-00000.safetensors"):
+    content = bytearray((path / name).read_bytes())
+    content[-1] ^= 1
+    (path / name).write_bytes(content)
+
+
+def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
+    store = make_store(tmp_path)
+    for step in (1, 2, 3, 4):
+        store.save(PlainEngine(0, 1, seed=step), state_at(step), wait=True)
+    damage(tmp_path / "step-00000004")
+    (tmp_path / "step-00000003" / "rank-00000.safetensors").unlink()
+    later, engine = make_store(tmp_path, keep_last=1), PlainEngine(0, 1)
+    assert later.resume(engine)["global_step"] == 2
+    assert engine.is_model_of(2)
+    lines = [record.getMessage() for record in caplog.records]
+    assert "step-00000004 is passed over" in lines[-2]
+    assert "weight of head.weight" in lines[-2]
+    assert "step-00000003 is passed over" in lines[-1]
+    # Going on: the damaged ones do not push out the good ones, and are written anew when their step comes.
+    later.save(PlainEngine(0, 1, seed=3), state_at(3), wait=True)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    assert newest_good(tmp_path)[0].name == "step-00000004"  # by its size
+    later.save(PlainEngine(0, 1, seed=4), state_at(4), wait=True)
+    assert names(tmp_path) == ["step-00000004"]
+    assert verify(tmp_path / "step-00000004") == []
+
+
+def test_damaged_ones_do_not_push_out_good_ones(tmp_path):
+    store = make_store(tmp_path)
+    for step in (1, 2, 3):
+        store.save(PlainEngine(0, 1, seed=step), state_at(step), wait=True)
+    damage(tmp_path / "step-00000003")
+    later = make_store(tmp_path, keep_last=2)
+    assert later.resume(PlainEngine(0, 1))["global_step"] == 2
+    later.save(PlainEngine(0, 1), state_at(5), wait=True)
+    assert [int(name[5:]) for name in names(tmp_path)] == [2, 3, 5]
+
+
+def test_later_steps_of_an_earlier_run_do_not_push_out_new_ones(tmp_path):
+    for step in (8, 9, 1, 2):
+        store = make_store(tmp_path, keep_last=1)
+        store.save(PlainEngine(0, 1), state_at(step), wait=True)
+    assert [int(name[5:]) for name in names(tmp_path)] == [2, 9]
+
+
+def test_a_successor_that_is_gone_removes_nothing(tmp_path, monkeypatch):
+    store = make_store(tmp_path, keep_last=1)
+    store.save(PlainEngine(0, 1), state_at(1), wait=True)
+    pruned = store._pruner.prune
+
+    def lost(manifest, bad):
+        (tmp_path / f"step-{manifest.global_step:08d}" / "rank-00000.safetensors").unlink()
+        pruned(manifest, bad)
+
+    monkeypatch.setattr(store._pruner, "prune", lost)
+    store.save(PlainEngine(0, 1), state_at(2), wait=True)
+    good, passed_over = newest_good(tmp_path)
+    assert good.name == "step-00000001"
+    assert "step-00000002 is passed over" in passed_over[0]
+    assert "missing" in passed_over[0]
+
+
+def test_a_link_out_of_the_run_is_not_followed(tmp_path):
+    store = make_store(tmp_path / "elsewhere")
+    store.save(PlainEngine(0, 1), state_at(1), wait=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "step-00000001").symlink_to(store.folder / "step-00000001")
+    assert newest_good(tmp_path / "here") == (None, [])
+    assert make_store(tmp_path / "here").resume(PlainEngine(0, 1)) is None
+
+
+def test_nothing_whole_is_an_error_and_nothing_at_all_is_not(tmp_path):
+    assert make_store(tmp_path).resume(PlainEngine(0, 1)) is None
+    store = make_store(tmp_path)
+    store.save(PlainEngine(0, 1), state_at(1), wait=True)
+    damage(tmp_path / "step-00000001")
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint") as caught:
+        make_store(tmp_path).resume(PlainEngine(0, 1))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_killed_saves_left_goes_at_the_next_save(tmp_path):
+    left = ["step-00000001.partial", "step-00000002.removed.partial", "step-00000003.replaced.partial"]
+    for name in left:
+        (tmp_path / name / "inner").mkdir(parents=True)
+    (tmp_path / ".meeting-0-0").touch()
+    (tmp_path / "notes.txt").touch()
+    assert newest_good(tmp_path) == (None, [])
+    store = make_store(tmp_path)
+    store.save(PlainEngine(0, 1), state_at(1), wait=True)
+    assert names(tmp_path) == ["notes.txt", "step-00000001"]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_the_run(small_disk, caplog):  # noqa: F811
+    if small_disk is None:
+        return
+    store, engine = make_store(small_disk / "checkpoints"), PlainEngine(0, 1, seed=3)
+    store.save(engine, state_at(1), wait=True)
+    with (small_disk / "filler").open("wb") as file:
+        file.write(bytes(shutil.disk_usage(small_disk).free))
+    for wait in (True, False):
+        outcome = store.save(engine, state_at(2 + wait), wait)
+        assert "GB free" in outcome.problem
+    with pytest.raises(CheckpointError, match="not saved"):
+        store.save_final(engine, state_at(5))
+    assert names(store.folder) == ["step-00000001"]
+    assert newest_good(store.folder)[0].name == "step-00000001"
+    (small_disk / "filler").unlink()
+    assert store.save(engine, state_at(6), wait=True).problem is None
+
+
+def test_a_disk_that_fills_up_while_it_is_written(small_disk, monkeypatch):  # noqa: F811
+    """Another program takes the room between the look and the write."""
+    if small_disk is None:
+        return
+    monkeypatch.setattr("pipeline.checkpoint.saving.Saving._room_on_disk", lambda self, demands: None)
+    store, engine = make_store(small_disk / "checkpoints"), PlainEngine(0, 1, seed=3)
+    store.save(engine, state_at(1), wait=True)
+    with (small_disk / "filler").open("wb") as file:
+        file.write(bytes(shutil.disk_usage(small_disk).free - 4096))
+    assert "No space left" in store.save(engine, state_at(2), wait=True).problem
+    assert store.save(engine, state_at(3)).problem is None  # not known yet
+    store.close()
+    (ended,) = store.poll()
+    assert "No space left" in ended.problem
+    assert "\n" not in ended.problem
+    assert names(store.folder) == ["step-00000001"]
+
+
+def test_short_memory_is_said_once_and_training_waits(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("pipeline.checkpoint.new_store.available_memory", lambda: 1000)
+    store = make_store(tmp_path)
+    for step in (1, 2):
+        assert store.save(PlainEngine(0, 1), state_at(step)).write_seconds is not None
+    assert sum("memory" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_moments_that_appear_later_are_saved(tmp_path):
+    """An optimizer has none before its first step that counts."""
+    store, young = make_store(tmp_path), PlainEngine(0, 1)
+    young.held = [each for each in young.held if each[0][1] != "exp_avg"]
+    for step, wait in ((1, True), (2, True), (3, False), (4, False)):
+        store.save(young if step % 2 else PlainEngine(0, 1, seed=5), state_at(step), wait)
+    store.close()
+    assert [done.problem for done in store.poll()] == [None, None]
+    engine = PlainEngine(0, 1, seed=1)
+    make_store(tmp_path).resume(engine)
+    assert engine.is_model_of(5)
+
+
+def test_shares_that_do_not_add_up_are_never_published(tmp_path):
+    engine = PlainEngine(0, 2)  # half of a model
+    assert "do not add up" in make_store(tmp_path).save(engine, state_at(1), wait=True).problem
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="run_dir"):
+        make_store(tmp_path / "file" / "checkpoints")
+
+
+def test_the_list_and_the_difference(tmp_path):
+    folder = tmp_path / "checkpoints"
+    store = make_store(folder)
+    first, second = PlainEngine(0, 1, seed=1), PlainEngine(0, 1, seed=1)
+    store.save(first, state_at(1, eval_loss=2.0), wait=True)
+    changed = next(tensor for key, _, tensor in second.held if key == ("layers.0.weight", "weight"))
+    changed[5] += 3.0
+    changed[7] = math.nan
+    second.held = [each for each in second.held if each[0] != ("flag", "buffer")]
+    store.save(second, state_at(2), wait=True)
+    damage(folder / "step-00000002")
+    rows = list_checkpoints(tmp_path)
+    assert [(row.step, row.tokens, row.split, row.eval_loss, row.problem) for row in rows] == [
+        (1, 100, "plain PyTorch", 2.0, None),
+        (2, 200, "plain PyTorch", None, None),
+    ]
+    assert rows[0].num_bytes == (folder / "step-00000001" / "rank-00000.safetensors").stat().st_size
+    assert "head.weight" in list_checkpoints(tmp_path, contents=True)[1].problem
+    changes = list(diff(folder / "step-00000001", folder / "step-00000002"))
+    by_name = {change.name: change for change in changes}
+    assert set(by_name) == {"layers.0.weight", "flag", "head.weight"}
+    assert by_name["layers.0.weight"].num_changed == 2
+    assert by_name["flag"].remark == "only in step-00000001"
+    assert by_name["head.weight"].num_changed == 1
+    assert by_name["head.weight"].max_difference > 0
+    assert list(diff(folder / "step-00000001", folder / "step-00000001")) == []
+    assert len(SHAPES) == 8

@@ -1,0 +1,300 @@
+"""Two real ranks: one file system or two, a rank whose disk is full, a node that lost its part."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain_engine import PlainEngine
+from support.ranks import RankFailedError, RankPool
+from test_save_killed import Fault
+
+from pipeline.checkpoint.folders import Retention, newest_good
+from pipeline.checkpoint.new_store import CheckpointStore
+from pipeline.checkpoint.verify import verify
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import CheckpointError
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+
+
+def open_store(job: Job, folder: str, apart: bool = False, keep_last: int = 3) -> CheckpointStore:
+    """A store; `apart`: each rank is a machine of its own, with its own disk below the folder."""
+    if not apart:
+        return CheckpointStore(Path(folder), Retention(keep_last), job, "two ranks")
+    rank = job.ranks.rank
+    alone = Job(Ranks(rank, 0, job.ranks.world_size, 1), job.device, job.store)
+    disk = Path(folder) / f"disk{rank}"
+    return CheckpointStore(disk, Retention(keep_last), alone, "two machines", f"node{rank}")
+
+
+def tensors(job: Job, by: str = "values", seed: int = 0) -> PlainEngine:
+    return PlainEngine(job.ranks.rank, job.ranks.world_size, by, seed)
+
+
+def save_steps(job: Job, folder: str, steps, apart: bool, wait: bool, by: str = "values"):
+    store = open_store(job, folder, apart)
+    outcomes = [store.save(tensors(job, by, seed=step), {"global_step": step}, wait) for step in steps]
+    store.close()
+    return [done.problem for done in outcomes + store.poll()]
+
+
+def resume(job: Job, folder: str, apart: bool, by: str = "values"):
+    """(step, whether all values are those of that step), or what was said."""
+    store, engine = open_store(job, folder, apart), tensors(job, by, seed=99)
+    try:
+        state = store.resume(engine)
+    except CheckpointError as error:
+        return str(error)
+    return None if state is None else (state["global_step"], engine.is_model_of(state["global_step"]))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_two_ranks_save_and_resume_in_another_division(ranks, tmp_path, wait):
+    assert (
+        ranks(2).run(save_steps, str(tmp_path), [1, 2, 3, 4], False, wait)
+        == [[None] * (4 if wait else 8)] * 2
+    )
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert sorted(os.listdir(tmp_path / "step-00000004")) == [
+        "manifest.json",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]
+    assert verify(tmp_path / "step-00000004") == []
+    assert ranks(2).run(resume, str(tmp_path), False, "columns") == [(4, True)] * 2
+    assert resume(ALONE, str(tmp_path), False) == (4, True)
+
+
+def train_beside(job: Job, folder: str):
+    """Saves in the background while the main threads are busy with other collectives, at their own pace."""
+    store, engine, sums = open_store(job, folder), tensors(job), []
+    for step in range(30):
+        time.sleep(0.002 * job.ranks.rank)
+        sums.append(float(job.all_reduce_sum(torch.ones(1000))[0]))
+        if step % 5 == 0:
+            store.save(engine, {"global_step": step})
+        store.poll()
+    store.close()
+    job.barrier()
+    return sums == [2.0] * 30, sorted(store._saved), threading.active_count()
+
+
+def test_collectives_of_training_and_of_saving_do_not_meet(ranks, tmp_path):
+    for answer in ranks(2).run(train_beside, str(tmp_path)):
+        assert answer[:2] == (True, [0, 5, 10, 15, 20, 25])
+
+
+@contextmanager
+def files_may_not_grow(at_most: int):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (at_most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def save_with_a_full_disk(job: Job, folder: str, full_rank: int, apart: bool, limit: int):
+    store, problems = open_store(job, folder, apart), []
+    store.save(tensors(job, seed=1), {"global_step": 1}, wait=True)
+    for step, wait in ((2, True), (3, False)):
+        with files_may_not_grow(limit if job.ranks.rank == full_rank else 1 << 40):
+            outcome = store.save(tensors(job, seed=step), {"global_step": step}, wait)
+            store.close()
+        problems += [done.problem for done in (store.poll() or [outcome])]
+    try:
+        with files_may_not_grow(limit if job.ranks.rank == full_rank else 1 << 40):
+            store.save_final(tensors(job, seed=4), {"global_step": 4})
+    except CheckpointError as error:
+        problems.append(str(error))
+    problems.append(store.save(tensors(job, seed=5), {"global_step": 5}, wait=True).problem)
+    return problems
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
+@pytest.mark.parametrize(("full_rank", "limit"), [(0, 100), (1, 100), (0, 1000)])
+def test_one_ranks_full_disk_is_known_to_all(ranks, tmp_path, full_rank, limit, apart):
+    """At 100 bytes its share fails, at 1,000 the manifest does, which leaders write after all shares."""
+    answers = ranks(2).run(save_with_a_full_disk, str(tmp_path), full_rank, apart, limit)
+    assert answers[0] == answers[1]
+    *failed, last = answers[0]
+    assert len(failed) == 3
+    for problem in failed:
+        assert f"rank {full_rank} on " in problem
+        assert "File too large" in problem
+        assert "\n" not in problem
+    assert last is None
+    for folder in [tmp_path / "disk0", tmp_path / "disk1"] if apart else [tmp_path]:
+        assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000005"]
+
+
+class Gathering(PlainEngine):
+    """Fetching a fragment takes all ranks."""
+
+    def fragments(self):
+        for fragment in super().fragments():
+            if fragment.region.box is not None:
+                dist.all_reduce(torch.ones(1))
+            yield fragment
+
+
+def save_gathered(job: Job, folder: str):
+    store, problems = open_store(job, folder), []
+    engine = Gathering(job.ranks.rank, 2, "columns", seed=1)
+    for step, limit in ((1, 1 << 40), (2, 10), (3, 1 << 40)):
+        with files_may_not_grow(limit if job.ranks.rank else 1 << 40):
+            problems.append(store.save(engine, {"global_step": step}, wait=True).problem)
+    return problems
+
+
+def test_a_rank_that_cannot_write_still_takes_part_in_fetching(ranks, tmp_path):
+    for first, second, third in ranks(2).run(save_gathered, str(tmp_path), timeout=60):
+        assert (first, third) == (None, None)
+        assert "rank 1 on" in second
+
+
+def save_with_other_states(job: Job, folder: str):
+    """What the loop remembers is rank 0's word on every machine."""
+    store, engine = open_store(job, folder, apart=True), tensors(job, seed=1)
+    store.save(engine, {"global_step": 1, "rank": job.ranks.rank}, wait=True)
+    return open_store(job, folder, apart=True).resume(engine)
+
+
+def test_all_machines_have_the_same_manifest(ranks, tmp_path):
+    answers = ranks(2).run(save_with_other_states, str(tmp_path))
+    assert answers == [{"global_step": 1, "rank": 0}] * 2
+    contents = [(tmp_path / f"disk{n}" / "step-00000001" / "manifest.json").read_bytes() for n in range(2)]
+    assert contents[0] == contents[1]
+
+
+def test_machines_that_share_no_file_system(ranks, tmp_path):
+    assert ranks(2).run(save_steps, str(tmp_path), [1, 2], True, False) == [[None] * 4] * 2
+    for rank in range(2):
+        folder = tmp_path / f"disk{rank}"
+        assert sorted(os.listdir(folder / "step-00000002")) == [
+            "manifest.json",
+            f"rank-0000{rank}.safetensors",
+        ]
+        assert newest_good(folder) == (folder / "step-00000002", [])
+        assert verify(folder / "step-00000002") == []
+    assert ranks(2).run(resume, str(tmp_path), True) == [(2, True)] * 2
+
+
+def test_the_step_is_one_that_all_machines_have(ranks, tmp_path):
+    ranks(2).run(save_steps, str(tmp_path), [1, 2, 3], True, True)
+    (tmp_path / "disk1" / "step-00000003").rename(tmp_path / "disk1" / "gone")
+    assert ranks(2).run(resume, str(tmp_path), True) == [(2, True)] * 2
+    (tmp_path / "disk0" / "step-00000002" / "rank-00000.safetensors").unlink()
+    assert ranks(2).run(resume, str(tmp_path), True) == [(1, True)] * 2
+    path = tmp_path / "disk1" / "step-00000001" / "rank-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    for said in ranks(2).run(resume, str(tmp_path), True):
+        assert "holds no whole checkpoint" in said
+        assert "node1" in said
+        assert "\n" not in said
+
+
+def resume_lines(job: Job, folder: str):
+    """What is logged on the way."""
+    import logging
+
+    lines = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    handler, logger = Lines(), logging.getLogger("pipeline.checkpoint")
+    logger.addHandler(handler)
+    try:
+        resume(job, folder, True)
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+def test_a_missing_shard_names_its_machine(ranks, tmp_path):
+    ranks(2).run(save_steps, str(tmp_path), [1, 2], True, True)
+    (tmp_path / "disk1" / "step-00000002" / "rank-00001.safetensors").unlink()
+    for lines in ranks(2).run(resume_lines, str(tmp_path)):
+        assert len(lines) == 1
+        assert "step-00000002 is passed over" in lines[0]
+        assert "node1" in lines[0]
+        assert "rank-00001.safetensors" in lines[0]
+
+
+def test_another_division_without_a_shared_file_system_names_what_to_bring(ranks, tmp_path):
+    ranks(2).run(save_steps, str(tmp_path), [1], True, True)
+    ranks(2).run(swap_lost, str(tmp_path))
+
+
+def swap_lost(job: Job, folder: str):
+    """Rank 0 wants all columns: some were written by rank 1, on another machine."""
+    store, engine = open_store(job, folder, True), tensors(job, "columns")
+    with pytest.raises(CheckpointError, match=r"wrote it on node[01]; bring it here"):
+        store.resume(engine)
+
+
+def different_layouts(job: Job, folder: str):
+    """Rank 1's fragments change between two saves, rank 0's do not."""
+    store, problems = open_store(job, folder), []
+    for step, wait in ((1, True), (2, True), (3, False), (4, False)):
+        engine = tensors(job, seed=step)
+        if step % 2:
+            left_out = {"norm.bias", "batches", "head.weight"}
+            engine.held = [each for each in engine.held if each[0][0] not in left_out]
+        problems.append(store.save(engine, {"global_step": step}, wait).problem)
+    store.close()
+    return problems + [done.problem for done in store.poll()], sorted(store._saved)
+
+
+def test_ranks_agree_that_fragments_changed(ranks, tmp_path):
+    for answer in ranks(2).run(different_layouts, str(tmp_path)):
+        assert answer == ([None] * 6, [1, 2, 3, 4])
+
+
+def test_the_group_is_gloo_and_its_own(ranks, tmp_path):
+    assert ranks(2).run(group_of, str(tmp_path)) == [("gloo", True)] * 2
+
+
+def group_of(job: Job, folder: str):
+    group = open_store(job, folder)._peers.group
+    return dist.get_backend(group), group is not dist.group.WORLD
+
+
+def lose_a_rank(job: Job, folder: str, at: int, wait: bool):
+    """Rank 1 is killed at one of the calls of its save; rank 0 must not wait for it for ever."""
+    store = open_store(job, folder)
+    store.save(tensors(job, seed=1), {"global_step": 1}, wait=True)
+    job.barrier()
+    if job.ranks.rank == 1:
+        fault = Fault(at, None)
+        threading.setprofile(fault)
+        sys.setprofile(fault)
+    try:
+        store.save(tensors(job, seed=2), {"global_step": 2}, wait)
+        store.close()
+    except RuntimeError as error:
+        return f"lost: {type(error).__name__}"
+    return "not lost"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "wait"), [(2, True), (2, False), (4, False)])
+def test_a_lost_rank_ends_the_save_and_leaves_the_old_checkpoint(tmp_path, at, wait):
+    with RankPool(2) as pool:
+        with pytest.raises(RankFailedError, match="rank 1 died") as caught:
+            pool.run(lose_a_rank, str(tmp_path), at, wait, timeout=200)
+        assert "did not answer" not in str(caught.value)
+    assert newest_good(tmp_path)[0].name == "step-00000001"
+    assert resume(ALONE, str(tmp_path), False) == (1, True)
