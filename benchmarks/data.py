@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--megabytes", type=float, default=200, help="of text, with gigatoken")
     add(
-        "--standard-megabytes", type=float, default=66, help="of that text, with tokenizers, which takes long"
+        "--standard-megabytes", type=float, default=40, help="of that text, with tokenizers, which takes long"
     )
     add("--prepare-rounds", type=int, default=3, help="0: leave out")
     add("--loader-rounds", type=int, default=7, help="0: leave out")
