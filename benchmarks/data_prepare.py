@@ -159,7 +159,7 @@ def without_gigatoken() -> Iterator[None]:
 
 
 def measure_prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """MB of text a second of each participant, a number a round. The bare tokeniser goes first and last in it:
+    """MB of text a second of each participant, a number a round. The bare tokeniser goes first and last:
     a machine that slows down meanwhile slows both.
     """
     corpus = write_corpus(arguments, folder)
