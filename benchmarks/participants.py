@@ -75,6 +75,12 @@ class GatedLoader:
         self._gate()
         return self._loader.next_group()
 
+    def fetch_ahead(self) -> None:
+        self._loader.fetch_ahead()
+
+    def source_samples(self) -> dict[str, int]:
+        return self._loader.source_samples()
+
     @property
     def samples_seen(self) -> int:
         return self._loader.samples_seen

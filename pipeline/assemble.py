@@ -18,6 +18,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data import DataBundle
 from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.mixture import MixtureOrder
+from pipeline.data.prefetch import DevicePrefetcher
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.engine.interface import Engine, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
@@ -48,18 +50,19 @@ def assemble(
     max_steps = config.max_steps or math.ceil(
         (config.max_epochs or 1.0) * loader.samples_per_epoch / plan.global_batch_size
     )
-    for line in (remark(config.schedule, max_steps), slow_precision(resolved, job)):
+    remarks = (remark(config.schedule, max_steps), slow_precision(resolved, job), little_data(loader))
+    for line in remarks:
         if line is not None:
             log.warning("%s", line)
     checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep_last, job)
     start = TrainState.start(engine.device)
     if directory.checkpoint is not None:
         state = checkpoints.load(engine, directory.checkpoint)
-        loader.seek(int(state["samples_seen"]))
+        loader.load_state_dict(state)
         start = TrainState.start(
             engine.device, int(state["global_step"]), state["tokens_seen"], state["skipped_steps"]
         )
-    workload = describe_workload(resolved, engine, objective, data, job)
+    workload = describe_workload(resolved, engine, objective, job, config.loader.num_workers)
     meters = Meters(workload, job, engine.precision, time.perf_counter, lowest_loss_scale(resolved.deepspeed))
     sinks = build_sinks(
         config,
@@ -146,15 +149,17 @@ def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> Mo
         vocab_size=data.vocab_size,
         sequence_length=getattr(config.data, "sequence_length", None),
         num_classes=data.num_classes,
+        separate_documents=getattr(config.data, "separate_documents", False),
         end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,
     )
 
 
-def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> TrainLoader:
+def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> DevicePrefetcher:
     """This rank's share of the training data."""
-    return TrainLoader(
+    loader = TrainLoader(
         data.train,
         data.collate,
+        MixtureOrder(data.sources, config.seed),
         micro_batch_size=plan.micro_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         dp_rank=engine.dp_rank,
@@ -163,17 +168,30 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
         num_workers=config.loader.num_workers,
         pin_memory=engine.device.type == "cuda",
     )
+    return DevicePrefetcher(loader, engine.device)
+
+
+def little_data(loader: DevicePrefetcher) -> str | None:
+    """What to say of a data set that a single step goes through, and on."""
+    samples, step = loader.samples_per_epoch, loader.global_batch_size
+    if samples >= step:
+        return None
+    return (
+        f"the training data has {samples} samples and a step takes {step}: it sees some of them more than "
+        "once; add data, or lower batch.global_batch_size"
+    )
 
 
 def build_eval_loader(
     config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine
 ) -> EvalLoader | None:
-    """This rank's share of the held-out data, or None where there is none."""
-    if data.eval is None:
+    """This rank's share of all held-out data, or None where there is none."""
+    if not data.eval and not data.eval_sets:
         return None
     return EvalLoader(
-        data.eval,
+        {**data.eval, **data.eval_sets},
         data.collate,
+        total=data.eval,
         micro_batch_size=plan.micro_batch_size,
         dp_rank=engine.dp_rank,
         dp_world_size=engine.dp_world_size,
@@ -184,7 +202,7 @@ def build_eval_loader(
 
 
 def describe_workload(
-    resolved: Resolved, engine: Engine, objective: Objective, data: DataBundle, job: Job
+    resolved: Resolved, engine: Engine, objective: Objective, job: Job, num_workers: int
 ) -> Workload:
     """What turns the run's seconds into rates."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
@@ -192,6 +210,7 @@ def describe_workload(
         samples_per_step=resolved.plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
+        num_workers=num_workers,
         flops_per_token=flops_per_token(engine.module, engine.num_parameters),
         peak_flops=peak_flops(name, engine.precision, resolved.tf32),
     )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config.schema import TextDataConfig
+from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.settings import Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
 from pipeline.distributed.ranks import Ranks, read_ranks

@@ -1,4 +1,4 @@
-"""Evaluation over a held-out split: sums over all batches and ranks, divided once."""
+"""Evaluation over held-out data sets: sums over all batches and ranks, divided once."""
 
 from __future__ import annotations
 
@@ -14,24 +14,34 @@ from pipeline.objectives import Objective
 
 
 def evaluate(engine: Engine, objective: Objective, loader: EvalLoader, job: Job) -> dict[str, float]:
-    """eval/loss, the exact mean over the split; eval/perplexity for tokens, eval/accuracy for classes.
+    """eval/loss, the exact mean over all sets of `loader.total` together, as if they were one; with it
+    eval/perplexity for tokens, eval/accuracy for classes. Where there are several sets, eval/<name>/loss (and
+    accuracy) of each.
 
     The same on any number of ranks. Collective: every rank goes through the same number of batches.
     """
-    sums: dict[str, torch.Tensor] = {}
-    for batch, is_real in loader:
+    keys = ("loss", "count", *objective.extra_keys)
+    sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
+    for name, batch, is_real in loader:
         loss = engine.eval_step(batch, objective)
         if not is_real:  # a rank that ran out of samples still takes part in the forward's collectives
             continue
-        for key, value in {"loss": loss.loss_sum, "count": loss.count, **loss.extras}.items():
-            sums[key] = sums.get(key, 0) + value.to(torch.float64)
-    keys = ("loss", "count", *objective.extra_keys)
-    zero = torch.zeros((), dtype=torch.float64, device=engine.device)
-    total = job.all_reduce_sum(torch.stack([sums.get(key, zero).to(engine.device) for key in keys]))
-    by_key = dict(zip(keys, total, strict=True))
-    row = {"eval/loss": float(mean_loss(by_key["loss"], by_key["count"]))}
+        values = {"loss": loss.loss_sum, "count": loss.count, **loss.extras}
+        sums[name] += torch.stack([values[key].to(engine.device, torch.float64) for key in keys])
+    everyones = job.all_reduce_sum(torch.stack(list(sums.values())))  # (sets, keys)
+    by_name = dict(zip(loader.names, everyones, strict=True))
+    total = torch.stack([by_name[name] for name in loader.total]).sum(dim=0)
+    row = _means("eval/", dict(zip(keys, total, strict=True)))
     if objective.unit == "tokens":
         row["eval/perplexity"] = math.exp(min(row["eval/loss"], 700.0))
-    if "correct" in by_key:
-        row["eval/accuracy"] = float(by_key["correct"] / by_key["samples"])
+    if len(by_name) > 1:
+        for name, values_of_set in by_name.items():
+            row |= _means(f"eval/{name}/", dict(zip(keys, values_of_set, strict=True)))
+    return row
+
+
+def _means(prefix: str, sums: dict[str, torch.Tensor]) -> dict[str, float]:
+    row = {f"{prefix}loss": float(mean_loss(sums["loss"], sums["count"]))}
+    if "correct" in sums:
+        row[f"{prefix}accuracy"] = float(sums["correct"] / sums["samples"])
     return row

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,13 @@ log = logging.getLogger(__name__)
 MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
 
 
+# What the wait for data must be before a run is told of it: share of the step, seconds a step (a worker
+# process would take as long to hand a batch over), and the steps it is measured over.
+STARVATION_SHARE = 0.1
+STARVATION_SECONDS = 1e-3
+STARVATION_STEPS = 10
+
+
 @dataclass(frozen=True)
 class Workload:
     """Facts about the run that turn seconds into rates."""
@@ -36,6 +43,8 @@ class Workload:
     """Model FLOPs of forward and backward (6N + 12LdT), None where the model's shape is not known."""
     peak_flops: float | None
     """Dense peak of one device in the run's precision, FLOP/s."""
+    num_workers: int = 0
+    """Processes that read data for one rank."""
 
 
 class Meters:
@@ -55,23 +64,22 @@ class Meters:
         self._precision = precision
         self._lowest_scale = lowest_scale
         self._clock = clock
+        self._data_wait = DataWait(clock, job.device)
+        self._starvation = Starvation(workload.num_workers)
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
         self._restart()
 
     def _restart(self) -> None:
         self._start = self._clock()
-        self._excluded = self._data = 0.0
+        self._excluded = 0.0
         self._steps = 0
         self._count = torch.zeros((), dtype=torch.float64, device=self._job.device)
         self._skipped = torch.zeros((), device=self._job.device)
 
-    @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Measures the time the loop waits for its next batch."""
-        before = self._clock()
-        yield
-        self._data += self._clock() - before
+    def waiting_for_data(self) -> AbstractContextManager[None]:
+        """Measures the time that the step waits for its next batch. See DataWait."""
+        return self._data_wait.measured()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -131,9 +139,13 @@ class Meters:
 
     def _rates(self) -> dict[str, float]:
         work, seconds = self._workload, max(1e-9, self._clock() - self._start - self._excluded)
+        data_seconds = self._data_wait.take()
+        warning = self._starvation.look(self._steps, data_seconds, seconds)
+        if warning is not None:
+            log.warning("%s", warning)
         rates = {
             "perf/step_time_seconds": seconds / self._steps,
-            "perf/data_time_seconds": self._data / self._steps,
+            "perf/data_time_seconds": data_seconds / self._steps,
             "perf/samples_per_second": work.samples_per_step * self._steps / seconds,
         }
         if work.unit == "tokens":
@@ -147,3 +159,72 @@ class Meters:
         else:
             rates["memory/peak_resident_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return rates
+
+
+class DataWait:
+    """Seconds that training stood still for data.
+
+    On a GPU: those in which the device had nothing to do. It works on while the host reads, and only what it
+    waits between two events of its own is lost.
+    """
+
+    def __init__(self, clock: Callable[[], float], device: torch.device):
+        self._clock = clock
+        self._is_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around everything that may wait for data."""
+        if self._is_gpu:
+            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append(events)
+        else:
+            before = self._clock()
+            yield
+            self._seconds += self._clock() - before
+
+    def take(self) -> float:
+        """What was measured since the last call. Waits for the device."""
+        for before, after in self._events:
+            after.synchronize()
+            self._seconds += before.elapsed_time(after) / 1000
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds
+
+
+class Starvation:
+    """Says once in a run that the step waits for data, and what to change."""
+
+    def __init__(self, num_workers: int):
+        self._num_workers = num_workers
+        self._is_started = False
+        self._is_told = False
+        self._steps = 0
+        self._data = self._seconds = 0.0
+
+    def look(self, steps: int, data_seconds: float, seconds: float) -> str | None:
+        """The warning, after an interval of the log; intervals are put together to ten steps or more."""
+        if not self._is_started:  # the first one is the start of the workers, and the compiler's
+            self._is_started = True
+            return None
+        self._steps += steps
+        self._data += data_seconds
+        self._seconds += seconds
+        if self._steps < STARVATION_STEPS or self._is_told:
+            return None
+        share, wait = self._data / self._seconds, self._data / self._steps
+        step = self._seconds / self._steps
+        self._steps, self._data, self._seconds = 0, 0.0, 0.0
+        if share <= STARVATION_SHARE or wait < STARVATION_SECONDS:
+            return None
+        self._is_told = True
+        return (
+            f"waiting for data is {share:.0%} of the step ({1000 * wait:.0f} of {1000 * step:.0f} ms); have "
+            f"more processes read it: loader.num_workers={max(2, 2 * self._num_workers)}"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.schema import ScheduleConfig
-from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.loader import EvalLoader
+from pipeline.data.prefetch import DevicePrefetcher
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import StopAgreement, StopOnSignal
 from pipeline.engine.interface import Engine, StepResult
@@ -64,7 +66,7 @@ class Run:
     job: Job
     engine: Engine
     objective: Objective
-    loader: TrainLoader
+    loader: DevicePrefetcher
     eval_loader: EvalLoader | None
     checkpoints: CheckpointStore
     sinks: Sinks
@@ -99,6 +101,8 @@ def train(run: Run) -> tuple[TrainState, int | None]:
                 run.schedule, state.global_step, run.max_steps
             )
             result = run.engine.train_step(micro_batches, run.objective, learning_rate, stop.requested)
+            with run.meters.waiting_for_data():
+                run.loader.fetch_ahead()
             state = state.after(result)
             run.meters.observe(result)
             stopped = agreement.submit(result.stop_votes)
@@ -121,6 +125,9 @@ def _row(run: Run, state: TrainState, learning_rate: float) -> dict[str, float]:
     }
     if run.objective.unit == "tokens":
         row["train/tokens_seen"] = int(state.tokens_seen)
+    samples = run.loader.source_samples()
+    if len(samples) > 1:
+        row |= {f"data/{name}_samples": count for name, count in samples.items()}
     return row
 
 
@@ -130,13 +137,13 @@ def _evaluate(run: Run, step: int) -> None:
             run.sinks.write(step, evaluate(run.engine, run.objective, run.eval_loader, run.job))
 
 
-def _remembered(run: Run, state: TrainState) -> dict[str, float]:
+def _remembered(run: Run, state: TrainState) -> dict[str, Any]:
     """What a checkpoint keeps besides the engine's state; random numbers follow from seed and step."""
     return {
         "global_step": state.global_step,
         "tokens_seen": float(state.tokens_seen),
         "skipped_steps": float(state.skipped_steps),
-        "samples_seen": run.loader.samples_seen,
+        **run.loader.state_dict(),
     }
 
 

@@ -18,11 +18,12 @@ LAYERS = [
     ["distributed", "logs"],
     ["cross_entropy", "objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
-    ["checkpoint", "metrics", "evaluation"],
+    ["checkpoint", "metrics", "evaluation", "inspection"],
     ["run_directory", "training"],
     ["assemble"],
     ["running"],
-    ["cli"],
+    ["cli", "commands"],
+    ["__main__"],
 ]
 # Never each other.
 APART = ["models", "data", "sinks", "optim", "schedule"]
@@ -32,7 +33,7 @@ WALLS = {
     "wandb": ["sinks"],
     "transformers": ["models", "data"],
 }
-TORCH_FREE = ["errors", "config", "cli", "importing", "logs"]
+TORCH_FREE = ["errors", "config", "cli", "commands", "__main__", "importing", "logs"]
 
 
 def part_of(path: Path) -> str:

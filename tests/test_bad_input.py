@@ -130,13 +130,17 @@ def test_a_broken_line_of_jsonl(fails, tmp_path, line, reason):
 
 
 def test_a_file_of_another_kind(fails, tmp_path):
-    assert "is no text file by its suffix" in fails(text_file(tmp_path, "data.parquet", b"PAR1"))
+    assert "data.parquet: cannot be read as parquet: " in fails(text_file(tmp_path, "data.parquet", b"PAR1"))
+    assert "data.pdf cannot be read, by its suffix; expected" in fails(
+        text_file(tmp_path, "data.pdf", b"%PDF")
+    )
 
 
 def test_a_cache_that_cannot_be_written(fails, tmp_path):
     (tmp_path / "file").write_text("")
     message = fails(f"data.cache_dir={tmp_path}/file/cache")
-    assert f"data.cache_dir {tmp_path}/file/cache cannot be written: Not a directory" in message
+    assert f"data.cache_dir {tmp_path}/file/cache: " in message
+    assert "cannot be written: Not a directory" in message
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/tokenizer.json"])

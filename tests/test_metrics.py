@@ -100,6 +100,51 @@ def test_skipped_steps_are_told_once_a_logged_step(caplog, precision, scale, exp
     assert not caplog.text
 
 
+def run_steps(meter, clock, steps, data, compute):
+    for _ in range(steps):
+        with meter.waiting_for_data():
+            clock.now += data
+        clock.now += compute
+        meter.observe(step())
+
+
+def test_a_step_that_waits_for_data_is_told_of_once(caplog):
+    clock = Clock()
+    meter = meters(clock)
+    run_steps(meter, clock, 1, 5.0, 0.01)  # workers start
+    meter.summary()
+    run_steps(meter, clock, 9, 0.03, 0.07)
+    meter.summary()
+    assert not caplog.text  # a few steps say little
+    run_steps(meter, clock, 1, 0.03, 0.07)
+    meter.summary()
+    (record,) = caplog.records
+    assert "is 30% of the step (30 of 100 ms)" in record.message
+    assert record.message.endswith("loader.num_workers=2")
+    run_steps(meter, clock, 50, 0.09, 0.01)
+    assert meter.summary()["perf/data_time_seconds"] == pytest.approx(0.09)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("data", "compute"), [(0.009, 0.091), (0.0009, 0.0001)], ids=["a tenth", "short"])
+def test_a_short_wait_for_data_is_not_worth_a_line(caplog, data, compute):
+    clock = Clock()
+    meter = meters(clock)
+    for _ in range(3):
+        run_steps(meter, clock, 20, data, compute)
+        meter.summary()
+    assert not caplog.text
+
+
+def test_more_workers_are_asked_for_where_there_are_some(caplog):
+    clock = Clock()
+    meter = Meters(replace(WORKLOAD, num_workers=4), ALONE, "bf16", clock)
+    for _ in range(2):
+        run_steps(meter, clock, 20, 0.5, 0.5)
+        meter.summary()
+    assert "loader.num_workers=8" in caplog.text
+
+
 def test_peaks_are_found_by_the_devices_name():
     assert peak_flops("NVIDIA H200", "bf16") == 989.5e12
     assert peak_flops("NVIDIA H100 80GB HBM3", "fp16") == 989.5e12

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.loading import Tree, get_dotted
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.config.schema import RunConfig, TextDataConfig
+from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split
 from pipeline.errors import ConfigError
 

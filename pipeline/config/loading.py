@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -85,6 +85,10 @@ def read_text(path: Path) -> str:
 
 def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
     places: dict[str, str] = {}
+    if isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            places[f"{prefix}{number}"] = f"{path}:{value.start_mark.line + 1}"
+            places.update(_key_places(value, path, f"{prefix}{number}."))
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -192,6 +196,8 @@ def _explain(problem: Any, source: Path, places: Mapping[str, str], overridden: 
         return start + "missing"
     if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
         return f"{start}expected a section of keys and values, given {given!r}"
+    if kind == "value_error":  # one of our own, which says what was given
+        return start + str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{start}{message}, given {given!r}"
 
@@ -200,20 +206,31 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:
     """Dotted parts of a pydantic location without the union tags, and the section the last part is in."""
     parts: list[str] = []
     section: type[BaseModel] | None = RunConfig
+    inside: Any = None  # annotation of what a list or dict of sections holds
     members: dict[str, type[BaseModel]] = {}
-    for position, item in enumerate(loc):
+    for item in loc[:-1]:
         if item in members:
             section, members = members[item], {}
             continue
         parts.append(str(item))
-        if section is not None and position < len(loc) - 1:
-            annotation = section.model_fields[item].annotation if item in section.model_fields else None
-            members = {}
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                section = annotation
-            else:
-                for member in get_args(annotation):
-                    tagged = get_args(member)
-                    if len(tagged) == 2 and hasattr(tagged[1], "tag"):
-                        members[tagged[1].tag] = tagged[0]
-    return parts, section
+        field = section.model_fields.get(str(item)) if section is not None else None
+        annotation = inside if inside is not None else field.annotation if field is not None else None
+        section, inside, members = _sections_in(annotation)
+    last = [] if loc[-1] in members else [str(loc[-1])]
+    return parts + last, section
+
+
+def _sections_in(annotation: Any) -> tuple[type[BaseModel] | None, Any, dict[str, type[BaseModel]]]:
+    """The section an annotation is; or what its list or dict holds; or its union's members by tag."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, None, {}
+    if get_origin(annotation) in (list, dict):
+        return None, get_args(annotation)[-1], {}
+    members = {}
+    for member in get_args(annotation):
+        tagged = get_args(member)
+        if len(tagged) == 2 and hasattr(tagged[1], "tag"):
+            members[tagged[1].tag] = tagged[0]
+        elif get_origin(member) in (list, dict):  # or None
+            return None, get_args(member)[-1], {}
+    return None, None, members

@@ -19,13 +19,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipeline.config import deepspeed_keys as keys
+from pipeline.config.data_schema import SOURCE_NAME
 from pipeline.config.model_schema import IMPORT_PATH
 from pipeline.config.schema import RUN_NAME, RunConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 # In words; a pattern that is not here is explained by its field.
-PATTERNS = {IMPORT_PATH: "an import path", RUN_NAME: "letters, digits, `_`, `.`, `-`"}
+PATTERNS = {IMPORT_PATH: "an import path"} | dict.fromkeys(
+    (RUN_NAME, SOURCE_NAME), "letters, digits, `_`, `.`, `-`"
+)
 
 INTRODUCTION = """\
 # Configuration
@@ -64,6 +67,9 @@ def document() -> str:
                 _paragraph(" ".join((section.__doc__ or "").split())),
                 _table(f"{name}.", section.model_fields),
             ]
+        for item, holders in _items(name, members).items():
+            parts.append(f"### Each of {' and '.join(f'`{holder}`' for holder in holders)}\n")
+            parts += [_paragraph(" ".join((item.__doc__ or "").split())), _table("", item.model_fields)]
     return "\n".join([*parts, *_deepspeed()])
 
 
@@ -104,6 +110,26 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     return [member[0] for member in tagged if len(member) == 2 and isinstance(member[1], Tag)]
 
 
+def _item(annotation: Any) -> type[BaseModel] | None:
+    """The section that a list's items or a mapping's values are."""
+    for each in get_args(annotation):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            return each
+        if (found := _item(each)) is not None:
+            return found
+    return None
+
+
+def _items(name: str, members: list[type[BaseModel]]) -> dict[type[BaseModel], list[str]]:
+    """Sections within lists and mappings of a section, with the keys that hold them."""
+    found: dict[type[BaseModel], dict[str, None]] = {}
+    for section in members:
+        for key, field in section.model_fields.items():
+            if not _sections(field.annotation) and (item := _item(field.annotation)) is not None:
+                found.setdefault(item, {})[f"{name}.{key}"] = None
+    return {item: list(holders) for item, holders in found.items()}
+
+
 def _kind(section: type[BaseModel]) -> str:
     values = get_args(section.model_fields["kind"].annotation)
     return f"kind: {values[0]}" if values else "kind: package.module:function"
@@ -114,7 +140,9 @@ def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
 
 
 def _field_rows(prefix: str, fields: dict[str, FieldInfo]) -> Iterator[tuple[str, ...]]:
-    for name, field in fields.items():
+    for name, field in sorted(
+        fields.items(), key=lambda item: item[0] != "kind"
+    ):  # what chooses stands first
         inner = _sections(field.annotation)
         if inner:
             yield from _field_rows(f"{prefix}{name}.", inner[0].model_fields)
@@ -132,6 +160,8 @@ def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def _type(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "sections"
     if origin is Annotated:
         return _type(arguments[0])
     if origin is Literal:
@@ -143,7 +173,7 @@ def _type(annotation: Any) -> str:
     if origin is tuple:
         return f"list of {len(arguments)} x {_type(arguments[0])}"
     if origin is dict:
-        return "keys and values"
+        return "sections by name" if _item(annotation) is not None else "keys and values"
     return {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}[
         annotation.__name__
     ]

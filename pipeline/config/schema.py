@@ -7,64 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, field_validator
 
-from pipeline.config.model_schema import IMPORT_PATH, Closed, ModelConfig, kind_tag
+from pipeline.config.data_schema import DataConfig
+from pipeline.config.model_schema import IMPORT_PATH, Closed, ModelConfig
 
 RUN_NAME = r"^[\w.-]+$"
-
-
-class TokenizerConfig(Closed):
-    """Where the tokenizer comes from: trained on the data here, or loaded."""
-
-    pretrained: str | None = None
-    """Local folder, `tokenizer.json` file or hub name. Default: train one on the data."""
-    vocab_size: int = Field(8192, gt=256)
-    """Entries of the byte-level BPE trained on the data. Not read with `pretrained`."""
-
-
-class TextDataConfig(Closed):
-    """Text cut into sequences of equal length, documents divided by the end-of-document token."""
-
-    kind: Literal["text"]
-    paths: list[str] = Field(min_length=1)
-    """Files, folders or globs of .txt, .md, .rst, .py and .jsonl; `python_stdlib` is the Python
-    standard library's own source and documentation, which every machine has."""
-    text_field: str = "text"
-    """Field of a JSONL line that holds the text."""
-    sequence_length: int = Field(256, gt=1)
-    """Tokens a sequence (the inputs; the targets are the same tokens shifted by one)."""
-    eval_fraction: float = Field(0.02, ge=0, lt=1)
-    """Share of the documents held out for evaluation, chosen by a hash of their text."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    cache_dir: str = "~/.cache/deepspeed-pipeline"
-    """Where tokenised data is kept; keyed by content, tokenizer and settings."""
-
-
-class DigitsDataConfig(Closed):
-    """scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, 10 classes."""
-
-    kind: Literal["digits"]
-    eval_fraction: float = Field(0.2, gt=0, lt=1)
-    """Share of the images held out for evaluation."""
-
-
-class CustomDataConfig(Closed):
-    """Data of your own: `kind: package.module:function`, called as `function(split, **args)`."""
-
-    kind: str = Field(pattern=IMPORT_PATH)
-    """Import path `package.module:function`. It is called with `"train"` and `"eval"` and returns a
-    torch Dataset of dicts of tensors (or None where there is no such split)."""
-    args: dict[str, Any] = Field({})
-    """Keyword arguments of the function."""
-
-
-DataConfig = Annotated[
-    Annotated[TextDataConfig, Tag("text")]
-    | Annotated[DigitsDataConfig, Tag("digits")]
-    | Annotated[CustomDataConfig, Tag("custom")],
-    Discriminator(kind_tag),
-]
 
 
 class LoaderConfig(Closed):

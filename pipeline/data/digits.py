@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipeline.config.schema import DigitsDataConfig
+from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.data.bundle import Batch, DataBundle, collate_items
 
 NUM_CLASSES = 10
@@ -19,6 +19,8 @@ SPLIT_SEED = 20240229  # fixed: the split belongs to the data set, not to a run
 
 class ImageDataset(Dataset[Batch]):
     """Images in memory: items `inputs` (1, H, W) float32 in 0..1 and `labels` () int64."""
+
+    is_deterministic = True
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = images  # (N, 1, H, W)
@@ -46,7 +48,7 @@ def prepare_digits(config: DigitsDataConfig) -> DataBundle:
     train_rows, eval_rows = stratified_split(labels.numpy(), config.eval_fraction)
     return DataBundle(
         train=ImageDataset(images[train_rows], labels[train_rows]),
-        eval=ImageDataset(images[eval_rows], labels[eval_rows]),
+        eval={"digits": ImageDataset(images[eval_rows], labels[eval_rows])},
         collate=collate_items,
         tokenizer=None,
         vocab_size=None,

@@ -1,11 +1,14 @@
-"""Batches for a rank: torch's DataLoader (workers, prefetching, pinning) behind the orders of sampler.py.
+"""Batches for a rank: read here or by worker processes (torch's DataLoader), in the orders of sampler.py.
 
 Moves nothing to a device and enters no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline.data.bundle import Batch, Collate
-from pipeline.data.sampler import EvalSampler, GlobalOrder, MicroBatchSampler
+from pipeline.data.mixture import MixtureOrder
+from pipeline.data.sampler import Draw, EvalSampler, MicroBatchSampler
 from pipeline.errors import DataError
 
 PREFETCH = 2  # batches a worker fetches ahead
@@ -25,22 +29,21 @@ class TrainLoader:
     Args:
         dataset: Map-style, at least one sample; it may be smaller than a global batch.
         collate: Makes a batch of what the data set returns for a list of indices.
+        order: Of the samples.
         micro_batch_size: Samples of one micro-batch of one rank.
         gradient_accumulation_steps: Micro-batches of one rank in an optimizer step.
         dp_rank: This rank among those that split the batch.
         dp_world_size: Number of those ranks.
-        seed: Fixes the order of the samples.
+        seed: Fixes the random numbers that the data set draws.
         num_workers: Processes that fetch ahead; 0 fetches inside `next_group`.
         pin_memory: Copy batches to page-locked memory.
-
-    Raises:
-        DataError: the data set is empty.
     """
 
     def __init__(
         self,
         dataset: Dataset[Any],
         collate: Collate,
+        order: MixtureOrder,
         *,
         micro_batch_size: int,
         gradient_accumulation_steps: int,
@@ -50,16 +53,15 @@ class TrainLoader:
         num_workers: int,
         pin_memory: bool,
     ) -> None:
-        self._dataset = dataset
-        self._collate = collate
+        assert order.num_samples == len(dataset)  # type: ignore[arg-type]
+        self.order = order
+        self._fetch = Fetch([dataset], collate, seed, is_training=True)
         self._micro_batch_size = micro_batch_size
         self._gradient_accumulation_steps = gradient_accumulation_steps
         self._dp_rank = dp_rank
         self._dp_world_size = dp_world_size
-        self._seed = seed
         self._num_workers = num_workers
         self._pin_memory = pin_memory
-        self._order = GlobalOrder(_length(dataset, "training"), seed)
         self._samples_seen = 0
         self._batches: Iterator[Batch] | None = None
 
@@ -69,18 +71,9 @@ class TrainLoader:
         return self._micro_batch_size * self._gradient_accumulation_steps * self._dp_world_size
 
     @property
-    def samples_per_epoch(self) -> int:
-        return self._order.num_samples
-
-    @property
     def samples_seen(self) -> int:
-        """Samples of the steps handed out so far, over all ranks: all there is to save of a loader."""
+        """Samples of the steps handed out so far, over all ranks: all there is to know of a position."""
         return self._samples_seen
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self._samples_seen / self.samples_per_epoch
 
     def next_group(self) -> list[Batch]:
         """This rank's micro-batches of the next optimizer step."""
@@ -102,50 +95,44 @@ class TrainLoader:
 
     def _start(self) -> Iterator[Batch]:
         sampler = MicroBatchSampler(
-            self._order,
+            self.order,
             micro_batch_size=self._micro_batch_size,
             gradient_accumulation_steps=self._gradient_accumulation_steps,
             dp_rank=self._dp_rank,
             dp_world_size=self._dp_world_size,
             samples_seen=self._samples_seen,
         )
-        loader = _torch_loader(
-            self._dataset,
-            self._collate,
-            sampler,
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-            persistent_workers=False,  # the sampler never ends, so neither do the workers
-            seed=[self._seed, self._dp_rank, self._samples_seen],
-        )
-        return iter(loader)
+        # The sampler never ends, so neither do the workers: nothing to keep them for.
+        return iter(_batches(self._fetch, sampler, self._num_workers, self._pin_memory, persistent=False))
 
 
 class EvalLoader:
-    """Iterates over `(batch, is_real)`: the data set in order, the same number of batches on every rank.
+    """Iterates over `(name, batch, is_real)`: each data set in order, as many batches on every rank.
 
     Forward passes may be collective (ZeRO-3), so a rank without samples left gets a batch of one sample with
-    `is_real` False, to be run and not counted. The last real batch may be short.
+    `is_real` False, to be run and not counted. The last real batch of a data set may be short.
 
     Args:
-        dataset: Map-style, at least one sample.
-        collate: Makes a batch of what the data set returns for a list of indices.
+        datasets: Map-style, by name; at least one, and in each at least one sample.
+        collate: Makes a batch of what a data set returns for a list of indices.
+        total: Names of those that `eval/loss` is the mean over; none: all.
         micro_batch_size: Samples of one batch of one rank.
         dp_rank: This rank among those that split the data.
         dp_world_size: Number of those ranks.
-        max_samples: Samples over all ranks at the most, the first ones; None: the whole data set.
+        max_samples: Samples of a data set over all ranks at the most, the first ones; None: all.
         num_workers: Processes that fetch ahead; they stay between two passes.
         pin_memory: Copy batches to page-locked memory.
 
     Raises:
-        DataError: the data set is empty.
+        DataError: a data set is empty.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        datasets: Mapping[str, Dataset[Any]],
         collate: Collate,
         *,
+        total: Iterable[str],
         micro_batch_size: int,
         dp_rank: int,
         dp_world_size: int,
@@ -153,60 +140,143 @@ class EvalLoader:
         num_workers: int,
         pin_memory: bool,
     ) -> None:
-        self._sampler = EvalSampler(
-            _length(dataset, "evaluation"),
-            micro_batch_size=micro_batch_size,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            max_samples=max_samples,
-        )
-        self._loader = _torch_loader(
-            dataset,
-            collate,
-            self._sampler,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            persistent_workers=num_workers > 0,
-            seed=[0, dp_rank],
-        )
+        assert datasets
+        self.names = tuple(datasets)
+        self.total = tuple(total) or self.names
+        self._samplers = [
+            EvalSampler(
+                _length(name, dataset),
+                micro_batch_size=micro_batch_size,
+                dp_rank=dp_rank,
+                dp_world_size=dp_world_size,
+                max_samples=max_samples,
+                dataset=number,
+            )
+            for number, (name, dataset) in enumerate(datasets.items())
+        ]
+        # One loader over all sets: each with workers of its own would leave a crowd of idle processes.
+        fetch = Fetch(list(datasets.values()), collate, 0, is_training=False)
+        draws = _Chain(self._samplers)
+        self._batches = _batches(fetch, draws, num_workers, pin_memory, persistent=num_workers > 0)
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return sum(len(sampler) for sampler in self._samplers)
 
-    def __iter__(self) -> Iterator[tuple[Batch, bool]]:
-        for index, batch in enumerate(self._loader):
-            yield batch, self._sampler.is_real(index)
+    def __iter__(self) -> Iterator[tuple[str, Batch, bool]]:
+        batches = iter(self._batches)
+        for name, sampler in zip(self.names, self._samplers, strict=True):
+            for index in range(len(sampler)):
+                yield name, next(batches), sampler.is_real(index)
 
 
-def _torch_loader(
-    dataset: Dataset[Any],
-    collate: Collate,
-    sampler: MicroBatchSampler | EvalSampler,
-    *,
-    num_workers: int,
-    pin_memory: bool,
-    persistent_workers: bool,
-    seed: list[int],
-) -> DataLoader[Any]:
+class Fetch(Dataset[Any]):
+    """Reads one batch: a data set whose index is a Draw, so that torch's workers can be handed it.
+
+    The batch's random numbers are a function of the seed and its position: the same in this process and in a
+    worker, whenever it is fetched, and after a resume. Those that `augmented` is given are a function of the
+    sample's own position, and so the same at any number of ranks.
+    """
+
+    def __init__(
+        self, datasets: Sequence[Dataset[Any]], collate: Collate, seed: int, *, is_training: bool
+    ) -> None:
+        self._datasets = datasets
+        self._collate = collate
+        self._seed = seed
+        self._is_training = is_training
+
+    def __getitems__(self, draw: Draw) -> Batch:
+        dataset = self._datasets[draw.dataset]
+        if self._is_training and hasattr(dataset, "augmented"):
+            places = enumerate(draw.indices, start=draw.position)
+            return self._collate([dataset.augmented(i, mixed(self._seed, place)) for place, i in places])
+        if getattr(dataset, "is_deterministic", False):
+            return self._read(dataset, draw.indices)
+        with own_random_numbers(self._seed, draw.position):
+            return self._read(dataset, draw.indices)
+
+    def _read(self, dataset: Dataset[Any], indices: list[int]) -> Batch:
+        if hasattr(dataset, "__getitems__"):
+            return self._collate(dataset.__getitems__(indices))
+        return self._collate([dataset[index] for index in indices])
+
+
+def mixed(*key: int) -> int:
+    """64 random bits that stand for the key."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
+@contextmanager
+def own_random_numbers(*key: int) -> Iterator[None]:
+    """What is drawn inside depends on `key` alone, and leaves a step's dropout outside as it is."""
+    # torch.manual_seed would seed the GPUs' generators too, which dropout draws from.
+    before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    seed = mixed(*key) % 2**32  # numpy takes no more
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+class _Chain:
+    """The draws of several samplers, one behind the other, anew each time."""
+
+    def __init__(self, samplers: Sequence[Iterable[Draw]]) -> None:
+        self._samplers = samplers
+
+    def __iter__(self) -> Iterator[Draw]:
+        return chain.from_iterable(self._samplers)
+
+
+class _InProcess:
+    """Batches read in this process, when they are asked for."""
+
+    def __init__(self, fetch: Fetch, draws: Iterable[Draw], pin_memory: bool) -> None:
+        self._fetch = fetch
+        self._draws = draws
+        self._pin_memory = pin_memory
+
+    def __iter__(self) -> Iterator[Batch]:
+        for draw in self._draws:
+            batch = self._fetch.__getitems__(draw)
+            if self._pin_memory:
+                batch = {key: tensor.pin_memory() for key, tensor in batch.items()}
+            yield batch
+
+
+def _batches(
+    fetch: Fetch, draws: Iterable[Draw], num_workers: int, pin_memory: bool, *, persistent: bool
+) -> Iterable[Batch]:
+    if num_workers == 0:
+        return _InProcess(fetch, draws, pin_memory)
     # Its own generator: by default each iteration draws from torch's global one, and dropout would differ.
     generator = torch.Generator()
-    generator.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    generator.manual_seed(0)
     return DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
+        fetch,
+        batch_sampler=draws,  # type: ignore[arg-type]  # one Draw for a list of indices
+        collate_fn=_as_it_is,
         num_workers=num_workers,
-        prefetch_factor=PREFETCH if num_workers else None,
-        persistent_workers=persistent_workers,
+        prefetch_factor=PREFETCH,
+        persistent_workers=persistent,
         pin_memory=pin_memory,
         generator=generator,
     )
 
 
-def _length(dataset: Dataset[Any], role: str) -> int:
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _length(name: str, dataset: Dataset[Any]) -> int:
     length = len(dataset)  # type: ignore[arg-type]
     if length == 0:
         raise DataError(
-            f"the {role} data set ({type(dataset).__name__}) is empty: expected at least one sample"
+            f"the evaluation data set {name!r} ({type(dataset).__name__}) is empty: expected a sample or more"
         )
     return length

@@ -7,12 +7,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 6
 BLOCK = 4096  # samples ordered at once: numpy calls cost the same for one micro-batch as for hundreds
+
+
+class Order(Protocol):
+    """Which sample stands at which position of the run."""
+
+    def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices into the data set at `positions` (any shape)."""
+        ...
+
+
+class Draw(NamedTuple):
+    """What one batch is made of."""
+
+    dataset: int
+    """Number of the data set, where there are several."""
+    position: int
+    """Of the first sample in the order: it stands for the random numbers the batch may use."""
+    indices: list[int]
+    """Into the data set."""
 
 
 class GlobalOrder:
@@ -58,7 +78,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class MicroBatchSampler:
-    """The index lists of one rank's micro-batches, without end, from `samples_seen` on.
+    """What one rank's micro-batches are made of, without end, from `samples_seen` on.
 
     Of optimizer step s, micro-batch m belongs at positions s * global + (m * dp_world_size + dp_rank) * micro
     + [0, micro). So a step takes the same samples whatever the number of ranks and of accumulation steps.
@@ -66,7 +86,7 @@ class MicroBatchSampler:
 
     def __init__(
         self,
-        order: GlobalOrder,
+        order: Order,
         *,
         micro_batch_size: int,
         gradient_accumulation_steps: int,
@@ -82,13 +102,15 @@ class MicroBatchSampler:
         micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank
         self._offsets = micro_batches[:, None] * micro_batch_size + np.arange(micro_batch_size)  # (M, B)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Draw]:
         steps = np.arange(max(1, BLOCK // self._offsets.size))
         start = self.samples_seen
         while True:
             firsts = start + steps * self.global_batch_size
-            positions = firsts[:, None, None] + self._offsets  # (steps, M, B)
-            yield from self.order.samples_at(positions).reshape(-1, self._offsets.shape[1]).tolist()
+            positions = (firsts[:, None, None] + self._offsets).reshape(-1, self._offsets.shape[1])
+            samples = self.order.samples_at(positions)  # (steps * M, B)
+            for position, indices in zip(positions[:, 0].tolist(), samples.tolist(), strict=True):
+                yield Draw(0, position, indices)
             start += len(steps) * self.global_batch_size
 
 
@@ -107,9 +129,11 @@ class EvalSampler:
         dp_rank: int,
         dp_world_size: int,
         max_samples: int | None,
+        dataset: int = 0,
     ) -> None:
         assert num_samples >= 1
         assert 0 <= dp_rank < dp_world_size
+        self.dataset = dataset
         self.num_samples = num_samples if max_samples is None else min(num_samples, max_samples)
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
@@ -122,10 +146,11 @@ class EvalSampler:
     def is_real(self, batch_index: int) -> bool:
         return self._first(batch_index) < self.num_samples
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Draw]:
         for batch_index in range(len(self)):
             first = self._first(batch_index)
-            yield list(range(first, min(first + self.micro_batch_size, self.num_samples))) or [0]
+            indices = list(range(first, min(first + self.micro_batch_size, self.num_samples)))
+            yield Draw(self.dataset, first, indices or [0])
 
     def _first(self, batch_index: int) -> int:
         return (batch_index * self.dp_world_size + self.dp_rank) * self.micro_batch_size

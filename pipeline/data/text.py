@@ -1,135 +1,82 @@
-"""Text: documents become token files in the cache, a mapped token file becomes sequences of equal length."""
+"""Text and conversations: the prepared documents of every source become rows of equal length."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from numpy.lib.stride_tricks import as_strided
-from torch import Tensor
-from torch.utils.data import Dataset
-
-from pipeline.config.schema import TextDataConfig
-from pipeline.data.bundle import Batch, DataBundle, collate_items
-from pipeline.data.cache import cached_entry, read_index
-from pipeline.data.sources import digest_sources, find_sources
-from pipeline.data.tokenise import FORMAT_VERSION, TextPreparation
-from pipeline.data.tokenizer import digest_tokenizer, load_pretrained, read_tokenizer, token_ids_end
+from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.mixture import SourceShare
+from pipeline.data.packing import PackedDataset, join, pack
+from pipeline.data.prepared import prepare_documents
 from pipeline.errors import DataError
+
+if TYPE_CHECKING:
+    from pipeline.data.prepared import Prepared, PreparedSource, TokenStore
 
 log = logging.getLogger(__name__)
 
 
-class TextDataset(Dataset[Batch]):
-    """Sequences of T tokens and the tokens that follow them.
-
-    Sample i is the window tokens[i * T : i * T + T + 1]; `input_ids` (T,) int64 are its first T tokens,
-    `shift_labels` (T,) int64 its last T (transformers' word for labels that are already shifted by one).
-    Tokens at the end that fill no window are left out.
-    """
-
-    def __init__(self, path: Path, sequence_length: int) -> None:
-        self.path = path
-        self.sequence_length = sequence_length
-        tokens = np.load(path, mmap_mode="r").view(
-            np.ndarray
-        )  # (num_tokens,); memmap's own class is slow to slice
-        self.num_tokens = len(tokens)
-        size = tokens.itemsize
-        count = max(0, len(tokens) - 1) // sequence_length
-        self._windows = as_strided(  # (N, T + 1), overlapping by one; no copy
-            tokens, (count, sequence_length + 1), (sequence_length * size, size), writeable=False
-        )
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def __getitem__(self, index: int) -> Batch:
-        pair = self._pairs([index])[:, 0]  # (2, T)
-        return {"input_ids": pair[0], "shift_labels": pair[1]}
-
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A whole batch at once: `input_ids` and `shift_labels`, each (B, T) and contiguous."""
-        pairs = self._pairs(indices)
-        return {"input_ids": pairs[0], "shift_labels": pairs[1]}
-
-    def _pairs(self, indices: Sequence[int]) -> Tensor:
-        windows = self._windows[indices]  # (B, T + 1), the one read of the file
-        pairs = np.empty((2, len(windows), self.sequence_length), dtype=np.int64)
-        pairs[0] = windows[:, :-1]
-        pairs[1] = windows[:, 1:]
-        return torch.from_numpy(pairs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TextDataset, (self.path, self.sequence_length)  # a worker maps the file itself
-
-
-def prepare_text(config: TextDataConfig) -> DataBundle:
-    """Tokenised text from the cache; read, tokenised and stored first if it is not there.
+def prepare_text(config: TextDataConfig | ChatDataConfig) -> DataBundle:
+    """Rows of tokens of every source and eval set; what the cache does not hold is tokenised first.
 
     Raises:
-        DataError: a path, a file, the tokenizer or the cache cannot be used, or there is too little text.
+        DataError: a source, the tokenizer or the cache cannot be used, or there is too little text.
     """
-    sources = find_sources(config.paths)
-    digest, size = digest_sources(sources)
-    pretrained = config.tokenizer.pretrained
-    tokenizer = load_pretrained(pretrained) if pretrained is not None else None
-    settings = {
-        "format_version": FORMAT_VERSION,
-        "sources": digest,
-        "text_field": config.text_field,
-        "eval_fraction": config.eval_fraction,
-        "tokenizer": config.tokenizer.vocab_size if tokenizer is None else digest_tokenizer(tokenizer),
-    }
-    key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
-    preparation = TextPreparation(config, sources, digest, size, tokenizer, settings)
-    entry = cached_entry(Path(config.cache_dir).expanduser(), key, preparation.write)
-    log.info("tokenised text: %s", entry)
-    if tokenizer is None:
-        tokenizer = read_tokenizer(entry / "tokenizer.json")
-    index = read_index(entry)
+    prepared = prepare_documents(config)
+
+    def rows(store: TokenStore) -> PackedDataset:
+        end_id = prepared.tokenizer.eos_token_id
+        return pack(store, config.packing, config.sequence_length, config.separate_documents, end_id)
+
+    train = {source.name: rows(source.train) for source in prepared.sources}
+    if not any(map(len, train.values())):
+        raise _too_little(prepared, config)
+    held_out = {source.name: rows(source.eval) for source in prepared.sources}
+    further = {source.name: rows(source.eval) for source in prepared.eval_sets}
     return DataBundle(
-        train=_train_split(entry, index, config),
-        eval=_eval_split(entry, index, config),
+        train=join(list(train.values())),
+        eval=_usable(held_out, prepared.sources, config) if config.eval_fraction else {},
+        eval_sets=_usable(further, prepared.eval_sets, config),
         collate=collate_items,
-        tokenizer=tokenizer,
-        vocab_size=token_ids_end(tokenizer),
+        tokenizer=prepared.tokenizer,
+        vocab_size=prepared.vocab_size,
         num_classes=None,
-        fingerprint=key,
+        fingerprint=prepared.fingerprint,
+        mixture=tuple(
+            SourceShare(source.name or "", len(train[source.name or ""]), source.weight, source.epochs)
+            for source in config.all_sources()
+        ),
     )
 
 
-def _train_split(entry: Path, index: dict[str, Any], config: TextDataConfig) -> TextDataset:
-    dataset = TextDataset(entry / "train.npy", config.sequence_length)
-    if len(dataset) == 0:
-        documents, tokens = index["documents"], index["tokens"]
-        raise DataError(
-            f"data.paths hold {tokens['train']} training tokens in {documents['train']} documents "
-            f"({tokens['eval']} more in {documents['eval']} documents are held out); one sequence takes "
-            f"{config.sequence_length + 1}: add text, or lower data.sequence_length or data.eval_fraction"
-        )
-    return dataset
+def _usable(
+    rows: Mapping[str, PackedDataset], sources: list[PreparedSource], config: TextDataConfig | ChatDataConfig
+) -> dict[str, PackedDataset]:
+    """Without those that fill no row, which are named: whole documents are held out, by their hash."""
+    usable = {name: dataset for name, dataset in rows.items() if len(dataset)}
+    for source in sources:
+        if source.name not in usable:
+            log.warning(
+                "no evaluation on %s: %d tokens in %d documents are held out (data.eval_fraction %g), one "
+                "sequence takes %d; a larger data.eval_fraction or more documents give some to evaluate on",
+                source.name,
+                source.eval.num_tokens,
+                source.eval.num_documents,
+                config.eval_fraction,
+                config.sequence_length + 1,
+            )
+    return usable
 
 
-def _eval_split(entry: Path, index: dict[str, Any], config: TextDataConfig) -> TextDataset | None:
-    """None, with a warning, where too little text fell to this split: whole documents do, by their hash."""
-    if config.eval_fraction == 0:
-        return None
-    dataset = TextDataset(entry / "eval.npy", config.sequence_length)
-    if len(dataset) > 0:
-        return dataset
-    log.warning(
-        "no evaluation: %d tokens in %d documents are held out (data.eval_fraction %g), one sequence "
-        "takes %d; a larger data.eval_fraction or more documents give a split to evaluate on",
-        index["tokens"]["eval"],
-        index["documents"]["eval"],
-        config.eval_fraction,
-        config.sequence_length + 1,
+def _too_little(prepared: Prepared, config: TextDataConfig | ChatDataConfig) -> DataError:
+    tokens = [source.train.num_tokens for source in prepared.sources]
+    documents = [source.train.num_documents for source in prepared.sources]
+    held_out = sum(source.eval.num_tokens for source in prepared.sources)
+    return DataError(
+        f"data holds {sum(tokens)} training tokens in {sum(documents)} documents ({held_out} more tokens are "
+        f"held out); one sequence takes {config.sequence_length + 1}: add text, or lower "
+        "data.sequence_length or data.eval_fraction"
     )
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,13 @@ END_OF_DOCUMENT = "<|endoftext|>"
 USUAL_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE as in GPT-2 (Radford et al. 2019): any text can be encoded, and comes back unchanged.
 
     The same documents give the same ids. There are fewer entries than `vocab_size` where the text has no more
-    pairs that occur twice.
+    pairs that occur twice. `special_tokens` are among them, behind the end-of-document token.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -32,7 +34,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[END_OF_DOCUMENT, *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )

@@ -95,8 +95,8 @@ def count_and_vote(
         copies: Ranks that were handed these same micro-batches.
     """
     count = sum(objective.count(batch).to(torch.float64) for batch in micro_batches)
-    vote = torch.tensor(float(stop_requested), dtype=torch.float64)
     share = torch.as_tensor(count, dtype=torch.float64) / copies
+    vote = torch.full_like(share, float(stop_requested))  # where the batches are; a fill does not wait
     return torch.stack([share, vote]).to(device, non_blocking=True)
 
 

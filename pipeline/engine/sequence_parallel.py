@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.cross_entropy import IGNORED
 from pipeline.errors import DataError, ModelError
-from pipeline.models.attention import AttentionFunction, attention_function, register_attention
+from pipeline.models.attention import attention_function, document_mask, register_attention
 from pipeline.objectives import Batch
 
 NAME = "ulysses"
@@ -45,6 +45,8 @@ class SequenceParallel:
         self._window: int | None = getattr(config, "sliding_window", None)
         self._whole = str(config._attn_implementation)
         self._core = attention_function(self._whole)
+        self._positions: Tensor | None = None  # of the whole sequences on their way, where they restart
+        self._mask: Tensor | None = None  # made from them by the first attention
         self._refuse_heads(config)
         self.use()
         mixers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -77,6 +79,8 @@ class SequenceParallel:
     def part(self, batch: Batch) -> dict[str, Tensor]:
         """This rank's positions of every (B, T) tensor, with `position_ids`, and `shift_labels` for `labels`.
 
+        Until the next call the model attends within the documents of this batch, also where it recomputes.
+
         Raises:
             DataError: T cannot be divided, or the batch says that positions do not attend to all before them.
         """
@@ -85,7 +89,10 @@ class SequenceParallel:
         if "labels" in whole and "shift_labels" not in whole:
             # Before the cut: the last position's target is the first one of the next rank.
             whole["shift_labels"] = F.pad(whole.pop("labels")[:, 1:], (0, 1), value=IGNORED)
-        whole["position_ids"] = torch.arange(length).expand(len(batch["input_ids"]), -1)
+        counted = torch.arange(length).expand(len(batch["input_ids"]), -1)
+        positions = whole.setdefault("position_ids", counted).cpu()
+        self._positions = None if torch.equal(positions, counted) else positions
+        self._mask = None
         size = length // self._degree
         mine = slice(self._rank * size, (self._rank + 1) * size)
 
@@ -112,9 +119,10 @@ class SequenceParallel:
                 "the right"
             )
         positions = batch.get("position_ids")
-        if positions is not None and not bool((positions == torch.arange(length)).all()):
+        if positions is not None and positions.shape != batch["input_ids"].shape:
             raise DataError(
-                "sequence_parallel_size: position_ids must count from 0; packed ones cannot be divided"
+                f"sequence_parallel_size: position_ids of shape {tuple(positions.shape)} for input_ids of "
+                f"shape {tuple(batch['input_ids'].shape)}; give every token its position"
             )
         if self._window is not None and self._window < length:
             raise DataError(
@@ -127,6 +135,9 @@ class SequenceParallel:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **rest: Any
     ) -> tuple[Tensor, None]:
         """query (B, heads, P, width), key and value (B, groups, P, width) -> (B, P, heads, width)."""
+        if self._positions is not None and self._mask is None:
+            positions = self._positions.to(query.device)
+            self._mask = document_mask(self._model.config, self._whole, positions, query.dtype)
         shared = self._shared_attention(query, key)
         groups = getattr(module, "num_key_value_groups", None)
         rest["position_ids"] = torch.zeros(1, 1, device=query.device)  # gathered, and then not looked at
@@ -135,12 +146,22 @@ class SequenceParallel:
             module.num_key_value_groups = groups  # it changes this where key-value heads are repeated
         return output.unflatten(-1, (query.shape[1], query.shape[3])), None
 
+    def _attend_whole(
+        self, module: nn.Module, *tensors: Tensor | None, position_ids: Tensor, **rest: Any
+    ) -> tuple[Tensor, None]:
+        """Attention over whole sequences (B, heads of this rank, T, width), within their documents."""
+        query, key, value, _ = tensors
+        if self._positions is not None:  # flash attention finds documents by them; others look at the mask
+            rest["position_ids"] = self._positions.to(position_ids.device)
+        output: tuple[Tensor, None] = self._core(module, query, key, value, self._mask, **rest)
+        return output
+
     def _shared_attention(self, query: Tensor, key: Tensor) -> UlyssesSPAttentionHF:
         size, heads, _, width = query.shape
         shape = (size, heads, key.shape[1], width)
         if shape not in self._shared:
             self._shared[shape] = UlyssesSPAttentionHF(
-                attn=_without_positions(self._core),
+                attn=self._attend_whole,
                 batch_size=size,
                 attn_head_count=heads,
                 attn_head_size=width,
@@ -160,12 +181,3 @@ def average_over_all_ranks(engine: Any) -> None:
     """
     engine.sequence_parallel_size = 1
     engine.optimizer.sequence_parallel_size = 1
-
-
-def _without_positions(attention: AttentionFunction) -> AttentionFunction:
-    """Whole sequences that start at 0 need none."""
-
-    def attend(module: nn.Module, *tensors: Tensor | None, position_ids: Tensor, **rest: Any) -> Any:
-        return attention(module, *tensors, **rest)
-
-    return attend

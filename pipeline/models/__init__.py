@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig, CustomModelConfig, ModelConfig
+from pipeline.models.attention import refuse_leaks
 from pipeline.models.custom import build_custom
 from pipeline.models.huggingface import build_causal_lm
 from pipeline.models.request import ModelRequest
@@ -18,7 +19,11 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
     """The model the recipe names, in fp32 on the CPU (sharded where `request.sharding` says so).
 
     Raises:
-        ModelError: it cannot be built, does not fit the data, or its weights do not fit it.
+        ModelError: it cannot be built, does not fit the data, or its weights do not fit it; or it does
+            not keep the documents of a row apart.
     """
     torch.manual_seed(seed)
-    return BUILDERS[type(config)](config, request)  # type: ignore[operator]
+    model: nn.Module = BUILDERS[type(config)](config, request)  # type: ignore[operator]
+    if request.separate_documents:
+        refuse_leaks(model)
+    return model

@@ -20,3 +20,5 @@ class ModelRequest:
     """Classes of the data set."""
     end_of_document_id: int | None = None
     """Token after each document."""
+    separate_documents: bool = False
+    """Rows hold several documents, told apart by `position_ids` that start again."""

@@ -365,3 +365,47 @@ def test_every_field_has_a_meaning_in_the_documentation():
                 assert field.description, f"{prefix}{name} has no docstring"
 
     check(RunConfig, "")
+
+
+SOURCES = """\
+max_steps: 10
+model: {kind: causal_lm, architecture: llama}
+data:
+  kind: text
+  sources:
+    - name: one
+      paths: [a.txt]
+      weight: 0
+    - name: two
+      paths: [b.txt]
+      weight: 0.0
+  eval_sets:
+    three:
+      paths: [c.txt]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "      weight: 0.0",
+            "      wieght: 1",
+            'recipe.yaml:11: data.sources.1.wieght: unknown key (did you mean "weight"?)',
+        ),
+        (
+            "      paths: [c.txt]",
+            "      path: [c.txt]",
+            'recipe.yaml:14: data.eval_sets.three.path: unknown key (did you mean "paths"?)',
+        ),
+        ("", "", "recipe.yaml:3: data: the weights of sources sum to 0; give at least one a weight above 0"),
+        ("weight: 0.0", "weight: -1", "recipe.yaml:11: data.sources.1.weight: input should be greater than"),
+        (
+            "weight: 0\n    - name: two",
+            "weight: 1\n    - name: one",
+            "recipe.yaml:3: data: two sources are called 'one'; give each its own name",
+        ),
+    ],
+)
+def test_mistakes_inside_lists_and_between_sources(load, tmp_path, old, new, message):
+    assert message in fails_with(load, tmp_path, old, new, text=SOURCES)

@@ -8,8 +8,9 @@ import traceback
 import pytest
 import torch
 
-from pipeline.config.schema import CustomDataConfig, DigitsDataConfig
+from pipeline.config.data_schema import CustomDataConfig, DigitsDataConfig
 from pipeline.data import TrainLoader, prepare_data
+from pipeline.data.mixture import MixtureOrder
 from pipeline.errors import DataError, ModelError
 from pipeline.importing import import_object
 
@@ -32,6 +33,10 @@ class Stream(IterableDataset):
 
 def squares(split, *, length, with_eval=True):
     return Squares(length) if split == "train" or with_eval else None
+
+def several(split, *, names, lengths=(4, 4)):
+    sets = {name: Squares(length) for name, length in zip(names, lengths)}
+    return Squares(4) if split == "train" else sets
 
 def collating(split): return Collating(5)
 def stream(split): return Stream()
@@ -70,7 +75,8 @@ def error_of(path, **args):
 
 def test_digits_are_split_by_class():
     bundle = prepare_data(DigitsDataConfig(kind="digits"))
-    assert (len(bundle.train), len(bundle.eval), bundle.num_classes) == (1438, 359, 10)
+    (held_out,) = bundle.eval.values()
+    assert (len(bundle.train), len(held_out), bundle.num_classes) == (1438, 359, 10)
     item = bundle.train[0]
     assert (item["inputs"].shape, item["inputs"].dtype, item["labels"].dtype) == (
         (1, 8, 8),
@@ -81,11 +87,11 @@ def test_digits_are_split_by_class():
     assert everything["inputs"].min() == 0
     assert everything["inputs"].max() == 1
     shares = torch.bincount(everything["labels"]) / (
-        torch.bincount(everything["labels"]) + torch.bincount(bundle.eval.labels)
+        torch.bincount(everything["labels"]) + torch.bincount(held_out.labels)
     )
     assert (shares - 0.8).abs().max() < 0.01
     again = prepare_data(DigitsDataConfig(kind="digits"))
-    assert torch.equal(again.eval.images, bundle.eval.images)
+    assert torch.equal(again.eval["digits"].images, held_out.images)
     batch = bundle.collate([bundle.train[1], bundle.train[2]])
     assert torch.equal(batch["inputs"], bundle.train.__getitems__([1, 2])["inputs"])
 
@@ -93,16 +99,17 @@ def test_digits_are_split_by_class():
 def test_digits_keep_every_class_on_both_sides():
     for fraction in (0.0001, 0.9999):
         bundle = prepare_data(DigitsDataConfig(kind="digits", eval_fraction=fraction))
-        for split in (bundle.train, bundle.eval):
+        for split in (bundle.train, bundle.eval["digits"]):
             assert len(torch.unique(split.labels)) == 10
 
 
 def test_data_of_ones_own(module):
     bundle = prepare(f"{module}:squares", length=6)
-    assert (len(bundle.train), len(bundle.eval), bundle.num_classes) == (6, 6, 4)
+    assert (len(bundle.train), len(bundle.eval["eval"]), bundle.num_classes) == (6, 6, 4)
     loader = TrainLoader(
         bundle.train,
         bundle.collate,
+        MixtureOrder(bundle.sources, 0),
         micro_batch_size=6,
         gradient_accumulation_steps=1,
         dp_rank=0,
@@ -113,7 +120,16 @@ def test_data_of_ones_own(module):
     )
     (batch,) = loader.next_group()
     assert sorted(batch["inputs"].flatten().tolist()) == [0, 1, 4, 9, 16, 25]
-    assert prepare(f"{module}:squares", length=6, with_eval=False).eval is None
+    assert prepare(f"{module}:squares", length=6, with_eval=False).eval == {}
+
+
+def test_several_sets_to_evaluate_on(module):
+    bundle = prepare(f"{module}:several", names=["near", "far"])
+    assert {name: len(dataset) for name, dataset in bundle.eval.items()} == {"near": 4, "far": 4}
+    assert "called 'a/b'; a name is letters" in error_of(f"{module}:several", names=["a/b"])
+    assert 'the data set for "eval" (far) is empty' in error_of(
+        f"{module}:several", names=["near", "far"], lengths=[3, 0]
+    )
 
 
 def test_its_own_collate(module):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
+import random
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
+from support.token_store import Part, Store
 from torch.utils.data import Dataset
 
-from pipeline.data.bundle import collate_items
+from pipeline.data.bundle import JoinedDataset, collate_items
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.text import TextDataset
+from pipeline.data.mixture import MixtureOrder, SourceShare
+from pipeline.data.packing import pack
 from pipeline.errors import DataError
 
 
@@ -29,6 +31,19 @@ class Numbers(Dataset):
         return {"number": torch.tensor(index)}
 
 
+class Random(Numbers):
+    """Draws from every generator that a data set might use."""
+
+    def __getitem__(self, index):
+        drawn = [float(torch.rand(())), np.random.rand(), random.random()]
+        return {"number": torch.tensor([index, *drawn], dtype=torch.float64)}
+
+
+class Augmented(Numbers):
+    def augmented(self, index, draw):
+        return {"number": torch.tensor([index, draw % 2**62])}
+
+
 def train_loader(dataset, **changes):
     settings = {
         "micro_batch_size": 2,
@@ -39,11 +54,13 @@ def train_loader(dataset, **changes):
         "num_workers": 0,
         "pin_memory": False,
     }
-    return TrainLoader(dataset, collate_items, **(settings | changes))
+    order = MixtureOrder((SourceShare("numbers", len(dataset)),), (settings | changes)["seed"])
+    return TrainLoader(dataset, collate_items, order, **(settings | changes))
 
 
 def eval_loader(dataset, **changes):
     settings = {
+        "total": (),
         "micro_batch_size": 2,
         "dp_rank": 0,
         "dp_world_size": 1,
@@ -51,7 +68,8 @@ def eval_loader(dataset, **changes):
         "num_workers": 0,
         "pin_memory": False,
     }
-    return EvalLoader(dataset, collate_items, **(settings | changes))
+    datasets = dataset if isinstance(dataset, dict) else {"numbers": dataset}
+    return EvalLoader(datasets, collate_items, **(settings | changes))
 
 
 def numbers(groups):
@@ -59,19 +77,19 @@ def numbers(groups):
 
 
 @pytest.fixture
-def token_file(tmp_path):
-    path = tmp_path / "train.npy"
-    np.save(path, np.arange(10_000).astype(np.uint16))
-    return path
+def text():
+    """Rows of 16 tokens, which count from 0 to 9,999."""
+    tokens = np.arange(10_000, dtype=np.uint16)
+    store = Store([Part(tokens, np.array([10_000]))])
+    return pack(store, "concatenate", 16, separate_documents=False, end_id=60_000)
 
 
 def test_groups_and_counts():
     loader = train_loader(Numbers(20), dp_rank=1, dp_world_size=2)
-    assert (loader.global_batch_size, loader.samples_per_epoch, loader.samples_seen) == (12, 20, 0)
+    assert (loader.global_batch_size, loader.samples_seen) == (12, 0)
     group = loader.next_group()
     assert [batch["number"].shape for batch in group] == [(2,)] * 3
     assert loader.samples_seen == 12
-    assert loader.epoch == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -99,58 +117,64 @@ def test_seek_to_a_position_of_another_batch_size():
 def test_a_data_set_smaller_than_a_batch_wraps():
     loader = train_loader(Numbers(1), micro_batch_size=4)
     assert numbers([loader.next_group()]) == [[[0] * 4] * 3]
-    assert loader.epoch == 12
 
 
 def test_an_empty_data_set_is_an_error():
-    with pytest.raises(DataError, match=r"training data set \(Numbers\) is empty"):
+    with pytest.raises(DataError, match="training data is empty"):
         train_loader(Numbers(0))
-    with pytest.raises(DataError, match="evaluation data set"):
-        eval_loader(Numbers(0))
+    with pytest.raises(DataError, match=r"evaluation data set 'none' \(Numbers\) is empty"):
+        eval_loader({"some": Numbers(3), "none": Numbers(0)})
 
 
 def test_loading_leaves_the_global_random_state_alone():
-    before = torch.get_rng_state()
-    train_loader(Numbers(9)).next_group()
-    list(eval_loader(Numbers(9)))
-    assert torch.equal(torch.get_rng_state(), before)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    train_loader(Random(9)).next_group()
+    list(eval_loader(Random(9)))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 
 
-def test_the_text_of_a_step_is_the_same_on_any_number_of_ranks(token_file):
-    dataset = TextDataset(token_file, 16)
-    alone = train_loader(dataset, micro_batch_size=8, gradient_accumulation_steps=1).next_group()
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_data_set_draws_is_the_same_after_a_resume_and_in_workers(num_workers):
+    straight = train_loader(Random(31))
+    whole = numbers(straight.next_group() for _ in range(5))
+    loader = train_loader(Random(31), num_workers=num_workers)
+    loader.seek(6 * 3)
+    torch.manual_seed(123)
+    assert numbers(loader.next_group() for _ in range(2)) == whole[3:]
+    loader.close()
+    drawn = torch.tensor(whole).flatten(0, 2)[:, 1:]
+    assert len(torch.unique(drawn)) == drawn.numel()  # no batch repeats another's
+
+
+def test_an_augmented_sample_is_the_same_at_any_number_of_ranks():
+    alone = train_loader(Augmented(50), micro_batch_size=12, gradient_accumulation_steps=1)
+    whole = [sample for _ in range(5) for sample in numbers([alone.next_group()])[0][0]]
+    ranks = [train_loader(Augmented(50), dp_rank=rank, dp_world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.seek(12)
+    groups = [numbers([rank.next_group()])[0] for rank in ranks]
+    assert [s for micro in range(3) for rank in range(2) for s in groups[rank][micro]] == whole[12:24]
+    again = dict(whole[:50])
+    assert all(again[index] != draw for index, draw in whole[50:])  # changed otherwise in the next epoch
+    assert numbers([[batch for _, batch, _ in eval_loader(Augmented(4))]]) == [[[0, 1], [2, 3]]]
+
+
+def test_the_text_of_a_step_is_the_same_on_any_number_of_ranks(text):
+    alone = train_loader(text, micro_batch_size=8, gradient_accumulation_steps=1).next_group()
     ranks = [
-        train_loader(dataset, gradient_accumulation_steps=2, dp_rank=rank, dp_world_size=2).next_group()
+        train_loader(text, gradient_accumulation_steps=2, dp_rank=rank, dp_world_size=2).next_group()
         for rank in range(2)
     ]
     together = torch.cat([ranks[rank][micro]["input_ids"] for micro in range(2) for rank in range(2)])
     assert torch.equal(alone[0]["input_ids"], together)
 
 
-def test_text_samples(token_file):
-    dataset = TextDataset(token_file, 16)
-    assert len(dataset) == 9_999 // 16
-    batch = dataset.__getitems__([3, 0])
-    assert batch["input_ids"].tolist() == [list(range(48, 64)), list(range(16))]
-    assert torch.equal(batch["shift_labels"], batch["input_ids"] + 1)
-    last = dataset[len(dataset) - 1]
-    assert {key: (value.dtype, value.shape) for key, value in last.items()} == {
-        "input_ids": (torch.int64, (16,)),
-        "shift_labels": (torch.int64, (16,)),
-    }
-    assert collate_items([dataset[3], dataset[0]])["shift_labels"].equal(batch["shift_labels"])
+def test_a_batch_of_text_is_nobody_elses_memory(text):
+    batch = text.__getitems__([3, 0])
     assert all(value.is_contiguous() for value in batch.values())  # transformers calls view(-1) on the labels
     batch["input_ids"].zero_()
-    assert dataset[0]["input_ids"][1] == 1  # a batch is nobody else's memory
-    with pytest.raises(IndexError):
-        dataset[len(dataset)]
-
-
-def test_a_text_data_set_travels_as_a_path(token_file):
-    dataset = TextDataset(token_file, 16)
-    content = pickle.dumps(dataset)
-    assert len(content) < 1000
-    assert torch.equal(pickle.loads(content)[5]["input_ids"], dataset[5]["input_ids"])
+    assert text[0]["input_ids"][1] == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -159,7 +183,7 @@ def test_evaluation_gives_every_rank_as_many_batches(num_workers):
         eval_loader(Numbers(7), dp_rank=rank, dp_world_size=3, num_workers=num_workers) for rank in range(3)
     ]
     for _ in range(2):  # a loader serves every evaluation of a run
-        seen = [[(batch["number"].tolist(), is_real) for batch, is_real in loader] for loader in loaders]
+        seen = [[(batch["number"].tolist(), is_real) for _, batch, is_real in loader] for loader in loaders]
         assert seen == [
             [([0, 1], True), ([6], True)],
             [([2, 3], True), ([0], False)],
@@ -172,6 +196,31 @@ def test_evaluation_stops_at_max_samples_whatever_the_number_of_ranks():
         seen = []
         for rank in range(world):
             loader = eval_loader(Numbers(100), max_samples=5, dp_rank=rank, dp_world_size=world)
-            seen += [n for batch, is_real in loader if is_real for n in batch["number"].tolist()]
+            seen += [n for _, batch, is_real in loader if is_real for n in batch["number"].tolist()]
         assert sorted(seen) == [0, 1, 2, 3, 4]
     assert len(eval_loader(Numbers(3), max_samples=9)) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_several_sets_come_one_behind_the_other(num_workers):
+    sets = {"long": Numbers(9), "short": Numbers(1)}
+    loader = eval_loader(sets, max_samples=5, num_workers=num_workers)
+    assert (loader.names, loader.total, len(loader)) == (("long", "short"), ("long", "short"), 4)
+    assert eval_loader(sets, total=["short"]).total == ("short",)
+    for _ in range(2):
+        seen = [(name, batch["number"].tolist()) for name, batch, _ in loader]
+        assert seen == [("long", [0, 1]), ("long", [2, 3]), ("long", [4]), ("short", [0])]
+
+
+def test_joined_data_sets_keep_the_order_asked_for(text):
+    texts = [text, text, text]
+    size = len(texts[0])
+    joined = JoinedDataset(texts)
+    assert len(joined) == 3 * size
+    rows = [2 * size + 3, 0, size, 2 * size, 5]
+    batch = joined.__getitems__(rows)
+    expected = texts[0].__getitems__([row % size for row in rows])
+    assert all(torch.equal(batch[key], expected[key]) for key in expected)
+    assert torch.equal(joined[size + 7]["input_ids"], texts[0][7]["input_ids"])
+    with pytest.raises(IndexError):
+        joined[3 * size]

@@ -8,35 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.steps import steps_of
 
 from pipeline.data.sampler import EvalSampler, GlobalOrder, MicroBatchSampler
 
 WORLDS = (1, 2, 3, 4, 8)
 quick = settings(max_examples=40, deadline=None)
-
-
-def steps_of(order, *, micro, accumulation, world, samples_seen, num_steps):
-    """The samples of each optimizer step, put together from the micro-batches of every rank."""
-    ranks = []
-    for rank in range(world):
-        sampler = MicroBatchSampler(
-            order,
-            micro_batch_size=micro,
-            gradient_accumulation_steps=accumulation,
-            dp_rank=rank,
-            dp_world_size=world,
-            samples_seen=samples_seen,
-        )
-        ranks.append(list(islice(sampler, num_steps * accumulation)))
-    return [
-        [
-            sample
-            for micro_batch in range(step * accumulation, (step + 1) * accumulation)
-            for rank in range(world)
-            for sample in ranks[rank][micro_batch]
-        ]
-        for step in range(num_steps)
-    ]
 
 
 @quick
@@ -154,7 +131,9 @@ def test_blocks_join_without_a_seam():
         dp_world_size=1,
         samples_seen=5,
     )
-    taken = list(chain(*islice(sampler, 2000)))  # more than three blocks
+    draws = list(islice(sampler, 2000))  # more than three blocks
+    taken = list(chain(*(draw.indices for draw in draws)))
+    assert [draw.position for draw in draws] == list(range(5, 5 + 14_000, 7))
     assert taken == order.samples_at(np.arange(5, 5 + 14_000)).tolist()
     assert all(type(sample) is int for sample in taken[:3])
 
@@ -166,7 +145,7 @@ def test_evaluation_covers_the_data_once(n, micro, world):
         EvalSampler(n, micro_batch_size=micro, dp_rank=rank, dp_world_size=world, max_samples=None)
         for rank in range(world)
     ]
-    batches = [list(sampler) for sampler in samplers]
+    batches = [[draw.indices for draw in sampler] for sampler in samplers]
     assert len({len(own) for own in batches}) == 1
     real = [
         sample

@@ -1,4 +1,4 @@
-"""Preparing text: split, tokenizer, what is kept; every bad input is one clear line."""
+"""Text as a bundle: rows of every source, what is held out; what is given and cannot be used is one line."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import logging
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
-from pipeline.config.schema import TextDataConfig, TokenizerConfig
+from pipeline.config.data_schema import TextDataConfig, TokenizerConfig
 from pipeline.data import prepare_data
-from pipeline.data.cache import read_index
-from pipeline.data.tokenise import is_held_out
 from pipeline.errors import DataError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
-def config(paths, cache_dir, **changes):
+def config(files, cache_dir, **changes):
     settings = {
         "kind": "text",
-        "paths": [str(path) for path in paths],
+        "paths": [str(path) for path in files],
         "cache_dir": str(cache_dir),
         "sequence_length": 32,
         "eval_fraction": 0.2,
         "tokenizer": TokenizerConfig(vocab_size=400),
     }
-    return TextDataConfig(**(settings | changes))
+    return TextDataConfig(**{key: value for key, value in (settings | changes).items() if value is not None})
 
 
 @pytest.fixture
@@ -40,147 +38,97 @@ def corpus(tmp_path):
     return folder
 
 
-def entries(cache_dir):
-    return [path for path in cache_dir.iterdir() if path.is_dir()]
+def tokens_of(dataset):
+    """All its documents, one behind the other."""
+    return [token for part in dataset.store.parts for token in part.tokens.tolist()]
 
 
-def split_texts(corpus, fraction):
-    texts = [path.read_text("utf-8") for path in sorted(corpus.iterdir())]
-    return [[text for text in texts if is_held_out(text, fraction) is side] for side in (False, True)]
-
-
-def test_tokens_are_the_documents_each_with_its_end(corpus, tmp_path):
+def test_rows_are_the_documents_each_with_its_end(corpus, tmp_path):
     bundle = prepare_data(config([corpus], tmp_path / "cache"))
     assert bundle.vocab_size == len(bundle.tokenizer) == 400
     assert bundle.num_classes is None
-    (entry,) = entries(tmp_path / "cache")
-    index = read_index(entry)
-    for split, texts in zip(("train", "eval"), split_texts(corpus, 0.2), strict=True):
-        tokens = np.load(entry / f"{split}.npy")
-        assert (tokens.dtype, tokens.ndim) == (np.uint16, 1)
-        assert index["tokens"][split] == len(tokens)
-        assert index["documents"][split] == len(texts) == (tokens == bundle.tokenizer.eos_token_id).sum()
-        assert bundle.tokenizer.decode(tokens).split("<|endoftext|>") == [*texts, ""]
-    assert index["bytes"]["train.npy"] == (entry / "train.npy").stat().st_size
+    (held_out,) = bundle.eval.values()
+    found = [
+        bundle.tokenizer.decode(tokens_of(split)).split("<|endoftext|>") for split in (bundle.train, held_out)
+    ]
+    assert all(len(texts) > 1 and texts[-1] == "" for texts in found)
+    texts = [text for texts in found for text in texts[:-1]]
+    assert sorted(texts) == sorted(path.read_text("utf-8") for path in corpus.iterdir())
     batch = bundle.collate(bundle.train.__getitems__([0, 1]))
-    assert batch["input_ids"].shape == batch["shift_labels"].shape == (2, 32)
+    assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(
+        ("input_ids", "shift_labels", "position_ids"), (2, 32)
+    )
 
 
-def test_a_second_run_reads_the_cache(corpus, tmp_path, caplog):
+def test_documents_in_one_stream_on_request(corpus, tmp_path):
+    apart = prepare_data(config([corpus], tmp_path / "cache")).train
+    stream = prepare_data(config([corpus], tmp_path / "cache", separate_documents=False)).train
+    one, other = apart.__getitems__(range(len(apart))), stream.__getitems__(range(len(stream)))
+    assert set(other) == {"input_ids", "shift_labels"}
+    assert torch.equal(one["input_ids"], other["input_ids"])
+    differ = one["shift_labels"] != other["shift_labels"]
+    assert differ.any()
+    assert (one["shift_labels"][differ] == -100).all()
+
+
+def test_another_length_needs_no_preparation(corpus, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     first = prepare_data(config([corpus], tmp_path / "cache"))
     assert "training the tokenizer on 0." in caplog.text
-    assert "tokenising: " in caplog.text
+    assert "tokenised " in caplog.text
     caplog.clear()
     second = prepare_data(config([corpus], tmp_path / "cache", sequence_length=64))
-    assert "tokenising" not in caplog.text
+    assert "tokenis" not in caplog.text.replace("tokenised text", "")
     assert second.fingerprint == first.fingerprint
     assert len(second.train) == len(first.train) // 2
-    assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
 
 
-def test_two_preparations_give_the_same_tokens(corpus, tmp_path):
-    one = prepare_data(config([corpus], tmp_path / "one"))
-    two = prepare_data(config([corpus], tmp_path / "two"))
-    assert one.fingerprint == two.fingerprint
-    for name in ("train.npy", "eval.npy", "tokenizer.json"):
-        (first,), (second,) = entries(tmp_path / "one"), entries(tmp_path / "two")
-        assert (first / name).read_bytes() == (second / name).read_bytes()
+def test_the_fingerprint_is_that_of_the_tokens(corpus, tmp_path):
+    def key(cache="cache", **changes):
+        return prepare_data(config([corpus], tmp_path / cache, **changes)).fingerprint
 
-
-def test_what_changes_the_tokens_changes_the_key(corpus, tmp_path):
-    def key(**changes):
-        return prepare_data(config([corpus], tmp_path / "cache", **changes)).fingerprint
-
-    keys = [
-        key(),
-        key(eval_fraction=0.3),
-        key(tokenizer=TokenizerConfig(vocab_size=300)),
-        key(text_field="body"),
-    ]
+    first = key()
+    assert key("another") == first
+    keys = [first, key(eval_fraction=0.7), key(tokenizer=TokenizerConfig(vocab_size=300))]
     (corpus / "zz.txt").write_text("one more document")
     keys.append(key())
-    assert len(set(keys)) == 5
+    assert len(set(keys)) == 4
 
 
-def test_more_data_moves_no_document(corpus):
-    train, held_out = split_texts(corpus, 0.3)
-    assert train
-    assert held_out
-    more = STDLIB / "argparse.py"
-    (corpus / "aaa.py").write_bytes(more.read_bytes())
-    train_later, held_out_later = split_texts(corpus, 0.3)
-    assert set(train) <= set(train_later)
-    assert set(held_out) <= set(held_out_later)
-
-
-def test_the_standard_library_by_name(tmp_path, monkeypatch):
-    """A few of its files in place of all, which take 7 s."""
-    library = tmp_path / "lib"
-    for name in ("argparse.py", "json/decoder.py", "pydoc_data/topics.py"):
-        (library / name).parent.mkdir(parents=True, exist_ok=True)
-        (library / name).write_bytes((STDLIB / name).read_bytes())
-    for name in (
-        "test/test_x.py",
-        "json/tests/y.py",
-        "site-packages/z.py",
-        "_sysconfigdata_x.py",
-        "config-3/a.py",
-    ):
-        (library / name).parent.mkdir(parents=True, exist_ok=True)
-        (library / name).write_text("left_out = 1")
-    (library / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nname = '\xe9'")
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: {"stdlib": str(library)}[name])
-    bundle = prepare_data(config(["python_stdlib"], tmp_path / "cache"))
-    (entry,) = entries(tmp_path / "cache")
-    documents = read_index(entry)["documents"]
-    from pydoc_data.topics import topics
-
-    assert documents["train"] + documents["eval"] == 2 + len(topics)
-    texts = "".join(bundle.tokenizer.decode(np.load(entry / name)) for name in ("train.npy", "eval.npy"))
-    assert topics["with"] in texts
-    assert "left_out" not in texts
-
-
-def test_special_tokens_written_in_a_document_are_text(tmp_path):
-    (tmp_path / "a.txt").write_text("what <|endoftext|> means: the end of a text " * 50)
-    bundle = prepare_data(config([tmp_path / "a.txt"], tmp_path / "cache", eval_fraction=0.0))
-    tokens = np.load(bundle.train.path)
-    assert (tokens == bundle.tokenizer.eos_token_id).sum() == 1
-
-
-def test_a_large_vocabulary_takes_four_bytes(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000, "[unk]": 70_001}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[unk]"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.save(str(tmp_path / "words.json"))
-    (tmp_path / "a.txt").write_text("w69999 w3 " * 100)
+def test_several_sources_and_eval_sets(corpus, tmp_path):
+    (tmp_path / "more.txt").write_text("another text " * 500)
+    sources = [
+        {"name": "code", "paths": [str(corpus)], "weight": 3},
+        {"name": "more", "paths": [str(tmp_path / "more.txt")], "weight": 1},
+    ]
     bundle = prepare_data(
         config(
-            [tmp_path / "a.txt"],
+            [],
             tmp_path / "cache",
-            eval_fraction=0.0,
-            tokenizer=TokenizerConfig(pretrained=str(tmp_path / "words.json")),
+            paths=None,
+            sources=sources,
+            eval_sets={"other": {"paths": [str(STDLIB / "argparse.py")]}},
         )
     )
-    tokens = np.load(bundle.train.path)
-    assert tokens.dtype == np.uint32
-    assert tokens[[0, 1, -1]].tolist() == [69_999, 3, 70_000]
-    assert bundle.vocab_size == 70_002
+    assert [(share.name, share.weight) for share in bundle.mixture] == [("code", 3), ("more", 1)]
+    assert sum(share.num_samples for share in bundle.mixture) == len(bundle.train)
+    assert set(bundle.eval) <= {"code", "more"}
+    assert set(bundle.eval_sets) == {"other"}
+    first_of_more = bundle.mixture[0].num_samples
+    assert bundle.tokenizer.decode(bundle.train[first_of_more]["input_ids"]).startswith("another text")
 
 
 def test_a_tokenizer_from_a_folder_or_a_file(corpus, tmp_path):
     trained = prepare_data(config([corpus], tmp_path / "cache"))
     folder = tmp_path / "tokenizer"
     trained.tokenizer.save_pretrained(str(folder))
+    tokens = tokens_of(trained.train)
     for given in (folder, folder / "tokenizer.json"):
         loaded = prepare_data(
             config([corpus], tmp_path / "again", tokenizer=TokenizerConfig(pretrained=str(given)))
         )
-        assert np.array_equal(np.load(loaded.train.path), np.load(trained.train.path))
-    assert len(entries(tmp_path / "again")) == 1  # the key is the content, not the name
+        assert tokens_of(loaded.train) == tokens
+    assert len(list((tmp_path / "again/tokenizers").iterdir())) == 1  # known by its content, not its name
 
 
 def prepare_error(*given, **changes):
@@ -221,24 +169,11 @@ def test_too_little_text(tmp_path):
 
 def test_no_evaluation_is_said(corpus, tmp_path, caplog):
     bundle = prepare_data(config([corpus], tmp_path / "cache", eval_fraction=1e-9))
-    assert bundle.eval is None
-    assert "no evaluation: 0 tokens in 0 documents are held out" in caplog.text
+    assert bundle.eval == {}
+    assert "no evaluation on source1: 0 tokens in 0 documents are held out" in caplog.text
 
 
 def test_empty_files_only(tmp_path):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text("\n \n")
-    assert "no text in 2 files, all empty" in prepare_error([tmp_path], tmp_path / "cache")
-    assert not entries(tmp_path / "cache")
-
-
-def test_a_cache_that_cannot_be_written(corpus, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    assert "data.cache_dir" in prepare_error([corpus], tmp_path / "file")
-    assert "cannot be written: Not a directory" in prepare_error([corpus], tmp_path / "file" / "cache")
-
-
-def test_a_malformed_file_leaves_nothing(corpus, tmp_path):
-    (corpus / "zz.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    assert "zz.jsonl:2: not a line of JSON" in prepare_error([corpus], tmp_path / "cache")
-    assert not entries(tmp_path / "cache")
+    assert "has any text" in prepare_error([tmp_path], tmp_path / "cache")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny import deepspeed_json, make_engine, recipe
 
-from pipeline.config.schema import DigitsDataConfig
+from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -40,16 +40,17 @@ def image_curve(job: Job, deepspeed):
         result = engine.train_step(pairs, objective, 1e-2, False)
         total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
         losses.append(float(mean_loss(total, result.global_count)))
-    held_out = engine.eval_step(data.collate([data.eval[i] for i in range(16)]), objective)
+    held_out = engine.eval_step(data.collate([data.eval["digits"][i] for i in range(16)]), objective)
     return [*losses, float(mean_loss(held_out.loss_sum, held_out.count))]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ddp_gives_the_oracles_curve(ranks, world_size):
     curve = ranks(world_size).run(image_curve, {"torch": {"parallel": "ddp"}})[0]
     assert curve == pytest.approx(image_curve(ALONE, None), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("stage", "precision", "band"),

@@ -86,7 +86,7 @@ def curve(job: Job, model: str, form: str, kind: str, deepspeed, steps: int = 6)
         objective={"kind": kind},
         batch={"micro_batch_size": 3, "gradient_accumulation_steps": 3},
     )
-    engine = make_engine(job, tree, deepspeed, DataBundle([], None, dict, None, None, 3, "none"))
+    engine = make_engine(job, tree, deepspeed, DataBundle([], {}, dict, None, None, 3, "none"))
     objective = build_objective(RunConfig.model_validate(tree))
     mine = [job.ranks.rank] if job.ranks.world_size > 1 else [0, 1]
     numbers = []

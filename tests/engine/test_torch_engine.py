@@ -266,7 +266,7 @@ def watched(job: Job, deepspeed, always_both: bool):
         objective={"kind": "classification"},
         batch={"micro_batch_size": 4, "gradient_accumulation_steps": 2},
     )
-    engine = make_engine(job, tree, deepspeed, DataBundle([], None, dict, None, None, 3, "none"))
+    engine = make_engine(job, tree, deepspeed, DataBundle([], {}, dict, None, None, 3, "none"))
     watch = GradientWatch(engine.module.named_parameters())
     step(engine, batch_of(0, False), batch_of(1, False))
     names = watch.unused()

@@ -64,7 +64,7 @@ class Images:
 
 def curve_and_statistics(job: Job, deepspeed, build="cnn", steps=10):
     """(loss, gradient norm) a step, the running statistics on this rank, and a held-out loss."""
-    data = DataBundle(Images(), None, collate_items, None, None, 5, "images")
+    data = DataBundle(Images(), {}, collate_items, None, None, 5, "images")
     micro = 8 // job.ranks.world_size
     tree = recipe(
         model={"kind": f"test_models_batch_norm:{build}"},

@@ -43,7 +43,7 @@ class Trained:
 
 def train(job: Job, recipe: dict[str, Any], split: dict[str, Any], with_memory: bool = False) -> Trained:
     """The recipe under one split, as pipeline.training steps it. Collective."""
-    data = token_bundle()
+    data = token_bundle(packed=True)
     before = _held_at_first() if with_memory else 0
     config, resolved = resolve(recipe, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.config.model_schema import CNNConfig
-from pipeline.config.schema import DigitsDataConfig, LogConfig, RunConfig, WandbConfig
+from pipeline.config.schema import LogConfig, RunConfig, WandbConfig
 from pipeline.errors import ConfigError
 from pipeline.sinks import MetricsFileError, Sinks, build_sinks, read_metrics
 

@@ -19,7 +19,8 @@ PROGRAM = """
     import json, logging, os, signal, sys, time
     from pathlib import Path
     from pipeline.config.model_schema import CNNConfig
-    from pipeline.config.schema import DigitsDataConfig, RunConfig, WandbConfig
+    from pipeline.config.data_schema import DigitsDataConfig
+    from pipeline.config.schema import RunConfig, WandbConfig
     from pipeline.sinks import build_sinks
 
     run_dir, start_step, last_step, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

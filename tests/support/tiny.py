@@ -32,12 +32,13 @@ CPU = Device("cpu", bf16=True, fp16=True)
 
 
 class MaskedTokens(Dataset[Any]):
-    """Sequences whose number of valid labels runs from a few to all."""
+    """Sequences whose number of valid labels runs from a few to all; `packed`: of several documents each."""
 
-    def __init__(self, num_samples: int = 64, length: int = 24, seed: int = 0):
+    def __init__(self, num_samples: int = 64, length: int = 24, seed: int = 0, packed: bool = False):
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(0, VOCABULARY, (num_samples, length + 1), generator=generator)
         self.valid = torch.randint(2, length + 1, (num_samples,), generator=generator)
+        self.positions = _positions(num_samples, length, generator) if packed else None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -45,15 +46,28 @@ class MaskedTokens(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         labels = self.tokens[index, 1:].clone()
         labels[self.valid[index] :] = -100
-        return {"input_ids": self.tokens[index, :-1], "shift_labels": labels}
+        sample = {"input_ids": self.tokens[index, :-1], "shift_labels": labels}
+        if self.positions is not None:
+            labels[:-1][self.positions[index, 1:] == 0] = -100  # the last token of a document
+            sample["position_ids"] = self.positions[index]
+        return sample
 
     def find(self, input_ids: Tensor) -> list[int]:
         """The index of each row (B, T)."""
         return [int((self.tokens[:, :-1] == row).all(dim=1).nonzero()) for row in input_ids]
 
 
-def token_bundle() -> DataBundle:
-    return DataBundle(MaskedTokens(), MaskedTokens(19, seed=1), collate_items, None, VOCABULARY, None, "tiny")
+def _positions(num_samples: int, length: int, generator: torch.Generator) -> Tensor:
+    """(num_samples, length), starting again at 0 where a document starts: about every sixth token."""
+    starts = torch.rand(num_samples, length, generator=generator) < 1 / 6
+    starts[:, 0] = True
+    places = torch.arange(length).expand(num_samples, -1)
+    return places - torch.where(starts, places, 0).cummax(dim=1).values
+
+
+def token_bundle(packed: bool = False) -> DataBundle:
+    held_out = {"tiny": MaskedTokens(19, seed=1, packed=packed)}
+    return DataBundle(MaskedTokens(packed=packed), held_out, collate_items, None, VOCABULARY, None, "tiny")
 
 
 def recipe(**changes: Any) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""python -m pipeline COMMAND: what there is to do besides training (launch/train.py)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pipeline.commands import inspect, prepare
+
+COMMANDS = {
+    "prepare": prepare,
+    "inspect": inspect,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline", description="What there is to do besides training (launch/train.py)."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.HELP))
+    arguments, unknown = parser.parse_known_args(argv)
+    for argument in unknown:
+        if "=" not in argument or argument.startswith("-"):
+            parser.error(f"unrecognized argument {argument}")
+        arguments.overrides.append(argument)  # an override after an option
+    return COMMANDS[arguments.command].run(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before a command could say what stays
+        sys.exit(130)

@@ -1,0 +1,145 @@
+"""`python -m pipeline inspect`: what a recipe's data is, and what of it the model would be given.
+
+python -m pipeline inspect --config launch/recipes/python_stdlib.yaml data.sequence_length=512
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.commands.recipe import add_recipe_arguments, run_with_recipe
+from pipeline.config.data_schema import ChatDataConfig, CustomDataConfig, ImagesDataConfig, TextDataConfig
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.data import DataBundle
+    from pipeline.data.bundle import Batch
+    from pipeline.inspection.screen import Screen
+
+HELP = "show what a recipe's data is, and what of it the model would be given"
+DESCRIPTION = """\
+Prepares the data of a recipe where that was not done, and shows it. Text: documents, lengths, exact copies,
+padding, and rows with the tokens marked that are learned. Images: classes, sizes, and a picture of some."""
+SHEET = 32  # images
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = DESCRIPTION
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="for pictures (default: RUNS_DIR/inspect/NAME)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        default=2,
+        help="documents of a source, and rows, shown (default: 2)",
+    )
+    parser.add_argument("--no-color", action="store_true", help="plain text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: 0 shown, 2 bad input, 130 interrupted."""
+
+    def work(config: RunConfig) -> None:
+        if arguments.samples < 0:
+            raise ConfigError(f"--samples {arguments.samples}: expected 0 or more")
+        folder = arguments.output or Path(config.runs_dir) / "inspect" / config.name
+        _inspect(config, folder, arguments.samples, arguments.no_color)
+
+    return run_with_recipe(arguments, work, "stopped")
+
+
+def _inspect(config: RunConfig, folder: Path, samples: int, no_color: bool) -> None:
+    from pipeline.data import prepare_data
+    from pipeline.inspection.screen import Screen
+
+    screen = Screen(no_color)
+    bundle = prepare_data(config.data)
+    if isinstance(config.data, (TextDataConfig, ChatDataConfig)):
+        _inspect_text(screen, config, config.data, bundle, folder, samples)
+    elif isinstance(config.data, CustomDataConfig):
+        _inspect_custom(screen, config, bundle)
+    else:
+        _inspect_images(screen, config, bundle, folder)
+
+
+def _inspect_text(
+    screen: Screen,
+    config: RunConfig,
+    data: TextDataConfig | ChatDataConfig,
+    bundle: DataBundle,
+    folder: Path,
+    samples: int,
+) -> None:
+    from pipeline.data.prepared import prepare_documents
+    from pipeline.inspection import inspect_text
+
+    logging.getLogger("pipeline.data.prepared").setLevel(logging.WARNING)  # it has told its totals
+    prepared = prepare_documents(data)  # it is there already: only opened again
+    sources: Any = [*prepared.sources, *prepared.eval_sets]
+    lengths = inspect_text.show_documents(screen, sources)
+    inspect_text.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
+    rows = _rows(bundle)
+    inspect_text.show_rows(screen, rows, data.sequence_length)
+    inspect_text.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
+    if samples:
+        inspect_text.show_samples(screen, sources, samples, prepared.tokenizer)
+        batch = _first_batch(config, bundle, samples)
+        pad_id = next((getattr(dataset, "pad_id", None) for dataset in rows.values()), None)
+        inspect_text.show_batch(screen, batch, prepared.tokenizer, pad_id)
+
+
+def _rows(bundle: DataBundle) -> dict[str, Any]:
+    """The training rows of each source."""
+    train: Any = bundle.train
+    datasets = getattr(train, "datasets", [train])  # several are joined
+    return {source.name: dataset for source, dataset in zip(bundle.sources, datasets, strict=True)}
+
+
+def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folder: Path) -> None:
+    from pipeline.inspection import inspect_images
+
+    inspect_images.show_classes(screen, bundle.train, list(bundle.eval.values()))
+    if isinstance(config.data, ImagesDataConfig):
+        inspect_images.show_files(screen, bundle.train, bundle.eval)
+    batch = _first_batch(config, bundle, min(SHEET, len(bundle.train)))  # type: ignore[arg-type]
+    inspect_images.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
+
+
+def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:
+    size = config.batch.micro_batch_size or 1
+    batch = _first_batch(config, bundle, size)
+    sizes: dict[str, Any] = {"train": bundle.train, **bundle.eval}
+    screen.title("Samples")
+    screen.table(["split", "samples"], [[name, f"{len(dataset):,}"] for name, dataset in sizes.items()])
+    screen.title(f"The first batch of {size}")
+    rows = [[key, str(tuple(t.shape)), str(t.dtype).removeprefix("torch.")] for key, t in batch.items()]
+    screen.table(["key", "shape", "type"], rows)
+
+
+def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:
+    """What the run would be given first, by the loader it would use."""
+    from pipeline.data import TrainLoader
+    from pipeline.data.mixture import MixtureOrder
+
+    loader = TrainLoader(
+        bundle.train,
+        bundle.collate,
+        MixtureOrder(bundle.sources, config.seed),
+        micro_batch_size=size,
+        gradient_accumulation_steps=1,
+        dp_rank=0,
+        dp_world_size=1,
+        seed=config.seed,
+        num_workers=0,
+        pin_memory=False,
+    )
+    (batch,) = loader.next_group()
+    return batch

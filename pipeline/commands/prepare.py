@@ -1,0 +1,63 @@
+"""python -m pipeline prepare --config RECIPE.yaml: tokenises a recipe's documents ahead of the first run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from pipeline.commands.recipe import add_recipe_arguments, run_with_recipe
+from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
+
+HELP = "tokenise the documents of a recipe into data.cache_dir"
+DESCRIPTION = """\
+Tokenises the documents of a recipe into data.cache_dir, from where every run of it starts at once. Killed or
+interrupted, it goes on where it was; what is there is not made again. A run does the same by itself."""
+EPILOG = """\
+On many machines that share data.cache_dir, each makes its share of the parts, and nothing has to be merged:
+
+  sbatch --array=0-15 --wrap 'python -m pipeline prepare --config R.yaml \\
+      --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--shard", metavar="i/n", help="prepare only every n-th part, from the i-th on; i is 0 to n - 1"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="compare all that is there with its checksums, and mend it"
+    )
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(index, count) of `i/n`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ConfigError(f"--shard {text}: expected i/n with i from 0 to n - 1, as 0/16")
+    return int(match[1]), int(match[2])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: 0 all is there, 2 bad input, 130 interrupted."""
+
+    def work(config: RunConfig) -> None:
+        shard = None if arguments.shard is None else parse_shard(arguments.shard)
+        if not isinstance(config.data, TextDataConfig | ChatDataConfig):
+            print(f"data of kind {config.data.kind} needs no preparation")
+            return
+        from pipeline.data.prepared import prepare_documents  # numpy and transformers come in here
+
+        prepare_documents(config.data, shard, arguments.verify)
+
+    return run_with_recipe(arguments, work, "stopped; what is finished is kept, and the same command goes on")

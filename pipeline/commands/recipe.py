@@ -1,0 +1,38 @@
+"""What every command that reads a recipe has in common: its arguments, and how a mistake ends it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import load_settings
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import PipelineError
+from pipeline.logs import log_to_console
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--config` and overrides."""
+    parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", required=True, help="recipe")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="recipe keys, as data.sequence_length=512"
+    )
+
+
+def run_with_recipe(
+    arguments: argparse.Namespace, work: Callable[[RunConfig], None], interrupted: str
+) -> int:
+    """Does `work` with the recipe. Exit code: 0 done, 2 bad input, 130 Ctrl-C (`interrupted` is said)."""
+    log_to_console(Ranks(0, 0, 1, 1))
+    try:
+        work(load_settings(arguments.config, None, arguments.overrides).config)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr, flush=True)
+        return 130
+    return 0

@@ -1,0 +1,241 @@
+"""The recipe's data section. See schema.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from pipeline.config.model_schema import IMPORT_PATH, Closed, kind_tag
+
+SOURCE_NAME = r"^[A-Za-z0-9][\w.-]*$"
+
+
+class TokenizerConfig(Closed):
+    """Where the tokenizer comes from: trained on the data here, or loaded."""
+
+    pretrained: str | None = None
+    """Local folder, `tokenizer.json` file or hub name. Default: train one on the data."""
+    vocab_size: int = Field(8192, gt=256)
+    """Entries of the byte-level BPE trained on the data. Not read with `pretrained`."""
+
+
+class SourceConfig(Closed):
+    """Where documents come from: exactly one of `paths`, `dataset` and `iterable`."""
+
+    name: str | None = Field(None, pattern=SOURCE_NAME)
+    """What metrics and messages call it. Default: `source1`, `source2`, ..."""
+    paths: list[str] | None = Field(None, min_length=1)
+    """Files, folders or globs: .txt, .md, .rst and source code (a document a file), .jsonl, .csv, .parquet
+    and .arrow (a document a row), each also as .gz or .zst; `python_stdlib` is the Python standard library's
+    own source and documentation, which every machine has."""
+    dataset: str | None = None
+    """A Hugging Face dataset: hub name, or a folder that `save_to_disk` wrote."""
+    subset: str | None = None
+    """Configuration of the `dataset`, where it has several."""
+    split: str = "train"
+    """Split of the `dataset`."""
+    revision: str | None = None
+    """Commit, tag or branch of the hub `dataset`."""
+    streaming: bool = False
+    """Read the `dataset` over the network, without a copy of its files on this machine."""
+    iterable: str | None = Field(None, pattern=IMPORT_PATH)
+    """Import path `package.module:function` of a function that returns an iterable of texts or dicts."""
+    args: dict[str, Any] = Field({})
+    """Keyword arguments of the `iterable`."""
+    text_field: str = "text"
+    """Field of a row that holds the text."""
+    weight: float | None = Field(None, ge=0)
+    """Share of the training samples that come from this source, relative to the other weights. Give all
+    sources a weight, or none."""
+    epochs: float = Field(1.0, gt=0)
+    """How often the source is gone through in one epoch of the mixture. Not with `weight`."""
+    max_documents: int | None = Field(None, gt=0)
+    """Read no more than the first ones. Default: all."""
+    bad_records: Literal["error", "skip"] = "error"
+    """What to do with a row that is no JSON, or lacks the text or a usable conversation: stop with an error
+    that names file and line, or leave it out and count it."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> SourceConfig:
+        given = [name for name in ("paths", "dataset", "iterable") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of paths, dataset and iterable (given: {', '.join(given) or 'none'})"
+            )
+        if self.weight is not None and self.epochs != 1.0:
+            raise ValueError("give weight or epochs, not both")
+        return self
+
+
+class DocumentsConfig(Closed):
+    """What text and chat have in common."""
+
+    paths: list[str] | None = Field(None, min_length=1)
+    """Short for one source with these `paths`."""
+    sources: list[SourceConfig] | None = Field(None, min_length=1)
+    """Several sources, or one with more to say of it, in place of `paths`."""
+    eval_sets: dict[Annotated[str, Field(pattern=SOURCE_NAME)], SourceConfig] = Field({})
+    """Further sets to evaluate on, by name; their documents are never trained on."""
+    eval_fraction: float = Field(0.02, ge=0, lt=1)
+    """Share of each source's documents held out for evaluation, chosen by a hash of the document: it stays
+    held out whatever is added."""
+    sequence_length: int = Field(256, gt=1)
+    """Tokens a sequence (the inputs; the targets are the same tokens shifted by one)."""
+    separate_documents: bool = True
+    """Documents that share a sequence do not see each other: position ids restart, attention stays within a
+    document, and no document's first token is predicted from the one before. `false`: one stream."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    prepare_workers: int | None = Field(None, gt=0)
+    """Processes that tokenise. Default: one a core of this machine."""
+    cache_dir: str = "~/.cache/deepspeed-pipeline"
+    """Where tokenised data is kept; keyed by content, tokenizer and settings."""
+
+    @model_validator(mode="after")
+    def _sources_add_up(self) -> DocumentsConfig:
+        if (self.paths is None) == (self.sources is None):
+            raise ValueError("give exactly one of paths and sources")
+        weights = [source.weight for source in self.all_sources()]
+        if any(weight is not None for weight in weights):
+            if any(weight is None for weight in weights):
+                raise ValueError("some sources have a weight and some have none; give all of them one")
+            if sum(weight or 0.0 for weight in weights) == 0:
+                raise ValueError("the weights of sources sum to 0; give at least one a weight above 0")
+        names = [source.name for source in self.all_sources()] + list(self.eval_sets)
+        twice = sorted({name for name in names if names.count(name) > 1 and name is not None})
+        if twice:
+            raise ValueError(f"two sources are called {twice[0]!r}; give each its own name")
+        return self
+
+    def all_sources(self) -> list[SourceConfig]:
+        """Every source of the training data, each with a name."""
+        if self.sources is None:
+            return [SourceConfig(name="source1", paths=self.paths, text_field=self._text_field())]
+        return [
+            source if source.name is not None else source.model_copy(update={"name": f"source{number}"})
+            for number, source in enumerate(self.sources, start=1)
+        ]
+
+    def _text_field(self) -> str:
+        return "text"
+
+
+class TextDataConfig(DocumentsConfig):
+    """Text cut into sequences of equal length, documents divided by the end-of-document token."""
+
+    kind: Literal["text"]
+    text_field: str = "text"
+    """Field of a row that holds the text, for `paths`; each of `sources` has its own."""
+    packing: Literal["concatenate", "best_fit", "none"] = "concatenate"
+    """How documents fill sequences. `concatenate`: one behind the other, cut where a sequence is full.
+    `best_fit`: whole documents, put together so that little is left over; only what is longer than a sequence
+    is cut. `none`: each document alone, padded."""
+
+    def _text_field(self) -> str:
+        return self.text_field
+
+
+class ChatDataConfig(DocumentsConfig):
+    """Conversations and instructions, written out by the tokenizer's chat template. What the assistant says
+    is learned, the rest is read."""
+
+    kind: Literal["chat"]
+    layout: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = "auto"
+    """How a row holds its conversation: `messages` of role and content, ShareGPT's `conversations` of
+    from and value, Alpaca's instruction, input and output, or prompt and completion. `auto`: by the row's
+    fields."""
+    chat_template: str | None = None
+    """File with a Jinja template, where the tokenizer brings none or another is wanted; `chatml` is built
+    in."""
+    learn_from: Literal["assistant", "all"] = "assistant"
+    """Whose tokens count in the loss."""
+    packing: Literal["best_fit", "none"] = "best_fit"
+    """`best_fit`: whole conversations share a sequence where they fit. `none`: each alone, padded."""
+    too_long: Literal["shorten", "drop", "error"] = "shorten"
+    """A conversation longer than a sequence. `shorten`: its last turns are left out, up to an answer that
+    fits whole; where not even the first fits, it is dropped. Both are counted and reported."""
+
+
+class DigitsDataConfig(Closed):
+    """scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, 10 classes."""
+
+    kind: Literal["digits"]
+    eval_fraction: float = Field(0.2, gt=0, lt=1)
+    """Share of the images held out for evaluation."""
+
+
+class ImagesDataConfig(Closed):
+    """Images to classify: a folder of one folder a class, or a Hugging Face dataset."""
+
+    kind: Literal["images"]
+    path: str | None = None
+    """Folder with one folder of images for each class. Exactly one of this and `dataset`."""
+    dataset: str | None = None
+    """Hub name, or a folder that `save_to_disk` wrote; with a column of images and one of labels."""
+    subset: str | None = None
+    """Configuration of the `dataset`, where it has several."""
+    split: str = "train"
+    """Split of the `dataset` to train on."""
+    eval_path: str | None = None
+    """Folder of held-out images, by class. Default: `eval_fraction` of the training images."""
+    eval_split: str | None = None
+    """Split of the `dataset` to evaluate on. Default: `eval_fraction` of the training images."""
+    eval_fraction: float = Field(0.1, ge=0, lt=1)
+    """Share of the images held out for evaluation, chosen by a hash of the image."""
+    image_field: str = "image"
+    """Column of images."""
+    label_field: str = "label"
+    """Column of labels."""
+    image_size: int = Field(224, gt=0)
+    """Pixels a side: the shorter side is resized to it and the middle cut out."""
+    channels: Literal[1, 3] = 3
+    """1: grey, 3: colour."""
+    mean: list[float] | None = None
+    """Subtracted from each channel (pixels are 0 to 1). Default: ImageNet's; 0.5 for grey."""
+    std: list[float] | None = None
+    """Each channel is divided by it. Default: ImageNet's; 0.5 for grey."""
+    augmentations: dict[str, dict[str, Any]] = Field({})
+    """Random changes to training images, in order: kornia.augmentation's classes by name, each with its
+    keyword arguments, as `RandomHorizontalFlip: {p: 0.5}`."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ImagesDataConfig:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("give exactly one of path and dataset")
+        if self.path is None and self.eval_path is not None:
+            raise ValueError("eval_path goes with path; with a dataset write eval_split")
+        if self.dataset is None and self.eval_split is not None:
+            raise ValueError("eval_split goes with dataset; with a path write eval_path")
+        for name in ("mean", "std"):
+            given = getattr(self, name)
+            if given is not None and len(given) != self.channels:
+                raise ValueError(f"{name}: {len(given)} numbers for {self.channels} channels")
+        return self
+
+    @field_validator("std")
+    @classmethod
+    def _positive(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None and min(value) <= 0:
+            raise ValueError("must be above 0")
+        return value
+
+
+class CustomDataConfig(Closed):
+    """Data of your own: `kind: package.module:function`, called as `function(split, **args)`."""
+
+    kind: str = Field(pattern=IMPORT_PATH)
+    """Import path `package.module:function`. It is called with `"train"` and `"eval"` and returns a
+    torch Dataset of dicts of tensors (or None where there is no such split); for `"eval"` also a dict of
+    several, by name."""
+    args: dict[str, Any] = Field({})
+    """Keyword arguments of the function."""
+
+
+DataConfig = Annotated[
+    Annotated[TextDataConfig, Tag("text")]
+    | Annotated[ChatDataConfig, Tag("chat")]
+    | Annotated[DigitsDataConfig, Tag("digits")]
+    | Annotated[ImagesDataConfig, Tag("images")]
+    | Annotated[CustomDataConfig, Tag("custom")],
+    Discriminator(kind_tag),
+]

@@ -1,0 +1,125 @@
+"""Files as pieces that can be read by themselves: a whole file, a range of lines, a range of row groups.
+
+Ranges of lines follow from the first one, so what is added at a file's end changes only its last range.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from pipeline.data.documents.digests import DigestCache, Stamp, stamp_of
+from pipeline.data.documents.readers import READERS
+from pipeline.data.documents.records import BadRecords, Record
+from pipeline.data.documents.streams import BUFFER_SIZE, Span, open_stream
+from pipeline.data.documents.tables import row_groups
+from pipeline.errors import DataError
+
+Found = list[tuple[int, int | None, int, int, str]]  # start, end and first of a Span, size in bytes, digest
+LOOK_VERSION = 1  # raise it when the looks below find something else
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """A stretch of a file, and what was known of it when it was found.
+
+    Attributes:
+        span: Where it is.
+        size: Bytes; of a parquet file uncompressed.
+        digest: Of its content and kind.
+        stamp: Of the file: what is read is what the digest was made of, or an error.
+    """
+
+    span: Span
+    size: int
+    digest: str
+    stamp: Stamp
+
+    def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+        """(where, record) one by one.
+
+        Raises:
+            DataError: a bad record, a file that cannot be read, or one that changed after it was found (seen
+                by its size, time and inode: a change that leaves all three is not seen).
+        """
+        self._check()
+        yield from READERS[self.span.kind](self.span, bad, field)
+        self._check()
+
+    def _check(self) -> None:
+        if stamp_of(self.span.path) != self.stamp:
+            raise DataError(
+                f"{self.span.path}: changed since its digest was made; start again when it is finished"
+            )
+
+
+def file_pieces(files: Sequence[Span], digests: DigestCache, size: int) -> list[FilePiece]:
+    """The pieces of all files in order, of about `size` bytes where a file can be cut. Empty files have none.
+
+    Reads files that are new to `digests`: about 1 GB/s a core.
+
+    Raises:
+        DataError: a file cannot be read, or is no parquet.
+    """
+    found: dict[str, tuple[Stamp, Found]] = {}
+    for kind, compression in sorted({(file.kind, file.compression) for file in files}):
+        paths = [file.path for file in files if (file.kind, file.compression) == (kind, compression)]
+        look = partial(_look, kind=kind, compression=compression, size=size)
+        found |= digests.recall(paths, f"{kind} {compression} {size} {LOOK_VERSION}", look)
+    return [
+        FilePiece(replace(file, start=start, end=end, first=first), length, digest, found[file.path][0])
+        for file in files
+        for start, end, first, length, digest in found[file.path][1]
+    ]
+
+
+def _look(path: str, kind: str, compression: str, size: int) -> Found:
+    if kind == "jsonl" and not compression:
+        return _ranges_of_lines(path, size)
+    length, content = hash_file(path)
+    if kind == "parquet":
+        return [
+            (start, end, first, held, _digest("parquet", content, start, end))
+            for start, end, first, held in row_groups(path, compression, size)
+        ]
+    if length == 0 and compression:
+        raise DataError(f"{path}: is empty, so no {compression} file; fetch or write it again")
+    if length == 0 and kind == "arrow":
+        raise DataError(f"{path}: is empty, so no Arrow file; fetch or write it again")
+    return [(0, None, 1, length, _digest(f"{kind} {compression}", content))] if length else []
+
+
+def _ranges_of_lines(path: str, size: int) -> Found:
+    found: Found = []
+    start, first = 0, 1
+    with open_stream(path, "") as stream:
+        while content := stream.read(size):
+            # Memory: a range and a line.
+            rest = b"" if content.endswith(b"\n") else stream.readline()
+            end = start + len(content) + len(rest)
+            hashed = hashlib.blake2b(content, digest_size=16)
+            hashed.update(rest)
+            found.append((start, end, first, end - start, _digest("jsonl ", hashed.hexdigest())))
+            first += content.count(b"\n") + rest.count(b"\n")
+            start = end
+    return found
+
+
+def hash_file(path: str) -> tuple[int, str]:
+    """Length in bytes and blake2b (16 bytes) of a file's content.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    hashed, length = hashlib.blake2b(digest_size=16), 0
+    with open_stream(path, "") as stream:
+        while block := stream.read(BUFFER_SIZE):
+            hashed.update(block)
+            length += len(block)
+    return length, hashed.hexdigest()
+
+
+def _digest(kind: str, content: str, *place: int) -> str:
+    return hashlib.blake2b(f"{kind} {content} {place}".encode(), digest_size=16).hexdigest()

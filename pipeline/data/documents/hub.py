@@ -1,0 +1,247 @@
+"""Hugging Face datasets: folders written by `save_to_disk`, folders of data files, and names on the hub.
+
+Never runs code that comes with a data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.data_schema import SourceConfig
+from pipeline.data.documents.digests import DigestCache
+from pipeline.data.documents.file_pieces import hash_file
+from pipeline.data.documents.records import BadRecords, Piece, Record
+from pipeline.data.documents.tables import ROWS_AT_ONCE, records_of
+from pipeline.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+HUB_SECONDS = 10.0  # for the hub to answer; without the question an unreachable one takes half a minute
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowsPiece:
+    """Rows `start` to `end` of a data set whose files are mapped into memory."""
+
+    name: str
+    dataset: Dataset
+    start: int
+    end: int
+    digest: str
+    size: int
+
+    def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+        """A dict for each row; values stay as they are stored (an image is its bytes)."""
+        rows = self.dataset.with_format("arrow").select(range(self.start, self.end))
+        if field is not None and field in rows.column_names:
+            rows = rows.select_columns([field])
+        number = self.start + 1
+        for table in rows.iter(ROWS_AT_ONCE):
+            yield from records_of(table, self.name, number)
+            number += table.num_rows
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """A shard of a data set that is read as it comes over the network."""
+
+    name: str
+    dataset: IterableDataset
+    digest: str
+    size: int
+
+    def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+        """A dict for each row.
+
+        Raises:
+            DataError: the network or a file of the data set fails.
+        """
+        names = self.dataset.column_names
+        wanted = names is not None and field is not None and field in names
+        rows = iter(self.dataset.select_columns([field]) if wanted else self.dataset)
+        number = 0
+        while True:
+            number += 1
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # of any of the libraries that fetch and decode
+                raise DataError(f"{self.name}: reading row {number} failed: {_reason(error)}") from error
+            yield f"{self.name}: row {number}", row
+
+
+def dataset_pieces(source: SourceConfig, digests: DigestCache, size: int) -> Sequence[Piece]:
+    """The source's data set in rows of about `size` bytes; where it streams, in the shards it has.
+
+    A digest is of the data set's files and the piece's place among them. Of one that streams from the hub it
+    is of the commit.
+
+    Raises:
+        DataError: it cannot be found or loaded, has no such split, or has no rows.
+    """
+    assert source.dataset is not None
+    dataset = load_split(source.dataset, source.subset, source.split, source.revision, source.streaming)
+    name = f"{source.dataset} ({source.split})"
+    if hasattr(dataset, "num_rows"):
+        return _rows(name, dataset, digests, size)
+    return _shards(name, dataset, source, digests)
+
+
+def _rows(name: str, dataset: Dataset, digests: DigestCache, size: int) -> list[RowsPiece]:
+    if dataset.num_rows == 0:
+        raise DataError(f"data dataset {name}: has no rows")
+    files = [file["filename"] for file in dataset.cache_files]
+    content = _content(files, digests) or [dataset._fingerprint]  # one that is not on disk
+    step = max(1, size * dataset.num_rows // max(1, dataset.data.nbytes))
+    pieces = []
+    for start in range(0, dataset.num_rows, step):
+        end = min(start + step, dataset.num_rows)
+        digest = _digest([*content, dataset.num_rows, str(dataset.split), start, end])
+        length = dataset.data.nbytes * (end - start) // dataset.num_rows
+        pieces.append(RowsPiece(name, dataset, start, end, digest, length))
+    return pieces
+
+
+def _shards(
+    name: str, dataset: IterableDataset, source: SourceConfig, digests: DigestCache
+) -> list[ShardPiece]:
+    folder = Path(str(source.dataset)).expanduser()
+    if folder.is_dir():
+        files = sorted(str(file) for file in folder.rglob("*") if file.is_file())
+        content = _content(files, digests)
+    else:
+        content = [str(source.dataset), _ask_hub(str(source.dataset), source.revision)]
+    length = dataset.info.dataset_size or 0
+    count = dataset.num_shards
+    return [
+        ShardPiece(
+            f"{name}, shard {index + 1} of {count}",
+            dataset.shard(num_shards=count, index=index),
+            _digest([*content, source.subset, source.split, index, count]),
+            length // count,
+        )
+        for index in range(count)
+    ]
+
+
+def _content(files: list[str], digests: DigestCache) -> list[str]:
+    found = digests.recall(files, "content", hash_file)
+    return [found[file][1][1] for file in files]
+
+
+def _digest(content: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+def load_split(
+    name: str, subset: str | None, split: str, revision: str | None, streaming: bool
+) -> Dataset | IterableDataset:
+    """One split of a data set: of a folder that `save_to_disk` wrote (streaming or not), of a folder of data
+    files, or of a name on the hub; from its cache on this machine where the hub does not answer.
+
+    Raises:
+        DataError: it cannot be found or loaded, or has no such split.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise DataError(f"data dataset {name}: there is no such folder")
+    saved = _saved_split(folder, split)
+    import datasets
+
+    offline: Any = nullcontext()
+    absent = ""
+    if not folder.is_dir():
+        try:
+            _ask_hub(name, revision)
+        except _HubAwayError as away:
+            if streaming:
+                raise
+            offline, absent = _offline(), f"{away}; in the cache on this machine: "
+    try:
+        if saved is not None:
+            return datasets.load_from_disk(str(saved))
+        with offline:
+            return datasets.load_dataset(
+                str(folder) if folder.is_dir() else name,
+                subset,
+                split=split,
+                revision=None if folder.is_dir() else revision,
+                streaming=streaming,
+            )
+    except Exception as error:  # the library raises bare Exceptions as well
+        raise DataError(f"{absent or f'data dataset {name}: cannot be loaded: '}{_reason(error)}") from error
+
+
+def _saved_split(folder: Path, split: str) -> Path | None:
+    """The folder of one split that `save_to_disk` wrote; None where it did not write `folder`."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read_entry(folder / "dataset_dict.json", "splits")
+        if split not in splits:
+            raise DataError(f"data dataset {folder}: has no split {split!r}; its splits: {', '.join(splits)}")
+        folder /= split
+    elif not (folder / "state.json").is_file():
+        return None
+    if not _read_entry(folder / "state.json", "_data_files"):
+        raise DataError(f"data dataset {folder}: has no rows")
+    return folder
+
+
+def _read_entry(path: Path, key: str) -> list[Any]:
+    try:
+        return list(json.loads(path.read_text())[key])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read: {error!r}; write the data set again") from None
+
+
+class _HubAwayError(DataError):
+    """The hub does not answer."""
+
+
+def _ask_hub(name: str, revision: str | None) -> str:
+    """The commit of a data set on the hub.
+
+    Raises:
+        DataError: the hub has no such data set or revision, does not give it to this user or does not answer.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return str(HfApi().dataset_info(name, revision=revision, timeout=HUB_SECONDS).sha)
+    except RevisionNotFoundError:
+        raise DataError(f"data dataset {name}: the hub has no revision {revision!r} of it") from None
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise DataError(
+            f"data dataset {name}: no folder here, and none that the hub gives: {_reason(error)}"
+        ) from None
+    except Exception as error:  # whatever the network, a proxy or a certificate can do
+        raise _HubAwayError(
+            f"data dataset {name}: no folder here, and the hub does not answer ({_reason(error)})"
+        ) from None
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """datasets looks into its cache alone; the setting has no other way in once the library is imported."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,183 @@
+"""Divides a source into parts that are read, and prepared, each by itself; the way in to this package."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from pipeline.config.data_schema import SourceConfig
+from pipeline.data.documents.digests import DigestCache
+from pipeline.data.documents.file_pieces import FilePiece, file_pieces
+from pipeline.data.documents.files import find_files
+from pipeline.data.documents.hub import dataset_pieces
+from pipeline.data.documents.iterable import iterable_pieces
+from pipeline.data.documents.records import BAD_RECORDS, BadRecords, Piece, Record, text_of
+from pipeline.errors import DataError
+
+PART_SIZE = 32 * 2**20  # bytes of input: seconds of work, so that little is lost with a process
+READING_VERSION = 1  # part of every digest: raise it when documents would come out differently
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share of a source, in its order. Goes to other processes by pickle.
+
+    Attributes:
+        source: Name of the source.
+        digest: Of the content and of how it is read. Two parts with equal content have the same one.
+        digest_without_skips: The digest this part has with `bad_records: error`. Something prepared under it
+            met no bad record, so it serves for this part too, whatever `bad_records` says now.
+        size: Bytes of input; 0 where it is not known.
+        pieces: What it is made of, in order.
+        text_field: Field of a row that holds the text.
+        skip_bad_records: Leave out and count what cannot be used.
+        max_documents: The most that are read, or None.
+    """
+
+    source: str
+    digest: str
+    digest_without_skips: str
+    size: int
+    pieces: tuple[Piece, ...]
+    text_field: str
+    skip_bad_records: bool
+    max_documents: int | None
+
+
+def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART_SIZE) -> list[Part]:
+    """The parts of a source, in order: together they hold each of its documents once.
+
+    Files that are new to `digests` are read once, at about 1 GB/s a core, with `max_documents` too. Whether
+    any document has text shows only when all are read: whoever does so raises `no_text`.
+
+    Args:
+        source: Of the recipe.
+        digests: What is known of files already.
+        part_size: Bytes of input that a part is cut to, where it can be cut. Small files are put together
+            to about a quarter of it.
+
+    Raises:
+        DataError: there is nothing, nothing that can be read, or only empty files.
+    """
+    pieces: Sequence[Piece]
+    if source.paths is not None:
+        files = find_files(source.paths)
+        whole = file_pieces(files, digests, part_size)
+        if not whole:
+            raise DataError(f"data.paths: no text in {len(files)} files, all empty (first: {files[0].path})")
+        pieces, groups = whole, _group_files(whole, part_size // 4)
+    else:
+        pieces = _other_pieces(source, digests, part_size)
+        groups = [(piece,) for piece in pieces]
+    if source.max_documents is not None:
+        groups = [tuple(pieces)]  # which are the first ones shows only in one go
+    return [_part(source, group) for group in groups]
+
+
+def _other_pieces(source: SourceConfig, digests: DigestCache, part_size: int) -> Sequence[Piece]:
+    if source.dataset is not None:
+        return dataset_pieces(source, digests, part_size)
+    assert source.iterable is not None  # the schema: exactly one of the three
+    return iterable_pieces(source.iterable, source.args)
+
+
+def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piece, ...]]:
+    """Neighbours put together. A file's own digest ends a group: after a change they end where they did."""
+    groups: list[list[Piece]] = [[]]
+    for piece in pieces:
+        if piece.size >= mean_size:
+            groups += [[piece], []]
+            continue
+        groups[-1].append(piece)
+        if int(piece.digest[:16], 16) < 2**64 * piece.size // mean_size:
+            groups.append([])
+    return [tuple(group) for group in groups if group]
+
+
+def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
+    def digest(skip: bool) -> str:
+        content = [READING_VERSION, source.text_field, source.max_documents, skip]
+        content += [piece.digest for piece in pieces]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    skip = source.bad_records == "skip"
+    return Part(
+        source=source.name or "source",
+        digest=digest(skip),
+        digest_without_skips=digest(False),
+        size=sum(piece.size for piece in pieces),
+        pieces=pieces,
+        text_field=source.text_field,
+        skip_bad_records=skip,
+        max_documents=source.max_documents,
+    )
+
+
+def read_records(part: Part, tally: Counter[str]) -> Iterator[tuple[str, Record]]:
+    """(where, record) of a part, one by one. Texts of white space are left out, rows of it are not.
+
+    Args:
+        part: What to read.
+        tally: `bad records` counts those that were skipped.
+
+    Raises:
+        DataError: a bad record that is not to be skipped; a file that cannot be read, or changed.
+    """
+    return islice(_records(part, tally, None), part.max_documents)
+
+
+def read_texts(part: Part, tally: Counter[str]) -> Iterator[tuple[str, str]]:
+    """(where, text) of a part, one by one; no text is empty or all white space.
+
+    A row without its text is a bad record like any other. Reads no column but that of the text.
+
+    Args:
+        part: What to read.
+        tally: `bad records` counts those that were skipped.
+
+    Raises:
+        DataError: as `read_records`, and a row without the text.
+    """
+    return islice(_texts(part, tally), part.max_documents)
+
+
+def _records(part: Part, tally: Counter[str], field: str | None) -> Iterator[tuple[str, Record]]:
+    bad = BadRecords(part.skip_bad_records, tally)
+    for piece in part.pieces:
+        for where, record in piece.read(bad, field):
+            if not isinstance(record, str) or _has_text(record):
+                yield where, record
+
+
+def _texts(part: Part, tally: Counter[str]) -> Iterator[tuple[str, str]]:
+    bad = BadRecords(part.skip_bad_records, tally)
+    for where, record in _records(part, tally, part.text_field):
+        try:
+            text = text_of(where, record, part.text_field)
+        except DataError as error:
+            bad.refuse(str(error))
+            continue
+        if _has_text(text):
+            yield where, text
+
+
+def _has_text(text: str) -> bool:
+    return bool(text) and not text.isspace()
+
+
+def no_text(source: SourceConfig, tally: Counter[str]) -> DataError:
+    """The error for a source of which every part was read and no document has text."""
+    given = source.dataset or source.iterable or ", ".join(source.paths or [])
+    bad = tally[BAD_RECORDS]
+    left_out = f"; {bad} bad records were skipped (bad_records: error shows the first)" if bad else ""
+    dropped = "".join(f"; {count:,} {what}" for what, count in sorted(tally.items()) if what != BAD_RECORDS)
+    if dropped:
+        return DataError(f"data source {source.name}: nothing of {given} can be used{dropped}{left_out}")
+    return DataError(f"data source {source.name}: no document of {given} has any text{left_out}")
+
+
+__all__ = ["Part", "Record", "find_parts", "no_text", "read_records", "read_texts", "text_of"]

@@ -1,0 +1,149 @@
+"""Opens files as streams of bytes, decompressed on the way; every way that fails is one line."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+from pipeline.errors import DataError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+BUFFER_SIZE = 1 << 20
+LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` asks for; a frame takes only what it was written with
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a file.
+
+    Attributes:
+        path: The file.
+        kind: How it is read: a key of READERS.
+        compression: A value of COMPRESSIONS, or "".
+        start: Where it begins: bytes of lines, row groups of a parquet file. 0 with any other kind.
+        end: Where it ends; None: with the file.
+        first: Number of its first line or row in the file, from 1.
+    """
+
+    path: str
+    kind: str
+    compression: str = ""
+    start: int = 0
+    end: int | None = None
+    first: int = 1
+
+
+@contextmanager
+def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
+    """The decompressed content, to be read once from its beginning (and sought where nothing is compressed).
+
+    Raises:
+        DataError: the file cannot be read, or its compression is damaged or cut short.
+    """
+    import zstandard
+
+    try:
+        with open(path, "rb", buffering=BUFFER_SIZE) as file:
+            if compression == "gzip":
+                yield cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=file), BUFFER_SIZE))
+            elif compression == "zstd":
+                yield io.BufferedReader(_ZstdStream(file), BUFFER_SIZE)
+            else:
+                yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        raise DataError(
+            f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
+        ) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+class _ZstdStream(io.RawIOBase):
+    """One zstd frame after the other. zstandard's own stream takes a file cut short for a whole one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        self._file = file
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        while not self._ready:
+            if not self._advance():
+                return 0
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def _advance(self) -> bool:
+        """Decompresses a little more; False at the end."""
+        rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+        block = rest or self._file.read(1 << 17)
+        if self._frame is not None and self._frame.eof:
+            self._frame = None
+        if not block:
+            if self._frame is not None:
+                raise EOFError("the last frame is not complete")
+            return False
+        if self._frame is None:
+            self._frame = self._decompressor.decompressobj()
+        self._ready = memoryview(self._frame.decompress(block))
+        return True
+
+
+@contextmanager
+def open_file(path: str, compression: str) -> Iterator[BinaryIO]:
+    """Like `open_stream`, for formats that are read from their end: decompressed to a temporary file first.
+
+    Raises:
+        DataError: as in `open_stream`.
+    """
+    with open_stream(path, compression) as stream:
+        if not compression:
+            yield stream
+            return
+        with tempfile.TemporaryFile() as copy:
+            shutil.copyfileobj(stream, copy, BUFFER_SIZE)
+            copy.seek(0)
+            yield cast(BinaryIO, copy)
+
+
+def unreadable(path: str | os.PathLike[str], error: OSError) -> DataError:
+    """The error for a file the system does not give."""
+    return DataError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}")
+
+
+def decode(content: bytes, where: str, path: str, offset: int) -> str:
+    """`content` as text.
+
+    Args:
+        content: Bytes at `offset` of the (decompressed) file.
+        where: What the message begins with: the file, or file and line.
+        path: The file, to know whether the offset is into what was decompressed.
+        offset: In bytes.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        of_what = " of what it decompresses to" if path.lower().endswith(tuple(COMPRESSIONS)) else ""
+        raise DataError(
+            f"{where}: not UTF-8: byte 0x{content[error.start]:02x} at byte offset "
+            f"{offset + error.start}{of_what}; convert the file (iconv -t UTF-8) or leave it out"
+        ) from None

@@ -1,0 +1,118 @@
+"""Reads rows of parquet and Arrow files, a few hundred at a time. Feather is Arrow under another name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from pipeline.data.documents.records import BadRecords, Record
+from pipeline.data.documents.streams import Span, open_file
+from pipeline.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ROWS_AT_ONCE = 256  # documents held as Python objects
+ARROW_FILE, OLD_FEATHER = b"ARROW1", b"FEA1"
+
+
+def read_parquet(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+    """The rows of row groups `start` to `end`; only the column `field` where there is one."""
+    number = span.first
+    with open_parquet(span.path, span.compression) as file:
+        end = file.num_row_groups if span.end is None else span.end
+        batches = file.iter_batches(
+            ROWS_AT_ONCE,
+            row_groups=list(range(span.start, end)),
+            columns=[field] if field is not None and field in file.schema_arrow.names else None,
+        )
+        for batch in batches:
+            yield from records_of(batch, span.path, number)
+            number += batch.num_rows
+
+
+def row_groups(path: str, compression: str, size: int) -> list[tuple[int, int, int, int]]:
+    """Row groups put together to about `size` bytes: (start, end, first row from 1, bytes uncompressed).
+
+    Raises:
+        DataError: the file is no parquet.
+    """
+    found: list[tuple[int, int, int, int]] = []
+    with open_parquet(path, compression) as file:
+        start, first, rows, held = 0, 1, 0, 0
+        for index in range(file.num_row_groups):
+            group = file.metadata.row_group(index)
+            rows, held = rows + group.num_rows, held + group.total_byte_size
+            if held >= size or index + 1 == file.num_row_groups:
+                if rows:
+                    found.append((start, index + 1, first, held))
+                start, first, rows, held = index + 1, first + rows, 0, 0
+    return found
+
+
+@contextmanager
+def open_parquet(path: str, compression: str) -> Iterator[Any]:
+    """A `pyarrow.parquet.ParquetFile`, which lives as long as the context.
+
+    Raises:
+        DataError: the file cannot be read, or is damaged.
+    """
+    import pyarrow.parquet as pq
+
+    with (
+        open_file(path, compression) as stream,
+        table_errors(path, "parquet"),
+        # Read ahead, it would hold all its row groups at once.
+        pq.ParquetFile(stream if compression else path, pre_buffer=False) as file,
+    ):
+        yield file
+
+
+def read_arrow(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+    """The rows of an Arrow file or an Arrow stream, as its first bytes say."""
+    number = span.first
+    with open_file(span.path, span.compression) as stream, table_errors(span.path, "Arrow"):
+        for batch in _record_batches(stream, span.path):
+            yield from records_of(_column(batch, field), span.path, number)
+            number += batch.num_rows
+
+
+def _record_batches(stream: BinaryIO, path: str) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    magic = stream.read(len(ARROW_FILE))
+    stream.seek(0)
+    if magic.startswith(OLD_FEATHER):
+        raise DataError(f"{path}: version 1 of Feather; write it again with pyarrow.feather.write_feather")
+    if magic == ARROW_FILE:
+        reader = pa.ipc.open_file(stream)
+        yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(stream)
+
+
+def _column(batch: pa.RecordBatch, field: str | None) -> pa.RecordBatch:
+    return batch.select([field]) if field is not None and field in batch.schema.names else batch
+
+
+def records_of(batch: pa.RecordBatch | pa.Table, path: str, first: int) -> Iterator[tuple[str, Record]]:
+    """A dict for each row, with `path: row N` counted from `first`."""
+    for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+        rows = batch.slice(start, ROWS_AT_ONCE).to_pylist()
+        for number, row in enumerate(rows, start=first + start):
+            yield f"{path}: row {number}", row
+
+
+@contextmanager
+def table_errors(path: str, what: str) -> Iterator[None]:
+    """pyarrow's errors as one line."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, UnicodeDecodeError, EOFError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{path}: cannot be read as {what}: {reason}; is it whole?") from None

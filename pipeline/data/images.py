@@ -1,0 +1,167 @@
+"""`data.kind: images`: stored images become normalised tensors, decoded when a sample is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from pipeline.config.data_schema import ImagesDataConfig
+from pipeline.data.augmentation import Augmentation
+from pipeline.data.bundle import Batch, DataBundle, collate_items
+from pipeline.data.image_decoding import decode_image, describe
+from pipeline.data.image_folder import find_folder_images
+from pipeline.data.image_rows import find_dataset_images
+from pipeline.data.labelled_images import LabelledImages
+from pipeline.errors import DataError
+
+IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+READERS = 16  # threads that read the ends of files: over a network each one waits
+CHUNK = 256  # files a thread takes at once
+log = logging.getLogger(__name__)
+
+
+class ImageDataset(Dataset[Batch]):
+    """Items `inputs` (C, H, W) float32, normalised, and `labels` () int64.
+
+    Args:
+        images: As stored.
+        rows: (N,) which of them.
+        config: Size, channels and normalisation.
+        augmentation: Of training images; None: there is none.
+
+    Raises:
+        DataError: from `__getitem__`, that an image is damaged or gone.
+    """
+
+    def __init__(
+        self,
+        images: LabelledImages,
+        rows: NDArray[np.int64],
+        config: ImagesDataConfig,
+        augmentation: Augmentation | None,
+    ) -> None:
+        self.images = images
+        self.rows = rows
+        self.class_names = images.class_names
+        self.labels = images.labels[rows]  # (N,)
+        self.image_size = config.image_size
+        self.num_channels: int = config.channels
+        grey = config.channels == 1
+        mean = config.mean or ([0.5] if grey else IMAGENET_MEAN)
+        std = config.std or ([0.5] if grey else IMAGENET_STD)
+        self.mean = torch.tensor(mean)[:, None, None]
+        self.std = torch.tensor(std)[:, None, None]
+        self._augmentation = augmentation
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        """The image as it is."""
+        return self._item(index, self.pixels(index))
+
+    def augmented(self, index: int, draw: int) -> Batch:
+        """The image changed at random, as `draw` decides: equal numbers, equal results, in any process."""
+        pixels = self.pixels(index)
+        return self._item(index, pixels if self._augmentation is None else self._augmentation(pixels, draw))
+
+    def pixels(self, index: int) -> Tensor:
+        """(C, H, W), 0 to 1, neither changed nor normalised."""
+        row = int(self.rows[index])
+        try:
+            encoded = self.images.encoded(row)
+        except OSError as error:
+            raise DataError(f"{self.images.where(row)}: cannot be read: {describe(error)}") from error
+        return decode_image(encoded, self.images.where(row), self.image_size, self.num_channels)
+
+    def _item(self, index: int, pixels: Tensor) -> Batch:
+        return {"inputs": (pixels - self.mean) / self.std, "labels": torch.tensor(int(self.labels[index]))}
+
+
+def prepare_images(config: ImagesDataConfig) -> DataBundle:
+    """Finds the images and divides them; none is decoded yet.
+
+    Raises:
+        DataError: a folder, dataset, class or augmentation is not there or does not fit; too few images.
+    """
+    augmentation = None
+    if config.augmentations:
+        shape = (config.channels, config.image_size, config.image_size)
+        augmentation = Augmentation(config.augmentations, shape)
+    if config.path is not None:
+        images: LabelledImages = find_folder_images(config.path, "path")
+    else:
+        images = find_dataset_images(config, config.split, "split")
+    held_out, eval_rows = _held_out(config, images)
+    train_rows = np.arange(len(images.labels))
+    if held_out is images:
+        train_rows = np.setdiff1d(train_rows, eval_rows, assume_unique=True)
+    _check_training(config, images, train_rows)
+    if len(eval_rows) == 0 and config.eval_fraction > 0:
+        log.warning(
+            "no evaluation: none of %d images is held out (data.eval_fraction %g)",
+            len(images.labels),
+            config.eval_fraction,
+        )
+    return DataBundle(
+        train=ImageDataset(images, train_rows, config, augmentation),
+        eval={"images": ImageDataset(held_out, eval_rows, config, None)} if len(eval_rows) else {},
+        collate=collate_items,
+        tokenizer=None,
+        vocab_size=None,
+        num_classes=len(images.class_names),
+        fingerprint=_fingerprint(images, train_rows),
+    )
+
+
+def _held_out(config: ImagesDataConfig, images: LabelledImages) -> tuple[LabelledImages, NDArray[np.int64]]:
+    """Where the held-out images are, and which rows of that they are."""
+    other: LabelledImages
+    if config.eval_path is not None:
+        other = find_folder_images(config.eval_path, "eval_path", images.class_names)
+        return other, np.arange(len(other.labels))
+    if config.eval_split is not None:
+        other = find_dataset_images(config, config.eval_split, "eval_split", images.class_names)
+        return other, np.arange(len(other.labels))
+    if config.eval_fraction == 0:
+        return images, np.empty(0, dtype=np.int64)
+    keys = np.array([int.from_bytes(key, "big") for key in all_keys(images)], dtype=np.uint64)
+    return images, np.flatnonzero(keys < np.uint64(config.eval_fraction * 2**64))
+
+
+def all_keys(images: LabelledImages) -> Iterator[bytes]:
+    """Of every image, in order."""
+    chunks = [range(i, min(i + CHUNK, len(images.labels))) for i in range(0, len(images.labels), CHUNK)]
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            for keys in pool.map(images.keys, chunks):
+                yield from keys
+        except OSError as error:
+            raise DataError(f"{error.filename}: cannot be read: {describe(error)}") from error
+
+
+def _check_training(config: ImagesDataConfig, images: LabelledImages, rows: NDArray[np.int64]) -> None:
+    if len(rows) == 0:
+        raise DataError(
+            f"data.eval_fraction {config.eval_fraction:g}: all {len(images.labels)} images are held out; "
+            "lower it or add images"
+        )
+    counts = np.bincount(images.labels[rows], minlength=len(images.class_names))
+    without = [images.class_names[number] for number in np.flatnonzero(counts == 0)]
+    if without:
+        log.warning("classes without a training image: %s", ", ".join(without[:10]))
+
+
+def _fingerprint(images: LabelledImages, rows: NDArray[np.int64]) -> str:
+    digest = hashlib.blake2b("\0".join(images.class_names).encode(), digest_size=16)
+    digest.update(images.digest())
+    digest.update(rows.tobytes())
+    return f"images-{digest.hexdigest()}"

@@ -1,0 +1,297 @@
+"""Rows of tokens for the model, out of a store of documents: torch Datasets that fetch a whole batch at once.
+
+Shapes: B rows, T = sequence_length. What a batch holds is said under `PackedDataset`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from pipeline.data.best_fit import Ints, best_fit, cut_documents
+from pipeline.data.bundle import Batch, JoinedDataset
+
+IGNORED = -100  # the label that counts in no loss
+
+
+class TokenPart(Protocol):
+    """Documents one behind the other."""
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """(n,) unsigned integers, each document with its end-of-document token."""
+
+    @property
+    def ends(self) -> NDArray[Any]:
+        """(documents,) int64: where each document ends, increasing."""
+
+    @property
+    def learned(self) -> NDArray[Any] | None:
+        """(n,), 0 where a token is read and not learned; None: all are learned."""
+
+
+class TokenStore(Protocol):
+    """Parts that can be sent to another process and are mapped there."""
+
+    @property
+    def parts(self) -> Sequence[TokenPart]: ...
+
+
+class PackedDataset(Dataset[Batch]):
+    """Map-style; `__getitems__` returns a batch of `input_ids` and `shift_labels`, both (B, T) int64.
+
+    Position t of `shift_labels` is the token that comes after position t, or -100 where nothing is to be
+    predicted: behind a document's end, in padding, and where the token is not one to be learned. With
+    separate documents there are also `position_ids` (B, T) int64, which start from 0 at every document and
+    at the padding; models keep documents apart by them.
+
+    Attributes:
+        documents_cut: Documents that do not lie whole in one row; None where that is not counted.
+        padding_share: Part of all places that hold no token of a document, 0 to 1.
+        pad_id: The token of those places; None where there are none.
+    """
+
+    documents_cut: int | None = None
+    padding_share = 0.0
+    pad_id: int | None = None
+
+    is_deterministic = True  # draws no random numbers
+
+    def __init__(
+        self, store: TokenStore, sequence_length: int, separate_documents: bool, end_id: int
+    ) -> None:
+        self.store = store
+        self.sequence_length = sequence_length
+        self.separate_documents = separate_documents
+        self.end_id = end_id
+        self._map()
+
+    def _map(self) -> None:
+        parts = self.store.parts
+        # Plain arrays: slices of numpy's memmap class are slow.
+        self._tokens = [np.asarray(part.tokens) for part in parts]
+        masks = [part.learned for part in parts]
+        self._learned = [np.asarray(mask).view(np.bool_) for mask in masks if mask is not None]
+        assert len(self._learned) in (0, len(parts)), "a mask for all parts, or for none"
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows."""
+
+    @abstractmethod
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """A batch of these rows."""
+
+    def __getitem__(self, index: int) -> Batch:
+        """One row: each (T,)."""
+        return {key: rows[0] for key, rows in self.__getitems__([index]).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        mapped = ("_tokens", "_windows", "_learned")  # each process maps the files itself
+        return {key: value for key, value in self.__dict__.items() if key not in mapped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
+
+    def _batch(self, pair: NDArray[np.int64], begins: Ints | None) -> Batch:
+        """pair (2, B, T): inputs and labels; begins: of documents in the B * T places, besides the rows'."""
+        inputs, labels = torch.from_numpy(pair)
+        batch = {"input_ids": inputs, "shift_labels": labels}
+        if begins is not None:
+            row_begins = np.arange(0, inputs.numel() + 1, self.sequence_length)
+            bounds = np.sort(np.concatenate([begins, row_begins]))
+            positions = np.arange(inputs.numel())
+            positions -= np.repeat(bounds[:-1], bounds[1:] - bounds[:-1])
+            batch["position_ids"] = torch.from_numpy(positions).view_as(inputs)
+        return batch
+
+
+class Stream(PackedDataset):
+    """`concatenate`: row i of a part is its tokens [i T, i T + T], the last of them only predicted.
+
+    Rows cross from document to document, never from part to part; a part's last tokens that fill no row are
+    left out. Documents are told apart by `end_id`, which no document of plain text has inside: a look-up of
+    every row in `ends` would cost several times what fetching the row does.
+    """
+
+    def __init__(
+        self, store: TokenStore, sequence_length: int, separate_documents: bool, end_id: int
+    ) -> None:
+        super().__init__(store, sequence_length, separate_documents, end_id)
+        self._first = _offsets([len(windows) for windows in self._windows])  # row of each part
+
+    def _map(self) -> None:
+        super()._map()
+        size = self.sequence_length
+        self._windows = [  # each (rows of the part, T + 1), overlapping by one; no copy
+            as_strided(
+                tokens,
+                (max(0, len(tokens) - 1) // size, size + 1),
+                (size * tokens.itemsize, tokens.itemsize),
+                writeable=False,
+            )
+            for tokens in self._tokens
+        ]
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """A batch of these rows."""
+        size = self.sequence_length
+        rows = np.array(indices, dtype=np.int64)
+        parts = self._first.searchsorted(rows, side="right") - 1
+        rows -= self._first[parts]
+        windows = self._rows(parts, rows)  # (B, T + 1), the one read of the files
+        pair = np.empty((2, len(rows), size), dtype=np.int64)
+        pair[0] = windows[:, :-1]
+        pair[1] = windows[:, 1:]
+        if self._learned:
+            for labels, part, start in zip(pair[1], parts, rows * size, strict=True):
+                labels[~self._learned[part][start + 1 : start + size + 1]] = IGNORED
+        if not self.separate_documents:
+            return self._batch(pair, None)
+        ends = np.flatnonzero(windows[:, :-1] == self.end_id)  # places of the batch that end a document
+        pair[1].reshape(-1)[ends] = IGNORED
+        return self._batch(pair, ends + 1)
+
+    def _rows(self, parts: Ints, rows: Ints) -> NDArray[Any]:
+        if len(self._windows) == 1:
+            return self._windows[0][rows]
+        windows = np.empty((len(rows), self.sequence_length + 1), dtype=self._tokens[0].dtype)
+        for index, (part, row) in enumerate(zip(parts.tolist(), rows.tolist(), strict=True)):
+            windows[index] = self._windows[part][row]
+        return windows
+
+
+class JoinedStream(Stream):
+    """Streams of one kind, one behind the other (`datasets`), and fetched as one: their parts are."""
+
+    def __init__(self, datasets: Sequence[Stream]) -> None:
+        self.datasets = datasets
+        first = datasets[0]
+        store = _JoinedStore([dataset.store for dataset in datasets])
+        super().__init__(store, first.sequence_length, first.separate_documents, first.end_id)
+
+
+@dataclass(frozen=True)
+class _JoinedStore:
+    stores: Sequence[TokenStore]
+
+    @property
+    def parts(self) -> Sequence[TokenPart]:
+        return [part for store in self.stores for part in store.parts]
+
+
+class Bins(PackedDataset):
+    """`best_fit` and `none`: documents, and pieces of those longer than a row, padded on the right.
+
+    Keeps 13 bytes a piece and 8 a row in memory. A piece whose document goes on predicts its next token.
+
+    Args:
+        end_id: The token of padded places; nothing is predicted from it.
+        share_rows: Several pieces to a row where they fit, else each has one of its own.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        sequence_length: int,
+        separate_documents: bool,
+        end_id: int,
+        *,
+        share_rows: bool,
+    ) -> None:
+        super().__init__(store, sequence_length, separate_documents, end_id)
+        self.pad_id = end_id
+        self._first = _offsets([len(tokens) for tokens in self._tokens])  # they run on from part to part
+        cut = [
+            cut_documents(np.asarray(part.ends), sequence_length, int(first))
+            for part, first in zip(store.parts, self._first, strict=False)
+        ]
+        self._starts = np.concatenate([np.empty(0, np.int64), *(pieces.starts for pieces in cut)])
+        self._lengths = np.concatenate([np.empty(0, np.int32), *(pieces.lengths for pieces in cut)])
+        self._is_end = np.concatenate([np.empty(0, np.bool_), *(pieces.is_end for pieces in cut)])
+        self.documents_cut = sum(pieces.documents_cut for pieces in cut)
+        bounds = np.arange(len(self._lengths) + 1)
+        if share_rows:
+            row = best_fit(self._lengths, sequence_length)
+            order = np.argsort(row, kind="stable")
+            self._starts, self._lengths = self._starts[order], self._lengths[order]
+            self._is_end = self._is_end[order]
+            bounds = _offsets(np.bincount(row))
+        self._bounds = bounds  # row i holds the pieces [bounds[i], bounds[i + 1])
+        places = len(self) * sequence_length
+        self.padding_share = 1.0 - int(self._lengths.sum()) / places if places else 0.0
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """A batch of these rows."""
+        size = self.sequence_length
+        rows = np.asarray(indices, dtype=np.int64)
+        counts = self._bounds[rows + 1] - self._bounds[rows]
+        before = np.cumsum(counts) - counts  # pieces of this batch before each row's
+        pieces = np.repeat(self._bounds[rows] - before, counts) + np.arange(counts.sum())
+        lengths = self._lengths[pieces].astype(np.int64)
+        filled = np.cumsum(lengths)
+        of_row = np.repeat(np.arange(len(rows)), counts)
+        row_filled = np.add.reduceat(lengths, before)
+        places = filled - lengths + (of_row * size - (np.cumsum(row_filled) - row_filled)[of_row])
+        starts = self._starts[pieces]
+        parts = self._first.searchsorted(starts, side="right") - 1
+        starts -= self._first[parts]
+        predicted = lengths - self._is_end[pieces]
+        pair = np.empty((2, len(rows), size), dtype=np.int64)
+        pair[0], pair[1] = self.end_id, IGNORED
+        inputs, labels = pair.reshape(2, -1)
+        table = np.stack([parts, starts, places, lengths, predicted], axis=1).tolist()
+        for part, start, place, length, followed in table:
+            tokens = self._tokens[part]
+            inputs[place : place + length] = tokens[start : start + length]
+            target = tokens[start + 1 : start + 1 + followed]
+            if self._learned:
+                is_learned = self._learned[part][start + 1 : start + 1 + followed]
+                labels[place : place + followed] = np.where(is_learned, target.astype(np.int64), IGNORED)
+            else:
+                labels[place : place + followed] = target
+        if not self.separate_documents:
+            return self._batch(pair, None)
+        return self._batch(pair, np.concatenate([places, np.arange(len(rows)) * size + row_filled]))
+
+
+def pack(
+    store: TokenStore, packing: str, sequence_length: int, separate_documents: bool, end_id: int
+) -> PackedDataset:
+    """The rows of `data.packing`: `concatenate`, `best_fit` or `none`. There may be none at all.
+
+    Args:
+        end_id: The end-of-document token.
+    """
+    if packing == "concatenate":
+        return Stream(store, sequence_length, separate_documents, end_id)
+    share_rows = {"best_fit": True, "none": False}[packing]
+    return Bins(store, sequence_length, separate_documents, end_id, share_rows=share_rows)
+
+
+def join(datasets: Sequence[PackedDataset]) -> Dataset[Batch]:
+    """The rows of all, one behind the other; several have the attribute `datasets`."""
+    if len(datasets) == 1:
+        return datasets[0]
+    streams = [dataset for dataset in datasets if isinstance(dataset, Stream)]
+    return JoinedStream(streams) if len(streams) == len(datasets) else JoinedDataset(datasets)
+
+
+def _offsets(sizes: Any) -> Ints:
+    """Where each of several things one behind the other starts, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

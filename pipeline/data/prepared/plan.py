@@ -1,0 +1,131 @@
+"""What a recipe's documents become: the parts of every source, and the name each has once it is prepared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.data_schema import ChatDataConfig, SourceConfig, TextDataConfig
+from pipeline.data.documents.digests import DigestCache
+from pipeline.data.documents.part import Part, find_parts
+from pipeline.data.prepared.parts import FORMAT_VERSION, PartTask, is_prepared
+from pipeline.data.prepared.tokenizer_folder import TokenizerFolder
+
+
+@dataclass(frozen=True)
+class FoundSource:
+    """A source or an eval set, and its parts in order."""
+
+    source: SourceConfig
+    parts: list[Part]
+    eval_fraction: float
+    """Share of its documents held out; 1 for an eval set."""
+    is_eval_set: bool
+
+
+@dataclass(frozen=True)
+class PlannedSource:
+    """A source or an eval set as tasks, in order."""
+
+    found: FoundSource
+    tasks: list[PartTask]
+
+
+def find_sources(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> list[FoundSource]:
+    """Every source, then every eval set. Files that are known are not read.
+
+    Raises:
+        DataError: a source cannot be read, or there is nothing in it.
+    """
+    digests = DigestCache(cache_dir)
+    found = [
+        FoundSource(source, find_parts(source, digests), config.eval_fraction, False)
+        for source in config.all_sources()
+    ]
+    for name, given in config.eval_sets.items():
+        source = given.model_copy(update={"name": name})
+        found.append(FoundSource(source, find_parts(source, digests), 1.0, True))
+    return found
+
+
+def plan_sources(
+    config: TextDataConfig | ChatDataConfig,
+    sources: Sequence[FoundSource],
+    tokenizer: TokenizerFolder,
+    cache_dir: Path,
+) -> list[PlannedSource]:
+    """Names every part by all that decides its bytes."""
+    encoding = _describe_encoding(config, tokenizer)
+
+    def task_of(part: Part, eval_fraction: float, digest: str) -> PartTask:
+        identity = {
+            "format": FORMAT_VERSION,
+            "source": digest,
+            "tokenizer": tokenizer.digest,
+            "eval_fraction": eval_fraction,
+            "encoding": encoding,
+        }
+        return PartTask(part, hash_of(identity), eval_fraction, identity, cache_dir)
+
+    def choose(part: Part, eval_fraction: float) -> PartTask:
+        task = task_of(part, eval_fraction, part.digest)
+        if part.skip_bad_records and not task.folder.is_dir():
+            other = task_of(part, eval_fraction, part.digest_without_skips)
+            if is_prepared(other.folder):
+                return other
+        return task
+
+    return [
+        PlannedSource(found, [choose(part, found.eval_fraction) for part in found.parts]) for found in sources
+    ]
+
+
+def _describe_encoding(config: TextDataConfig | ChatDataConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
+    """What decides a document's ids besides its record and the tokenizer."""
+    if not isinstance(config, ChatDataConfig):
+        return {"kind": "text"}
+    return {
+        "kind": "chat",
+        "layout": config.layout,
+        "learn_from": config.learn_from,
+        "too_long": config.too_long,
+        "sequence_length": config.sequence_length,
+        "chat_template": hash_of(tokenizer.tokenizer.chat_template),
+    }
+
+
+def unique_tasks(planned: Sequence[PlannedSource], shard: tuple[int, int] | None) -> list[PartTask]:
+    """Every part once, in order; of a shard (index, count) every count-th."""
+    tasks = list({task.key: task for source in planned for task in source.tasks}.values())
+    return tasks if shard is None else tasks[shard[0] :: shard[1]]
+
+
+def describe_differences(before: Any, config: TextDataConfig | ChatDataConfig, tokenizer: str) -> str | None:
+    """Why data that was prepared once must be prepared again, where the tokenizer is the reason."""
+    if not isinstance(before, dict) or before.get("tokenizer") in (None, tokenizer):
+        return None
+    if config.tokenizer.pretrained is None:
+        return "the tokenizer is trained on the data, which changed: all of it is prepared again"
+    return "the tokenizer is not the one this data was prepared with: all of it is prepared again"
+
+
+def record_path(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> Path:
+    """Where is noted what these sources were last prepared with."""
+    sources = [
+        source.model_dump(mode="json") for source in (*config.all_sources(), *config.eval_sets.values())
+    ]
+    return cache_dir / "sets" / f"{hash_of(sources)}.json"
+
+
+def all_parts(sources: Sequence[FoundSource], *, of_eval_sets: bool) -> Iterator[Part]:
+    for found in sources:
+        if found.is_eval_set == of_eval_sets:
+            yield from found.parts
+
+
+def hash_of(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

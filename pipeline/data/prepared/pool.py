@@ -1,0 +1,227 @@
+"""Worker processes that prepare parts. One that dies is missed at once, and its part is named.
+
+Not concurrent.futures: there a worker that is killed takes the others along, and nobody knows what it had.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Protocol
+
+from pipeline.data.prepared.encoder import Encoder, EncoderSettings, build_encoder
+from pipeline.data.prepared.parts import Advance, PartTask, prepare_part
+from pipeline.errors import DataError, PipelineError
+
+PATIENCE_SECONDS = 10.0  # for a worker to notice that it is to end: it does so after a batch of documents
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The task is done; or another process is at it."""
+
+    done: bool
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The task failed: with a line for the user, or with a traceback."""
+
+    message: str
+    is_user_error: bool
+
+
+class _Abandoned(Exception):
+    """Nobody wants the work any more."""
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    task: PartTask | None = None
+
+
+class Listener(Protocol):
+    """Is told how far each part is."""
+
+    def advance(self, task: PartTask, advance: Advance) -> None: ...
+    def finish(self, task: PartTask) -> None: ...
+
+
+def prepare_here(
+    tasks: Sequence[PartTask], settings: EncoderSettings, wait_for_others: bool, listener: Listener
+) -> list[PartTask]:
+    """As `prepare_in_pool`, in this process, with the tokeniser's own threads."""
+    encoder = build_encoder(settings)
+    left = []
+    for task in tasks:
+        if prepare_part(task, settings, encoder, partial(listener.advance, task), wait_for_others):
+            listener.finish(task)
+        else:
+            left.append(task)
+    return left
+
+
+def prepare_in_pool(
+    tasks: Sequence[PartTask],
+    settings: EncoderSettings,
+    workers: int,
+    wait_for_others: bool,
+    listener: Listener,
+) -> list[PartTask]:
+    """Prepares all tasks; an error ends the workers, and parts that are finished stay.
+
+    Args:
+        tasks: Parts to prepare; each is tried once.
+        settings: Of the encoder that each worker makes.
+        workers: Processes.
+        wait_for_others: Wait where another process is at a part.
+        listener: Is called in this process.
+
+    Returns:
+        Tasks that another process is at.
+
+    Raises:
+        DataError: a record cannot be used, the cache cannot be written, or a worker was killed.
+    """
+    # Large ones first, so that workers run out of work at about the same time.
+    waiting = deque(sorted(tasks, key=lambda task: task.part.size, reverse=True))
+    left = []
+    with _pool(min(workers, len(tasks)), settings) as pool:
+        for worker in pool:
+            _give(worker, waiting, wait_for_others)
+        while busy := [worker for worker in pool if worker.task is not None]:
+            ready = wait([worker.connection for worker in busy])
+            for worker in busy:
+                if worker.connection not in ready or worker.task is None:
+                    continue
+                task = worker.task
+                message = _receive(worker, task)
+                if isinstance(message, Advance):
+                    listener.advance(task, message)
+                    continue
+                if message.done:
+                    listener.finish(task)
+                else:
+                    left.append(task)
+                _give(worker, waiting, wait_for_others)
+    return left
+
+
+def _give(worker: _Worker, waiting: deque[PartTask], wait_for_others: bool) -> None:
+    worker.task = waiting.popleft() if waiting else None
+    if worker.task is not None:
+        try:
+            worker.connection.send((worker.task, wait_for_others))
+        except OSError:  # it is dead, which is seen where it is listened to
+            return
+
+
+def _receive(worker: _Worker, task: PartTask) -> Advance | Finished:
+    """What the worker says; an error where it failed, or is dead."""
+    try:
+        message: Advance | Finished | Failed = worker.connection.recv()
+    except (EOFError, OSError):
+        worker.process.join()
+        raise DataError(_describe_death(worker.process.exitcode or 0, task)) from None
+    if not isinstance(message, Failed):
+        return message
+    if message.is_user_error:
+        raise DataError(message.message)
+    raise RuntimeError(f"in a worker that prepared {task.label}:\n{message.message}")
+
+
+def _describe_death(code: int, task: PartTask) -> str:
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    hint = "; most often there was too little memory, and fewer data.prepare_workers need less"
+    return (
+        f"a worker process {how} while it prepared {task.label}{hint if code == -signal.SIGKILL else ''}; "
+        "what is finished is kept, and the same command goes on"
+    )
+
+
+@contextmanager
+def _pool(count: int, settings: EncoderSettings) -> Iterator[list[_Worker]]:
+    pool: list[_Worker] = []
+    try:
+        with _ignoring_interrupts():
+            for _ in range(count):
+                pool.append(_start(settings))
+        yield pool
+    finally:
+        for worker in pool:
+            worker.connection.close()  # how a worker is told to end; the death of this process tells it too
+        for worker in pool:
+            worker.process.join(PATIENCE_SECONDS)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+
+
+def _start(settings: EncoderSettings) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, settings), daemon=True)
+    process.start()
+    theirs.close()
+    return _Worker(process, ours)
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Children inherit it: Ctrl-C reaches every process of a terminal, and this one sees to the rest."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def serve(connection: Connection, settings: EncoderSettings) -> None:
+    """A worker's life: prepares what it is given until nobody is at the other end."""
+    limit_threads(settings.threads)
+    encoder: Encoder | None = None
+
+    def report(advance: Advance) -> None:
+        try:
+            connection.send(advance)
+        except OSError:
+            raise _Abandoned from None
+
+    with suppress(EOFError, OSError, _Abandoned):
+        while True:
+            task, wait_for_others = connection.recv()
+            answer: Finished | Failed
+            try:
+                if encoder is None:
+                    encoder = build_encoder(settings)
+                answer = Finished(prepare_part(task, settings, encoder, report, wait_for_others))
+            except PipelineError as error:
+                answer = Failed(str(error), True)
+            except MemoryError:
+                answer = Failed(f"no memory left for {task.label}; lower data.prepare_workers", True)
+            except _Abandoned:
+                raise
+            except Exception:
+                answer = Failed(traceback.format_exc(), False)
+            connection.send(answer)
+
+
+def limit_threads(threads: int) -> None:
+    """For the Rust libraries of this process; before they are first used."""
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"

@@ -1,0 +1,215 @@
+"""Documents of a recipe -> tokens in the cache: finds what is missing, has it made, reports it.
+
+Everything is known by its content, so what did not change is there already, whoever made it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.data.documents.part import no_text, read_texts
+from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
+from pipeline.data.prepared.fast import SAMPLE_DOCUMENTS, is_faithful
+from pipeline.data.prepared.folders import CHECKED, held_lock, replace_json
+from pipeline.data.prepared.parts import PartTask, damage_of, is_prepared, read_index
+from pipeline.data.prepared.plan import (
+    PlannedSource,
+    all_parts,
+    describe_differences,
+    find_sources,
+    hash_of,
+    plan_sources,
+    record_path,
+    unique_tasks,
+)
+from pipeline.data.prepared.pool import prepare_here, prepare_in_pool
+from pipeline.data.prepared.progress import PrepareProgress, format_bytes
+from pipeline.data.prepared.store import Prepared, PreparedSource, TokenStore
+from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
+
+SMALL_BYTES = 8_000_000  # tokenised in the time it takes to start workers
+log = logging.getLogger(__name__)
+Config = TextDataConfig | ChatDataConfig
+
+
+def prepare_documents(config: Config, shard: tuple[int, int] | None = None, verify: bool = False) -> Prepared:
+    """All documents of a recipe as tokens; what is not in the cache is tokenised first.
+
+    Any number of processes may call this at once: each part is made by one of them. On one machine a single
+    process at a time works on the same data, with all cores.
+
+    Args:
+        config: The recipe's data section.
+        shard: (index, count): prepare only every count-th part, and return only those.
+        verify: Compare all that is there with its checksums, not only what was touched.
+
+    Raises:
+        DataError: a source, a document, the tokenizer or the cache cannot be used; a worker was killed.
+    """
+    cache_dir = Path(config.cache_dir).expanduser()
+    sources = find_sources(config, cache_dir)
+    tokenizer = find_tokenizer(config, list(all_parts(sources, of_eval_sets=False)), cache_dir)
+    planned = plan_sources(config, sources, tokenizer, cache_dir)
+    tasks = unique_tasks(planned, shard)
+    missing = _missing(tasks, verify)
+    if missing:
+        _explain(config, tokenizer, cache_dir, len(missing), len(tasks))
+        lock = f"{platform.node()}-{hash_of([task.key for task in tasks])}"
+        with held_lock(cache_dir, lock, _say_once("another process prepares this data: waiting for it")):
+            still = [task for task in missing if not is_prepared(task.folder)]
+            _prepare(still, config, tokenizer)
+    prepared = _gather(planned, tasks, tokenizer, complete=shard is None)
+    if shard is None:
+        replace_json(record_path(config, cache_dir), {"tokenizer": tokenizer.digest})
+    _summarise(prepared, cache_dir)
+    return prepared
+
+
+def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
+    """Tasks whose part is not there, or damaged, which is said."""
+
+    def examine(task: PartTask) -> tuple[bool, str | None]:
+        there = task.folder.is_dir()
+        return there, damage_of(task.folder, verify) if there else None
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        results = list(pool.map(examine, tasks))
+    missing = []
+    for task, (there, damage) in zip(tasks, results, strict=True):
+        if damage is not None:
+            log.warning("%s is damaged (%s): it is prepared again", task.folder, damage)
+            with suppress(OSError):  # whoever looks next reads the content
+                (task.folder / CHECKED).unlink(missing_ok=True)
+        if not there or damage is not None:
+            missing.append(task)
+    return missing
+
+
+def _say_once(line: str) -> Callable[[], None]:
+    said: list[str] = []
+
+    def say() -> None:
+        if not said:
+            said.append(line)
+            log.info("%s", line)
+
+    return say
+
+
+def _explain(config: Config, tokenizer: TokenizerFolder, cache_dir: Path, missing: int, total: int) -> None:
+    before: Any = None
+    with suppress(OSError, ValueError):
+        before = json.loads(record_path(config, cache_dir).read_text("utf-8"))
+    reason = describe_differences(before, config, tokenizer.digest)
+    if reason is not None:
+        log.info("%s", reason)
+    elif missing < total:
+        log.info("%d of %d parts are prepared already", total - missing, total)
+
+
+def _prepare(tasks: Sequence[PartTask], config: Config, tokenizer: TokenizerFolder) -> None:
+    if not tasks:
+        return
+    cores = _cores()
+    size = sum(task.part.size for task in tasks)
+    known = all(task.part.size for task in tasks)
+    workers = min(config.prepare_workers or (1 if known and size < SMALL_BYTES else cores), len(tasks))
+    fast = _choose_fast(config, tokenizer, tasks)
+    threads = -(-cores // workers)
+    settings = EncoderSettings(
+        config=config,
+        tokenizer=tokenizer.path,
+        end_of_document=tokenizer.tokenizer.eos_token_id,
+        vocab_size=tokenizer.vocab_size,
+        fast=fast,
+        # The standard tokeniser takes a minute for a part: workers without one leave their cores to the rest.
+        threads=threads if fast else min(cores, 2 * threads),
+    )
+    log.info("tokenising %s in %d part%s", format_bytes(size), len(tasks), "s" * (len(tasks) > 1))
+    with PrepareProgress(size, len(tasks)) as progress:
+        for wait in (False, True):
+            if workers == 1:
+                tasks = prepare_here(tasks, settings, wait, progress)
+            else:
+                tasks = prepare_in_pool(tasks, settings, workers, wait, progress)
+            if not tasks:
+                break
+            log.info("another process is at %d more: waiting for it", len(tasks))
+    log.info(
+        "tokenised %s documents, %s tokens, %s of text in %.1f s: %s",
+        f"{progress.documents:,}",
+        f"{progress.tokens:,}",
+        format_bytes(progress.text_bytes),
+        progress.seconds,
+        progress.rates(),
+    )
+
+
+def _choose_fast(config: Config, tokenizer: TokenizerFolder, tasks: Sequence[PartTask]) -> bool:
+    """Whether gigatoken can take the place of tokenizers: tried on the first documents of parts all over."""
+    if isinstance(config, ChatDataConfig):
+        return False
+    chosen = tasks[:: max(1, len(tasks) // 30)]
+    each = max(1, SAMPLE_DOCUMENTS // len(chosen))
+    tally: Counter[str] = Counter()
+    sample = (text for task in chosen for _, text in islice(read_texts(task.part, tally), each))
+    return is_faithful(tokenizer.path, plain_text_tokenizer(tokenizer.path), sample)
+
+
+def _gather(
+    planned: Sequence[PlannedSource], tasks: Sequence[PartTask], tokenizer: TokenizerFolder, complete: bool
+) -> Prepared:
+    """What is there now.
+
+    Raises:
+        DataError: no document of a source has any text.
+    """
+    keys = {task.key for task in tasks}
+    sources: list[PreparedSource] = []
+    eval_sets: list[PreparedSource] = []
+    content: list[Any] = [tokenizer.digest]
+    for plan in planned:
+        source = plan.found.source
+        folders = [task.folder for task in plan.tasks if task.key in keys]
+        train, held_out = TokenStore(folders, "train"), TokenStore(folders, "eval")
+        tally: Counter[str] = Counter()
+        for folder in folders:
+            index = read_index(folder) or {}
+            tally.update(index.get("tally", {}))
+            content.append([source.name, {name: file["xxh3_128"] for name, file in index["files"].items()}])
+        if complete and train.num_documents + held_out.num_documents == 0:
+            raise no_text(source, tally)
+        found = PreparedSource(source.name or "", train, held_out, dict(tally))
+        (eval_sets if plan.found.is_eval_set else sources).append(found)
+    return Prepared(tokenizer.tokenizer, tokenizer.vocab_size, sources, eval_sets, hash_of(content))
+
+
+def _summarise(prepared: Prepared, cache_dir: Path) -> None:
+    for source in (*prepared.sources, *prepared.eval_sets):
+        skipped = "".join(f"; {count:,} {what}" for what, count in sorted(source.tally.items()))
+        log.info(
+            "%s: %s documents, %s tokens; %s documents, %s tokens held out%s",
+            source.name,
+            f"{source.train.num_documents:,}",
+            f"{source.train.num_tokens:,}",
+            f"{source.eval.num_documents:,}",
+            f"{source.eval.num_tokens:,}",
+            skipped,
+        )
+    log.info("prepared data: %s", cache_dir)
+
+
+def _cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,192 @@
+"""The tokenizer of a recipe as a folder in the cache, where every process finds the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.data.chat_layouts import read_conversation
+from pipeline.data.chat_template import find_template, special_tokens_of
+from pipeline.data.documents.part import Part, read_records, read_texts
+from pipeline.data.prepared.folders import (
+    abandon_folder,
+    begin_folder,
+    checksum_of,
+    find_damage,
+    finish_folder,
+    held_lock,
+    stamp,
+    write_json,
+    writing_to,
+)
+from pipeline.data.prepared.split_files import is_text_held_out
+from pipeline.data.tokenizer import (
+    digest_tokenizer,
+    load_pretrained,
+    read_tokenizer,
+    token_ids_end,
+    train_tokenizer,
+)
+from pipeline.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TRAINING_VERSION = 1  # part of the key: raise it when another tokenizer would come out
+TRAINING_BYTES = 1_000_000_000  # of text: more changes hardly an entry, and takes minutes for each further GB
+INDEX = "index.json"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """A tokenizer and the folder with its files.
+
+    Attributes:
+        path: For worker processes.
+        digest: Of all that decides the ids of a text.
+        vocab_size: Ids are below this.
+    """
+
+    path: Path
+    tokenizer: PreTrainedTokenizerFast
+    digest: str
+    vocab_size: int
+
+
+def find_tokenizer(
+    config: TextDataConfig | ChatDataConfig, parts: Sequence[Part], cache_dir: Path
+) -> TokenizerFolder:
+    """The recipe's tokenizer: loaded, or trained on the training split of `parts`. For chat with a template.
+
+    One process trains it; others that need the same one wait.
+
+    Raises:
+        DataError: the pretrained one cannot be used, there is no chat template, a document cannot be read,
+            or the cache not be written.
+    """
+    chat = config if isinstance(config, ChatDataConfig) else None
+    if config.tokenizer.pretrained is not None:
+        tokenizer = load_pretrained(config.tokenizer.pretrained)
+        if chat is not None:
+            tokenizer.chat_template = find_template(chat, tokenizer.chat_template)
+        digest = digest_tokenizer(tokenizer)
+        path = _keep(cache_dir, _hash([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
+    else:
+        content: list[Any] = [
+            TRAINING_VERSION,
+            config.kind,
+            config.tokenizer.vocab_size,
+            config.eval_fraction,
+        ]
+        content.append(sorted(part.digest for part in parts))
+        template = find_template(chat, None) if chat is not None else None  # fails before the training
+        if chat is not None:
+            content.append([chat.layout, *special_tokens_of(chat)])
+        path = _keep(cache_dir, _hash(content), lambda: _train(config, parts))
+        tokenizer = read_tokenizer(path / "tokenizer.json")
+        tokenizer.chat_template = template
+        digest = digest_tokenizer(tokenizer)
+    return TokenizerFolder(path, tokenizer, digest, token_ids_end(tokenizer))
+
+
+def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
+    """The folder of this key, made by one process unless it is there."""
+    folder = cache_dir / "tokenizers" / key
+    if _is_whole(folder):
+        return folder
+    waited: list[bool] = []
+
+    def alive() -> None:
+        if not waited:
+            log.info("another process is making the tokenizer: waiting for it")
+            waited.append(True)
+
+    with held_lock(cache_dir, f"tokenizer-{key}", alive):
+        if not _is_whole(folder):
+            if folder.exists():
+                log.warning("the tokenizer in %s is damaged: making it again", folder)
+            _write(cache_dir, folder, make())
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / INDEX).read_text("utf-8"))
+        return find_damage(folder, files, verify=False) is None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write(cache_dir: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with writing_to(cache_dir, "the tokenizer"):
+        temporary = begin_folder(folder)
+        try:
+            tokenizer.save_pretrained(str(temporary))
+            # Worker processes read ids out of this one: as it is now, whatever saving made of it.
+            (temporary / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
+            files = {
+                file.name: {"bytes": file.stat().st_size, "xxh3_128": checksum_of(file)}
+                for file in sorted(temporary.iterdir())
+            }
+            write_json(temporary / INDEX, files)
+            stamp(temporary, files)
+            finish_folder(temporary, folder)
+        except BaseException:
+            abandon_folder(temporary)
+            raise
+
+
+def _train(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> PreTrainedTokenizerFast:
+    size = min(sum(part.size for part in parts), TRAINING_BYTES)
+    log.info("training the tokenizer on %.1f MB", size / 1e6)
+    start = time.perf_counter()
+    documents = _training_documents(config, parts)
+    special_tokens = special_tokens_of(config) if isinstance(config, ChatDataConfig) else ()
+    tokenizer = train_tokenizer(documents, config.tokenizer.vocab_size, special_tokens)
+    log.info("trained a tokenizer of %d entries in %.1f s", len(tokenizer), time.perf_counter() - start)
+    return tokenizer
+
+
+def _training_documents(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> Iterator[str]:
+    """Texts of the training split, TRAINING_BYTES of them at most.
+
+    Parts come in the order of their digests: where it is a sample, it is a fair one of all sources.
+    """
+    left = TRAINING_BYTES
+    for part in sorted(parts, key=lambda part: part.digest):
+        for key, text in _keys_and_texts(config, part):
+            if is_text_held_out(key, config.eval_fraction):
+                continue
+            yield text
+            left -= len(key)
+            if left <= 0:
+                return
+
+
+def _keys_and_texts(config: TextDataConfig | ChatDataConfig, part: Part) -> Iterator[tuple[bytes, str]]:
+    """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
+    tally: Counter[str] = Counter()
+    if not isinstance(config, ChatDataConfig):
+        yield from ((text.encode(), text) for _, text in read_texts(part, tally))
+        return
+    for where, record in read_records(part, tally):
+        try:
+            conversation = read_conversation(where, record, config.layout)
+        except DataError:
+            if not part.skip_bad_records:
+                raise
+            continue
+        yield conversation.key, "\n".join(turn["content"] for turn in conversation.turns)
+
+
+def _hash(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,165 @@
+"""Shows text and conversations: what was prepared, and what of it a model would be given and learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.data.bundle import Batch
+from pipeline.inspection.documents import (
+    Lengths,
+    RowCounts,
+    Rows,
+    Store,
+    count_copies,
+    count_rows,
+    count_shared,
+    hashes_of,
+    lengths_of,
+)
+from pipeline.inspection.pictures import draw_lengths, length_bars
+from pipeline.inspection.screen import Screen, percent
+from pipeline.inspection.tokens import caption, first_documents, show_row, split_row
+
+
+@dataclass(frozen=True)
+class InspectedSource:
+    """A source, or an eval set: then nothing is in `train`.
+
+    Attributes:
+        name: As the recipe or the metrics call it.
+        train: Documents to train on.
+        eval: Documents held out.
+        tally: What was skipped or shortened, as preparing counted it.
+    """
+
+    name: str
+    train: Store
+    eval: Store
+    tally: Mapping[str, int]
+
+
+def show_documents(screen: Screen, sources: Sequence[InspectedSource]) -> dict[str, Lengths]:
+    """Counts, lengths and copies; returns each source's lengths."""
+    rows, lengths = [], {}
+    for source in sources:
+        found = lengths_of([source.train, source.eval])
+        held_out = lengths_of([source.eval]).documents
+        lengths[source.name] = found
+        rows.append(
+            [
+                source.name,
+                f"{found.documents:,}",
+                f"{found.tokens:,}",
+                f"{held_out:,} ({percent(held_out, found.documents)})",
+                f"{found.mean:,.0f}",
+                *(f"{found.percentile(share):,}" for share in (50, 95, 100)),
+            ]
+        )
+    screen.title("Documents")
+    columns = ["source", "documents", "tokens", "held out", "mean tokens", "median", "95 %", "longest"]
+    screen.table(columns, rows)
+    for source in sources:
+        for what, count in source.tally.items():
+            if count:
+                screen.line(f"{source.name}: {what}: {count:,}")
+    return lengths
+
+
+def show_copies(screen: Screen, sources: Sequence[InspectedSource], eval_sets: Sequence[str]) -> None:
+    """Exact copies within and across sources, and of training documents in what they are tested with."""
+    screen.title("Exact copies")
+    everything = []
+    for source in sources:
+        hashes = hashes_of([source.train, source.eval])
+        everything.append(hashes)
+        copies = count_copies(hashes)
+        screen.line(
+            f"{source.name}: {copies:,} of {len(hashes):,} documents ({percent(copies, len(hashes))})"
+        )
+    if len(sources) > 1:
+        hashes = np.sort(np.concatenate(everything))
+        copies = count_copies(hashes)
+        del everything
+        screen.line(f"all together: {copies:,} of {len(hashes):,} ({percent(copies, len(hashes))})")
+    trained = hashes_of([source.train for source in sources])
+    for source in sources:
+        held_out = hashes_of([source.eval])
+        shared = count_shared(held_out, trained)
+        if source.name in eval_sets or shared:
+            screen.line(
+                f"{source.name}: {shared:,} of {len(held_out):,} held-out documents are also trained on"
+            )
+
+
+def show_rows(screen: Screen, datasets: Mapping[str, Rows], sequence_length: int) -> None:
+    """How the training rows of each source are filled."""
+    table = []
+    counted: list[RowCounts] = []
+    with screen.progress("looking at rows", sum(map(len, datasets.values()))) as advance:
+        for name, dataset in datasets.items():
+            counts = count_rows(dataset, advance)
+            counted.append(counts)
+            table.append([name, *_row_cells(counts)])
+    if len(counted) > 1:
+        known = [counts.documents_cut for counts in counted if counts.documents_cut is not None]
+        total = RowCounts(
+            rows=sum(counts.rows for counts in counted),
+            places=sum(counts.places for counts in counted),
+            padded=sum(counts.padded for counts in counted),
+            learned=sum(counts.learned for counts in counted),
+            documents_cut=sum(known) if known else None,
+        )
+        table.append(["together", *_row_cells(total)])
+    screen.title(f"Training rows of {sequence_length:,} tokens")
+    screen.table(["source", "rows", "padding", "learned of what is not padding", "documents cut"], table)
+
+
+def _row_cells(counts: RowCounts) -> list[str]:
+    return [
+        f"{counts.rows:,}",
+        percent(counts.padded, counts.places),
+        percent(counts.learned, counts.places - counts.padded),
+        "wherever a row is full" if counts.documents_cut is None else f"{counts.documents_cut:,}",
+    ]
+
+
+def show_lengths(screen: Screen, lengths: dict[str, Lengths], sequence_length: int, path: Path) -> None:
+    """A sketch of the lengths here, and a picture at `path`."""
+    values = np.concatenate([found.values for found in lengths.values()])
+    every, places = np.unique(values, return_inverse=True)
+    counts = np.zeros(len(every), np.int64)
+    np.add.at(counts, places, np.concatenate([found.counts for found in lengths.values()]))
+    screen.title("Documents by length in tokens")
+    for line in length_bars(Lengths(every, counts)):
+        screen.line(line)
+    draw_lengths(lengths, sequence_length, path)
+    screen.line(f"picture: {path}")
+
+
+def show_samples(screen: Screen, sources: Sequence[InspectedSource], number: int, tokenizer: Any) -> None:
+    """The first documents of each source, decoded from their tokens."""
+    for source in sources:
+        store: Any = source.train if source.train.parts else source.eval
+        found = first_documents(store.parts, number, tokenizer)
+        for place, (length, words) in enumerate(found, start=1):
+            screen.title(f"{source.name}, document {place}: {length:,} tokens")
+            screen.line(words)
+
+
+def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None) -> None:
+    """Rows as the model gets them, learned tokens marked; without `pad_id` nothing is padded."""
+    screen.title("The first rows of the run")
+    screen.line(caption(screen.is_coloured))
+    positions = batch.get("position_ids")
+    for row, (input_ids, labels) in enumerate(
+        zip(batch["input_ids"].numpy(), batch["shift_labels"].numpy(), strict=True)
+    ):
+        own = None if positions is None else positions[row].numpy()
+        runs, padding = split_row(input_ids, labels, own, tokenizer.eos_token_id, pad_id)
+        screen.title(f"row {row + 1}: {int((labels != -100).sum()):,} of {len(labels):,} tokens are learned")
+        screen.line(show_row(runs, padding, tokenizer, screen.is_coloured))

@@ -1,0 +1,61 @@
+"""Where inspection writes: tables, text and pictures' paths on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 110  # characters, where there is no terminal to ask
+
+
+class Screen:
+    """A terminal, or what stands in for one.
+
+    Args:
+        no_color: Plain text also on a terminal.
+    """
+
+    def __init__(self, no_color: bool) -> None:
+        is_terminal = sys.stdout.isatty()
+        width = None if is_terminal else WIDTH
+        self._console = Console(no_color=no_color or None, highlight=False, width=width)
+        self.is_coloured = is_terminal and not self._console.no_color
+
+    def title(self, words: str) -> None:
+        self._console.print(Text(f"\n{words}", "bold"), soft_wrap=True)
+
+    def line(self, words: str | Text = "") -> None:
+        """Never wrapped or read as markup."""
+        self._console.print(Text(words) if isinstance(words, str) else words, soft_wrap=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """The first column on the left, numbers on the right."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self._console.print(table)
+
+    @contextmanager
+    def progress(self, description: str, total: int) -> Iterator[Callable[[int], object]]:
+        """A function that advances a bar, where stderr is a terminal."""
+        if not sys.stderr.isatty():
+            yield lambda amount: None
+            return
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(description, total=total)
+            yield lambda amount: progress.advance(task, amount)
+
+
+def percent(part: float, whole: float) -> str:
+    """`3.1 %`; of nothing it is nothing."""
+    share = 100 * part / whole if whole else 0.0
+    return f"{share:.1f} %" if share >= 0.1 or part == 0 else "< 0.1 %"

@@ -1,0 +1,115 @@
+"""Rows of tokens as text for the terminal: learned tokens stand out, in colour or in brackets.
+
+A token is learned where it is a target: where the label of the place before it is not -100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.text import Text
+
+from pipeline.inspection.documents import IGNORED
+
+LEARNED, READ, MARK = "bold green", "dim", "cyan"
+OPEN, CLOSE = "⟦", "⟧"
+MOST_TOKENS = 2048  # of one row
+MOST_CHARACTERS = 600  # of one document
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of one document that are all learned, or all only read."""
+
+    ids: list[int]
+    is_learned: bool
+    document: int
+
+
+def split_row(
+    input_ids: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    position_ids: NDArray[np.int64] | None,
+    end_id: int | None,
+    pad_id: int | None,
+) -> tuple[list[Run], int]:
+    """A row (T,) as runs, and how many places of it are padding.
+
+    The target of the last place is no input of this row, and ends the last run where it is learned.
+
+    Args:
+        input_ids: (T,)
+        labels: (T,) the token after each place, or -100.
+        position_ids: (T,) 0 where a document starts; None: it starts after `end_id`.
+        end_id: The end-of-document token.
+        pad_id: The token of padded places; None: nothing is padded.
+    """
+    learned = np.concatenate([[False], labels != IGNORED])  # (T + 1,)
+    ids = np.append(input_ids, labels[-1])
+    size = len(ids) if learned[-1] else len(ids) - 1
+    real = np.flatnonzero((ids[:size] != pad_id) | learned[:size])
+    filled = int(real[-1]) + 1 if len(real) else 0
+    if position_ids is not None and filled < size:
+        # Where the padding token ends documents too: padding starts at position 0, and an end does not.
+        begins = np.flatnonzero(position_ids[filled:] == 0)
+        filled = filled + int(begins[0]) if len(begins) else size
+    padding, size = size - filled, filled
+    starts = np.zeros(len(ids), dtype=bool)
+    if position_ids is None:
+        starts[1:] = input_ids == end_id
+    else:
+        starts[:-1] = position_ids == 0
+    documents = np.cumsum(starts[:size])
+    marked = zip(ids[:size].tolist(), learned[:size].tolist(), documents.tolist(), strict=True)
+    runs = [
+        Run([token for token, _, _ in group], bool(key[0]), int(key[1]))
+        for key, group in groupby(marked, key=lambda entry: entry[1:])
+    ]
+    return runs, padding
+
+
+def show_row(runs: list[Run], padding: int, tokenizer: Any, is_coloured: bool) -> Text:
+    """The row's text: learned tokens green, others dim; without colours learned ones in double brackets."""
+    text = Text()
+    left = MOST_TOKENS
+    for number, run in enumerate(runs):
+        if number and run.document != runs[number - 1].document:
+            text.append("\n--- next document ---\n", MARK)
+        words = tokenizer.decode(run.ids[:left])
+        bracketed = run.is_learned and not is_coloured
+        text.append(f"{OPEN}{words}{CLOSE}" if bracketed else words, LEARNED if run.is_learned else READ)
+        left -= len(run.ids)
+        if left <= 0:
+            rest = sum(len(other.ids) for other in runs) - MOST_TOKENS
+            text.append(f"\n--- {rest:,} more tokens ---" if rest else "", MARK)
+            break
+    if padding:
+        text.append(f"\n--- padding: {padding:,} of the row's places ---", MARK)
+    return text
+
+
+def caption(is_coloured: bool) -> Text:
+    """How to read `show_row`."""
+    if is_coloured:
+        return Text.assemble(("learned", LEARNED), ", ", ("only read", READ))
+    return Text(f"learned: {OPEN}in double brackets{CLOSE}; the rest is only read")
+
+
+def first_documents(parts: Any, number: int, tokenizer: Any) -> Iterator[tuple[int, str]]:
+    """Tokens, and the text as the model reads it, cut where it is long, of the first documents of a store."""
+    for part in parts:
+        begin = 0
+        for end in np.asarray(part.ends[:number]).tolist():
+            ids = np.asarray(part.tokens[begin : min(end, begin + MOST_CHARACTERS)]).tolist()
+            words = tokenizer.decode(ids)
+            is_cut = end - begin > len(ids) or len(words) > MOST_CHARACTERS
+            yield end - begin, words[:MOST_CHARACTERS] + (" ..." if is_cut else "")
+            begin = end
+            number -= 1
+        if number <= 0:
+            return

@@ -1,0 +1,297 @@
+"""What `inspect` counts is exact, what it draws is there, and what it shows reads without colours too."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+
+from pipeline.__main__ import main
+from pipeline.data.packing import pack
+from pipeline.inspection.documents import (
+    count_copies,
+    count_rows,
+    count_shared,
+    hashes_of,
+    lengths_of,
+)
+from pipeline.inspection.pictures import bars, draw_contact_sheet, draw_lengths, length_bars
+from pipeline.inspection.screen import Screen, percent
+from pipeline.inspection.tokens import first_documents, show_row, split_row
+
+END, PAD = 1, 2
+LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=4)  # of documents, by part
+
+
+@dataclass
+class MemoryPart:
+    tokens: np.ndarray
+    ends: np.ndarray
+    hashes: np.ndarray
+    learned: np.ndarray | None = None
+
+
+@dataclass
+class MemoryStore:
+    parts: list[MemoryPart] = field(default_factory=list)
+
+
+def store(lengths, seed=0, learned_share=None):
+    """Documents of these lengths; the hash of one is its length, so that equal ones are copies."""
+    rng = np.random.default_rng(seed)
+    parts = []
+    for part in lengths:
+        tokens = rng.integers(3, 200, sum(part)).astype(np.uint16)
+        ends = np.cumsum(part, dtype=np.int64) if part else np.empty(0, np.int64)
+        tokens[ends - 1] = END
+        learned = (
+            None if learned_share is None else (rng.random(len(tokens)) < learned_share).astype(np.uint8)
+        )
+        parts.append(MemoryPart(tokens, ends, np.array(part, dtype=np.uint64), learned))
+    return MemoryStore(parts)
+
+
+class Words:
+    """A tokenizer whose tokens are numbers."""
+
+    eos_token_id = END
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+def picture_of(path):
+    with Image.open(path) as image:
+        image.load()
+        return image.size
+
+
+@given(LENGTHS, LENGTHS)
+@settings(deadline=None)
+def test_lengths_are_exact(first, second):
+    flat = np.array([length for part in first + second for length in part], dtype=np.int64)
+    lengths = lengths_of([store(first), store(second)])
+    assert (lengths.documents, lengths.tokens) == (len(flat), flat.sum())
+    if len(flat):
+        assert lengths.mean == pytest.approx(flat.mean())
+        for share in (0, 5, 50, 95, 100):
+            assert lengths.percentile(share) == np.percentile(flat, share, method="inverted_cdf")
+        assert sum(int(line.split("  ")[-2].replace(",", "")) for line in length_bars(lengths)) == len(flat)
+
+
+@given(LENGTHS, LENGTHS)
+@settings(deadline=None)
+def test_copies_are_counted(first, second):
+    ours = [length for part in first for length in part]
+    theirs = [length for part in second for length in part]
+    hashes, others = hashes_of([store(first)]), hashes_of([store(second)])
+    assert count_copies(hashes) == len(ours) - len(set(ours))
+    assert count_copies(hashes_of([store(first), store(second)])) == len(ours + theirs) - len(
+        {*ours, *theirs}
+    )
+    assert count_shared(hashes, others) == sum(length in theirs for length in ours)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "none"])
+@pytest.mark.parametrize("learned_share", [None, 0.4])
+@given(lengths=LENGTHS, size=st.integers(2, 16))
+@settings(deadline=None, max_examples=10)
+def test_rows_are_counted(packing, learned_share, lengths, size):
+    rows = pack(store(lengths, learned_share=learned_share), packing, size, True, PAD)
+    done = []
+    counts = count_rows(rows, done.append)
+    every = [rows[i] for i in range(len(rows))]
+    assert (counts.rows, sum(done), counts.places) == (len(rows), len(rows), len(rows) * size)
+    assert counts.learned == sum(int((row["shift_labels"] != -100).sum()) for row in every)
+    assert counts.padded == sum(int((row["input_ids"] == PAD).sum()) for row in every)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "none"])
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("pad_id", [PAD, END])
+@given(lengths=LENGTHS, size=st.integers(2, 16), learned_share=st.sampled_from([None, 0.0, 0.5, 1.0]))
+@settings(deadline=None, max_examples=10)
+def test_every_token_of_a_row_is_shown_as_the_loss_sees_it(
+    packing, separate, pad_id, lengths, size, learned_share
+):
+    """Learned tokens are the labels, in their order; tokens and padding are the row's."""
+    rows = pack(store(lengths, learned_share=learned_share), packing, size, separate, pad_id)
+    for index in range(len(rows)):
+        row = {key: tensor.numpy() for key, tensor in rows[index].items()}
+        labels = row["shift_labels"]
+        runs, padding = split_row(
+            row["input_ids"], labels, row.get("position_ids"), END, getattr(rows, "pad_id", None)
+        )
+        shown = [token for run in runs for token in run.ids]
+        whole = [*row["input_ids"], labels[-1]] if labels[-1] != -100 else [*row["input_ids"]]
+        assert shown + [pad_id] * padding == whole
+        assert [token for run in runs if run.is_learned for token in run.ids] == labels[
+            labels != -100
+        ].tolist()
+        if separate or pad_id != END:
+            assert padding == (0 if packing == "concatenate" else size - placed(rows, index))
+        for before, after in itertools.pairwise(runs):
+            assert before.is_learned != after.is_learned or before.document != after.document
+            if before.document != after.document and separate:
+                assert not after.is_learned  # the first token of a document is predicted from nothing
+
+
+def placed(rows, index):
+    """Tokens of documents in a row."""
+    return int(rows._lengths[rows._bounds[index] : rows._bounds[index + 1]].sum())
+
+
+def test_a_row_reads_with_and_without_colours():
+    labels = np.array([7, -100, 8, END, -100, -100])
+    runs, padding = split_row(np.array([5, 7, 6, 8, END, PAD]), labels, None, END, PAD)
+    plain = show_row(runs, padding, Words(), is_coloured=False).plain
+    assert plain == "5⟦7⟧6⟦8 1⟧\n--- padding: 1 of the row's places ---"
+    coloured = show_row(runs, padding, Words(), is_coloured=True)
+    assert "⟦" not in coloured.plain
+    buffer = io.StringIO()
+    Console(file=buffer, force_terminal=True, color_system="standard").print(coloured)
+    assert "\x1b[1;32m7" in buffer.getvalue()
+    joined, _ = split_row(
+        np.array([5, END, 6, 7]), np.array([END, -100, 7, 9]), np.array([0, 1, 0, 1]), END, None
+    )
+    assert show_row(joined, 0, Words(), is_coloured=False).plain == "5⟦1⟧\n--- next document ---\n6⟦7 9⟧"
+
+
+def test_the_first_documents():
+    found = list(first_documents(store([[3], [], [700, 4]]).parts, 3, Words()))
+    assert [length for length, _ in found] == [3, 700, 4]
+    assert found[1][1].endswith(" ...")
+    assert found[2][1].endswith(" 1")
+    assert len(list(first_documents(store([[3, 4], [5]]).parts, 2, Words()))) == 2
+
+
+def test_pictures_are_drawn(tmp_path):
+    one = lengths_of([store([[5, 6, 900]])])
+    draw_lengths({"one": one, "none": lengths_of([])}, 128, tmp_path / "new" / "one.png")
+    draw_lengths({f"source{i}": one for i in range(9)}, 128, tmp_path / "many.png")
+    draw_lengths({}, 128, tmp_path / "empty.png")
+    draw_contact_sheet(
+        [np.zeros((8, 8, c), np.float32) for c in (1, 3)], ["a", "b" * 99], tmp_path / "sheet.png"
+    )
+    for name in ("new/one.png", "many.png", "empty.png", "sheet.png"):
+        assert min(picture_of(tmp_path / name)) > 100
+    assert bars(["a", "bb"], [0, 3]) == [" a  0  ", "bb  3  " + "█" * 40]
+    assert [percent(0, 5), percent(1, 5), percent(1, 10**6), percent(0, 0)] == [
+        "0.0 %",
+        "20.0 %",
+        "< 0.1 %",
+        "0.0 %",
+    ]
+
+
+def test_text_is_printed_as_it_is(capsys):
+    screen = Screen(no_color=False)
+    screen.line("[bold]" + "x" * 300 + " :smile:")
+    screen.table(["a"], [["[red]"]])
+    written = capsys.readouterr().out
+    assert "[bold]" + "x" * 300 + " :smile:\n" in written
+    assert "[red]" in written
+
+
+def inspect(tmp_path, data, *more):
+    recipe = {
+        "name": "seen",
+        "runs_dir": str(tmp_path / "runs"),
+        "max_epochs": 1,
+        "model": {"kind": "cnn"},
+        "batch": {"micro_batch_size": 3},
+        "data": data,
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return main(["inspect", "--config", str(tmp_path / "recipe.yaml"), *more])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, count in (("bee", 9), ("cat", 6)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 256, (10 + i, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{i}.png")
+    (tmp_path / "images" / "cat" / "copy.png").write_bytes(
+        (tmp_path / "images" / "cat" / "0.png").read_bytes()
+    )
+    return tmp_path / "images"
+
+
+def test_images(tmp_path, folder, capsys):
+    data = {"kind": "images", "path": str(folder), "image_size": 12, "eval_fraction": 0.0}
+    data["augmentations"] = {"RandomHorizontalFlip": {}}
+    assert inspect(tmp_path, data) == 0
+    shown = capsys.readouterr().out
+    assert "16 training images, 0 held out, 2 classes" in shown
+    assert "bee  9" in shown
+    assert "width 20 to 20, median 20; height 10 to 18" in shown
+    assert "5 (31.2 %) are smaller" in shown
+    assert "exact copies: 1 of 16" in shown
+    assert min(picture_of(tmp_path / "runs" / "inspect" / "seen" / "training_images.png")) > 100
+
+
+def test_images_that_cannot_be_opened_are_named(tmp_path, folder, capsys):
+    (folder / "bee" / "0.png").write_bytes(b"nothing")
+    held = tmp_path / "held"
+    (held / "cat").mkdir(parents=True)
+    (held / "cat" / "a.png").write_bytes((folder / "cat" / "1.png").read_bytes())
+    data = {"kind": "images", "path": str(folder), "image_size": 12, "eval_path": str(held)}
+    assert inspect(tmp_path, data) == 2
+    shown = capsys.readouterr()
+    assert "cannot be opened: " + str(folder / "bee" / "0.png") in shown.out
+    assert "images: 1 of 1 held-out images are also trained on" in shown.out
+    assert shown.err.startswith(f"error: {folder / 'bee' / '0.png'}: not a readable image")
+    assert shown.err.count("\n") == 1
+
+
+def test_digits(tmp_path, capsys):
+    assert inspect(tmp_path, {"kind": "digits"}, "--output", str(tmp_path / "out")) == 0
+    assert "1,438 training images, 359 held out, 10 classes" in capsys.readouterr().out
+    assert min(picture_of(tmp_path / "out" / "training_images.png")) > 100
+
+
+MODULE = """
+import torch
+class Own:
+    def __init__(self, length): self.length = length
+    def __len__(self): return self.length
+    def __getitem__(self, index): return {"inputs": torch.zeros(4, 2), "labels": torch.tensor(index)}
+def data(split): return Own(7 if split == "train" else 5)
+"""
+
+
+def test_data_of_ones_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_for_inspect.py").write_text(MODULE)
+    assert inspect(tmp_path, {"kind": "own_for_inspect:data"}) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "train 7 eval 5" in shown
+    assert "inputs (3, 4, 2) float32" in shown
+    assert "labels (3,) int64" in shown
+
+
+def test_bad_input_is_one_line(tmp_path, capsys, folder):
+    data = {"kind": "images", "path": str(folder), "image_size": 12}
+    (tmp_path / "file").write_text("")
+    for changed, more, message in (
+        ({"path": str(tmp_path / "imagse")}, [], 'did you mean "images"?'),
+        ({"pahts": 1}, [], "unknown key"),
+        ({}, ["--samples", "-1"], "--samples -1: expected 0 or more"),
+        ({}, ["--output", str(tmp_path / "file" / "deeper")], "cannot be written: Not a directory"),
+    ):
+        assert inspect(tmp_path, data | changed, *more) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1

@@ -1,0 +1,255 @@
+"""Reading files of every kind, compressed and not; and what a bad record, row or file leads to."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+from documents_support import COMPRESS, one_line, parts_of, read, source, texts, write
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data.documents.readers import read_csv
+from pipeline.data.documents.records import BadRecords
+from pipeline.data.documents.streams import Span
+
+ROWS = [{"text": "one\nline two", "id": 1}, {"text": 'é "quoted", 😀', "id": 2}, {"text": "last", "id": 3}]
+
+
+def as_csv(delimiter):
+    lines = ["text", "id"], *([row["text"].replace('"', '""'), row["id"]] for row in ROWS)
+    return "".join(f'"{text}"{delimiter}{number}\r\n' for text, number in lines).encode()
+
+
+def as_arrow(stream):
+    sink = io.BytesIO()
+    table = pa.Table.from_pylist(ROWS)
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return sink.getvalue()
+
+
+def as_parquet(rows=ROWS, **settings):
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink, **settings)
+    return sink.getvalue()
+
+
+def as_feather():
+    sink = io.BytesIO()
+    pyarrow.feather.write_feather(pa.Table.from_pylist(ROWS), sink)
+    return sink.getvalue()
+
+
+FILES = {
+    "a.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS).encode(),
+    "b.csv": as_csv(","),
+    "c.tsv": as_csv("\t"),
+    "d.parquet": as_parquet(row_group_size=2),
+    "e.arrow": as_arrow(stream=True),
+    "f.arrow": as_arrow(stream=False),
+    "g.feather": as_feather(),
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("name", FILES)
+def test_rows_are_the_same_in_every_format(tmp_path, name, compression):
+    path = write(tmp_path / (name + compression), COMPRESS[compression](FILES[name]))
+    found = read(source(path), tmp_path)
+    values = [{**record, "id": int(record["id"])} for _, record in found]  # CSV knows text alone
+    assert values == ROWS
+    assert [where.rsplit(":", 1)[1] for where, _ in found] in (
+        ["1", "2", "3"],  # lines
+        ["2", "4", "5"],  # the first row of a CSV names the fields
+        [" row 1", " row 2", " row 3"],
+    )
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_a_file_of_text_is_one_document(tmp_path, compression):
+    path = write(tmp_path / f"a.md{compression}", COMPRESS[compression]("\ufeffone\r\ntwo é\n".encode()))
+    assert read(source(path), tmp_path) == [(str(path), "one\r\ntwo é\n")]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_files_may_be_put_together(tmp_path, suffix):
+    halves = [b'{"text": "a', b'b"}\n{"text": "c"}\n']
+    path = write(tmp_path / f"a.jsonl{suffix}", b"".join(map(COMPRESS[suffix], halves)))
+    assert texts(source(path), tmp_path) == ["ab", "c"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("harm", ["cut", "flipped", "other", "behind", "none"])
+def test_damaged_compression(tmp_path, suffix, harm):
+    line = b'{"text": "%s"}\n' % b" ".join(str(number).encode() for number in range(9000))
+    whole = COMPRESS[suffix](line)
+    damaged = {
+        "cut": whole[:-3],
+        "flipped": whole[:5000] + bytes([whole[5000] ^ 255, whole[5001] ^ 255]) + whole[5002:],
+        "other": b"not compressed at all",
+        "behind": whole + b"something else",
+        "none": b"",
+    }[harm]
+    path = write(tmp_path / f"a.jsonl{suffix}", damaged)
+    message = one_line(source(path, bad_records="skip"), tmp_path)
+    assert str(path) in message
+    if harm in ("cut", "other", "behind"):
+        assert "compression is damaged or cut short" in message
+
+
+def test_what_has_no_text_is_left_out_or_known(tmp_path):
+    write(tmp_path / "a.txt", "one")
+    write(tmp_path / "b.txt", " \n\u2003")
+    write(tmp_path / "c.txt", "")
+    write(tmp_path / "d.jsonl", '\n{"text": "é"}\n  \n{"text": " "}\n{"text": "last", "id": 3}')
+    assert texts(source(tmp_path), tmp_path) == ["one", "é", "last"]
+
+
+def test_not_utf8(tmp_path):
+    path = write(tmp_path / "latin.txt", b"caf" + b"\xe9 au lait")
+    assert f"{path}: not UTF-8: byte 0xe9 at byte offset 3; convert" in one_line(source(path), tmp_path)
+    lines = write(tmp_path / "lines.jsonl", b'{"text": "good"}\n{"text": "caf\xe9"}\n')
+    assert f"{lines}:2: not UTF-8: byte 0xe9 at byte offset 30;" in one_line(source(lines), tmp_path)
+    packed = write(tmp_path / "packed.txt.gz", COMPRESS[".gz"](b"caf\xe9"))
+    assert "at byte offset 3 of what it decompresses to" in one_line(source(packed), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', "not a line of JSON: Expecting ',' delimiter"),
+        ("[1, 2]", "is a list; expected an object"),
+        ("null", "is a null; expected an object"),
+        ('"text"', "is a string; expected an object"),
+        ('{"body": "a", "id": 1}', "no field 'text'; its fields: 'body', 'id'. Set data.text_field"),
+        ("{}", "its fields: none"),
+        ('{"text": 3}', "field 'text' is a number; expected a string"),
+        ('{"text": null}', "field 'text' is a null"),
+        ('{"text": "\\ud800"}', "no valid text: surrogates not allowed"),
+        ('{"text": ' + "9" * 5000 + "}", "not a line of JSON"),
+        ("[" * 100_000, "not a line of JSON"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_bad_line_of_jsonl(tmp_path, line, message):
+    path = write(tmp_path / "data.jsonl", json.dumps({"text": "good"}) + "\n\n" + line + "\n")
+    found = one_line(source(path), tmp_path)
+    assert found.startswith(f"{path}:3: ")
+    assert message in found
+
+
+def test_bad_records_are_skipped_and_counted_where_that_is_asked_for(tmp_path):
+    write(
+        tmp_path / "a.jsonl",
+        b'{"text": "1"}\n{"text": "caf\xe9"}\n[]\n{"text"\n{"text": 2}\n{}\n{"text": "2"}\n',
+    )
+    write(tmp_path / "b.csv", b'text,id\n3,1\ncaf\xe9,2\n4,1,5\n"5"6,7\n8,9\n"open')
+    write(tmp_path / "c.txt", b"\xff")
+    write(tmp_path / "d.txt", b"good")
+    tally = Counter()
+    found = texts(source(tmp_path, bad_records="skip"), tmp_path / "cache", tally)
+    assert found == ["1", "2", "3", "8", "good"]
+    assert tally == {"bad records": 5 + 4 + 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'text,id\n"a\nb",1\nc\n', ":4: 1 fields, where the first row names 2"),
+        (b'text,id\n"a\nb",1\n"c', ":4: not a row of CSV: unexpected end of data"),
+        (b'text,id\n"a"b,1\n', ":2: not a row of CSV: ',' expected after '\"'"),
+        (b"text,id\na,\xff\n", ":2: not UTF-8: byte 0xff at byte offset 10"),
+        (b"text,id,text\n", ":1: the first row names the field 'text' twice"),
+        (b"te\xffxt\n", ":1: not UTF-8"),
+        (b"body,id\na,1\n", ":2: no field 'text'; its fields: 'body', 'id'"),
+    ],
+)
+def test_a_bad_row_of_csv(tmp_path, content, message):
+    path = write(tmp_path / "data.csv", content)
+    assert f"{path}{message}" in one_line(source(path), tmp_path)
+
+
+def test_a_field_of_csv_may_be_long(tmp_path):
+    path = write(tmp_path / "data.csv", "text\n" + "x" * 300_000)
+    assert texts(source(path), tmp_path) == ["x" * 300_000]
+
+
+@given(
+    rows=st.lists(
+        st.lists(
+            st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), min_size=2, max_size=2
+        )
+    ),
+    ending=st.sampled_from(["\n", "\r\n"]),
+)
+def test_csv_comes_back_as_it_was_written(tmp_path_factory, rows, ending):
+    import csv
+
+    path = tmp_path_factory.mktemp("csv") / "data.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator=ending, quoting=csv.QUOTE_ALL).writerows([["a", "b"], *rows])
+    span = Span(str(path), "csv")
+    found = [record for _, record in read_csv(span, BadRecords(False, Counter()), None)]
+    assert found == [{"a": first, "b": second} for first, second in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"no parquet", "cannot be read as parquet"),
+        ("a.parquet", b"", "cannot be read as parquet"),
+        ("a.parquet", as_parquet()[:-20], "cannot be read as parquet"),
+        (
+            "a.parquet",
+            as_parquet([{"body": "x", "id": 1}]),
+            "row 1: no field 'text'; its fields: 'body', 'id'",
+        ),
+        ("a.parquet", as_parquet([{"text": "x"}, {"text": None}]), "row 2: field 'text' is a null"),
+        ("a.parquet", as_parquet([{"text": b"x"}]), "row 1: field 'text' is a bytes; expected a string"),
+        ("a.arrow", b"no arrow", "cannot be read as Arrow"),
+        ("a.arrow", as_arrow(stream=True)[:-300], "cannot be read as Arrow"),
+        ("a.arrow", as_arrow(stream=False)[:-30], "cannot be read as Arrow"),
+        ("a.arrow", b"", "is empty, so no Arrow file"),
+        ("a.feather", b"FEA1....", "version 1 of Feather"),
+    ],
+)
+def test_a_bad_table(tmp_path, name, content, message):
+    path = write(tmp_path / name, content)
+    found = one_line(source(path), tmp_path)
+    assert found.startswith(str(path))
+    assert message in found
+
+
+def test_a_text_in_a_table_that_is_not_utf8(tmp_path):
+    column = pa.array([b"good", b"caf\xe9"]).view(pa.utf8())
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": column}), path)
+    assert str(path) in one_line(source(path), tmp_path)
+
+
+def test_only_the_wanted_column_of_a_table_is_read(tmp_path):
+    for name in ("d.parquet", "f.arrow"):
+        path = write(tmp_path / name, FILES[name])
+        [part] = parts_of(source(path), tmp_path)
+        for wanted, expected in (("text", ["text"]), ("missing", ["text", "id"]), (None, ["text", "id"])):
+            rows = part.pieces[0].read(BadRecords(False, Counter()), wanted)
+            assert [list(row) for _, row in rows] == [expected] * 3
+
+
+def test_another_text_field(tmp_path):
+    path = write(tmp_path / "data.jsonl", '{"body": "a"}\n')
+    assert texts(source(path, text_field="body"), tmp_path) == ["a"]
+
+
+def test_topics_of_the_standard_library(tmp_path):
+    found = read(source("python_stdlib"), tmp_path)
+    topics = [record for where, record in found if "topics.py: " in where]
+    assert len(topics) > 50
+    assert any('The "with" statement' in text for text in topics)

@@ -1,0 +1,96 @@
+"""A small corpus of several parts, a tokenizer for it, and how to look at a cache."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.data_schema import TextDataConfig
+from pipeline.data.tokenizer import train_tokenizer
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+def stdlib_texts(pattern: str, characters: int) -> list[str]:
+    """Pieces of modules, 200 to 2,000 characters each."""
+    texts = []
+    for path in sorted(STDLIB.glob(pattern)):
+        text = path.read_text("utf-8")
+        while text and characters > 0:
+            size = 200 + 137 * len(texts) % 1800
+            texts.append(text[:size])
+            text, characters = text[size:], characters - size
+    return texts
+
+
+@pytest.fixture(scope="session")
+def cut_stdlib():
+    """`stdlib_texts`, for tests in other files."""
+    return stdlib_texts
+
+
+@pytest.fixture(scope="session")
+def tokenizer_json(tmp_path_factory):
+    """A BPE of 500 entries, as a file."""
+    path = tmp_path_factory.mktemp("tokenizer") / "bpe.json"
+    path.write_text(train_tokenizer(stdlib_texts("a*.py", 200_000), 500).backend_tokenizer.to_str())
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_corpus():
+    """Writes JSONL files of about `characters` each, of different texts: each is a part of its own."""
+
+    def make(folder: Path, files: int, characters: int) -> list[Path]:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for number, letter in enumerate("bcdefghijklm"[:files]):
+            path = folder / f"{number}.jsonl"
+            lines = [json.dumps({"text": text}) for text in stdlib_texts(f"{letter}*.py", characters)]
+            path.write_text("\n".join(lines) + "\n")
+            paths.append(path)
+        return paths
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_config(tokenizer_json):
+    """A data section with one source for each file."""
+
+    def make(paths, cache_dir, **changes) -> TextDataConfig:
+        settings = {
+            "kind": "text",
+            "sources": [{"name": path.stem, "paths": [str(path)]} for path in paths],
+            "cache_dir": str(cache_dir),
+            "eval_fraction": 0.2,
+            "tokenizer": {"pretrained": str(tokenizer_json)},
+            "prepare_workers": 1,
+        }
+        return TextDataConfig(**(settings | changes))
+
+    return make
+
+
+@pytest.fixture
+def corpus(make_corpus, tmp_path):
+    """Four files of 20,000 characters."""
+    return make_corpus(tmp_path / "corpus", 4, 20_000)
+
+
+@pytest.fixture(scope="session")
+def content_of():
+    """Every prepared byte in a cache, by path; not the notes on when it was last looked at."""
+
+    def content(cache_dir: Path) -> dict[str, bytes]:
+        parts = cache_dir / "parts"
+        return {
+            str(path.relative_to(parts)): path.read_bytes()
+            for path in sorted(parts.rglob("*"))
+            if path.is_file() and path.name != "checked.json"
+        }
+
+    return content

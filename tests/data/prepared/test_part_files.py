@@ -1,0 +1,99 @@
+"""The files of a part: what is appended comes back, however it was divided; a full disk is one line."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.prepared.encoder import Document
+from pipeline.data.prepared.folders import held_lock, writing_to
+from pipeline.data.prepared.parts import FORMAT_VERSION
+from pipeline.data.prepared.split_files import PartWriter, hash_documents, is_held_out
+from pipeline.data.prepared.store import TokenStore
+from pipeline.errors import DataError
+
+FACTS = {"identity": {"format": FORMAT_VERSION}}
+keys = st.lists(st.binary(max_size=12), max_size=30)
+
+
+def document(key: bytes, with_learned: bool) -> Document:
+    ids = np.frombuffer(key + b"\xff", dtype=np.uint8).astype(np.uint16)
+    return Document(ids, ids % 2 == 0 if with_learned else None, key)
+
+
+def write(folder: Path, documents: list[Document], cuts: list[int], learned: bool) -> dict[str, bytes]:
+    writer = PartWriter(folder, np.dtype("<u2"), learned)
+    bounds = [0, *sorted(cut % (len(documents) + 1) for cut in cuts), len(documents)]
+    for start, end in itertools.pairwise(bounds):
+        writer.append(documents[start:end], 0.5)
+    writer.finish(FACTS)
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "checked.json"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(keys, st.lists(st.integers(0, 30), max_size=4), st.booleans())
+def test_documents_come_back_and_batches_leave_no_trace(keys, cuts, learned):
+    documents = [document(key, learned) for key in keys]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        assert write(folder / "a", documents, cuts, learned) == write(folder / "b", documents, [], learned)
+        mask = is_held_out(hash_documents(documents), 0.5)
+        for split, chosen in (("train", ~mask), ("eval", mask)):
+            store = TokenStore([folder / "a"], split)
+            expected = [each for each, take in zip(documents, chosen, strict=True) if take]
+            assert store.num_documents == len(expected)
+            assert store.num_tokens == sum(len(each.ids) for each in expected)
+            if not expected:
+                assert store.parts == []
+                continue
+            (part,) = store.parts
+            rows = np.split(part.tokens, part.ends[:-1])
+            assert [row.tolist() for row in rows] == [each.ids.tolist() for each in expected]
+            assert part.hashes.tolist() == hash_documents(expected).tolist()
+            if learned:
+                assert part.learned.tolist() == [int(v) for each in expected for v in each.learned]
+            else:
+                assert part.learned is None
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.floats(0, 1))
+def test_a_larger_fraction_holds_out_more_and_nothing_goes_back(hashes, fraction):
+    values = np.array(hashes, dtype=np.uint64)
+    held_out = is_held_out(values, fraction)
+    assert held_out.tolist() == [value < fraction * 2**64 for value in hashes]
+    assert (is_held_out(values, min(1.0, fraction + 0.1)) >= held_out).all()
+    assert is_held_out(values, 1.0).all()
+    assert not is_held_out(values, 0.0).any()
+
+
+def test_a_full_disk_is_one_line_with_where_and_what_to_do(tmp_path):
+    with (
+        pytest.raises(DataError, match=r"No space left on device \(.* GB free there\); make room") as caught,
+        writing_to(tmp_path, "part 1"),
+        open("/dev/full", "wb", buffering=0) as full,
+    ):
+        full.write(b"tokens")
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+
+
+def test_what_is_abandoned_leaves_nothing(tmp_path):
+    writer = PartWriter(tmp_path / "a", np.dtype("<u2"), False)
+    writer.append([document(b"x", False)], 0.5)
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_is_held_by_one(tmp_path):
+    with held_lock(tmp_path, "a", None) as first, held_lock(tmp_path, "a", None) as second:
+        assert (first, second) == (True, False)
+    with held_lock(tmp_path, "a", None) as third:
+        assert third

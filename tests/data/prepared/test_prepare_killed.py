@@ -1,0 +1,259 @@
+"""The command killed, interrupted, out of room, and not alone: it ends with the bytes of a quiet run."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.prepare_command import (
+    PATIENCE,
+    Command,
+    Ended,
+    bytes_of,
+    command_line,
+    environment,
+    parts_of,
+    write_recipe,
+)
+
+FILES, CHARACTERS = 8, 2_000_000
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, cut_stdlib):
+    """Eight files, each a part that takes a worker a quarter of a second."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = cut_stdlib("*.py", CHARACTERS)
+    paths = [folder / f"{number}.jsonl" for number in range(FILES)]
+    for number, path in enumerate(paths):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[number::FILES]))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def recipe_for(make_config):
+    """A recipe over some files, with a tokenizer trained on them; its cache is beside it."""
+
+    def write(folder: Path, paths: list[Path], name: str = "recipe", **changes) -> Path:
+        settings = {"prepare_workers": 2, "tokenizer": {"vocab_size": 600}} | changes
+        config = make_config(paths, folder / "cache", **settings)
+        return write_recipe(folder / f"{name}.yaml", config.model_dump(exclude_unset=True))
+
+    return write
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """An undisturbed run: what it left, and the seconds between which it worked."""
+
+    content: dict[str, bytes]
+    documents: int
+    begin: float
+    end: float
+
+
+@pytest.fixture(scope="module")
+def quiet(recipe_for, corpus, tmp_path_factory):
+    command = Command(recipe_for(tmp_path_factory.mktemp("quiet"), corpus))
+    while not command.cache.exists() and command.process.poll() is None:
+        time.sleep(0.01)
+    begin = time.monotonic() - command.started
+    ended = command.end()
+    assert ended.code == 0, ended
+    assert len(parts_of(command.cache)) == FILES
+    return Quiet(bytes_of(command.cache), ended.tokenised, begin, time.monotonic() - command.started)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(recipe_for, corpus, quiet, tmp_path):
+    """Whoever was killed, the command is given again at once; a run that ends before is compared."""
+    rng = random.Random(4)
+    history: list[tuple[str, float]] = []
+    while len(history) < KILLS:
+        folder = tmp_path / f"after-{len(history)}"
+        folder.mkdir()
+        recipe = recipe_for(folder, corpus)
+        while disturb(Command(recipe), rng, quiet, history):
+            pass
+        assert bytes_of(folder / "cache") == quiet.content, history
+        shutil.rmtree(folder)
+    assert {whom for whom, _ in history} == {"group", "parent", "worker"}
+
+
+def disturb(command: Command, rng: random.Random, quiet: Quiet, history: list[tuple[str, float]]) -> bool:
+    """Kills one or all of the processes, and notes it; False: the command came to its end before."""
+    whom, moment = rng.choice(["group", "parent", "worker"]), rng.uniform(quiet.begin, quiet.end)
+    try:
+        command.process.wait(moment if len(history) < KILLS else PATIENCE)
+    except subprocess.TimeoutExpired:
+        if whom == "worker" and not command.kill_worker():
+            whom = "group"  # there is no worker yet, or no more
+        history.append((whom, round(moment, 2)))
+        if whom != "worker":
+            command.kill(orphans=whom == "parent")
+            return True
+    ended = command.end()
+    assert ended.code in (0, 2) if history and history[-1][0] == "worker" else ended.code == 0, (
+        ended,
+        history,
+    )
+    return ended.code == 2
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_one_line_with_its_part(recipe_for, corpus, tmp_path, tokenizer_json):
+    command = Command(recipe_for(tmp_path, corpus[:4], tokenizer={"pretrained": str(tokenizer_json)}))
+    command.wait_for_part()
+    assert command.kill_worker()
+    line = command.end().error
+    assert re.match(r"error: a worker process was ended by SIGKILL while it prepared part \w+ of [0-3]", line)
+    assert line.endswith("what is finished is kept, and the same command goes on")
+
+
+@pytest.mark.slow
+def test_interrupted_it_says_so_in_one_line_and_goes_on(recipe_for, corpus, quiet, tmp_path):
+    recipe = recipe_for(tmp_path, corpus)
+    for moment in ("locks/tokenizer-*", 1, 3, 5):
+        command = Command(recipe)
+        command.wait_for(moment) if isinstance(moment, str) else command.wait_for_part(moment)
+        command.send(signal.SIGINT)
+        ended = command.end()
+        assert ended.code == 130, ended
+        assert ended.said[-1] == "stopped; what is finished is kept, and the same command goes on"
+        assert "Traceback" not in "\n".join(ended.said)
+        assert not list(command.cache.glob("parts/*.tmp"))
+    kept = parts_of(command.cache)
+    assert Command(recipe).end().code == 0
+    assert kept.items() <= parts_of(command.cache).items()
+    assert bytes_of(command.cache) == quiet.content
+
+
+@pytest.mark.slow
+def test_a_file_that_changes_meanwhile_is_one_line(recipe_for, corpus, tmp_path, tokenizer_json):
+    paths = [Path(shutil.copy(path, tmp_path)) for path in corpus[:4]]
+    tokenizer = {"pretrained": str(tokenizer_json)}
+    recipe = recipe_for(tmp_path, paths, tokenizer=tokenizer)
+    command = Command(recipe)
+    command.wait_for_part()
+    with paths[-1].open("a") as file:
+        file.write('{"text": "one more"}\n')
+    assert command.end().error.startswith(f"error: {paths[-1]}: changed since its digest was made")
+    kept = parts_of(command.cache)
+    assert Command(recipe).end().code == 0
+    assert kept.items() <= parts_of(command.cache).items()
+    assert len(parts_of(command.cache)) == 4
+
+
+@pytest.mark.slow
+def test_two_at_once_make_each_part_once(recipe_for, corpus, quiet, tmp_path):
+    recipe = recipe_for(tmp_path, corpus)
+    ended = [command.end() for command in [Command(recipe), Command(recipe)]]
+    assert [each.code for each in ended] == [0, 0], ended
+    assert sum(each.tokenised for each in ended) == quiet.documents
+    assert bytes_of(tmp_path / "cache") == quiet.content
+
+
+@pytest.mark.slow
+def test_two_at_once_that_share_some_parts_make_each_once(recipe_for, corpus, tmp_path, tokenizer_json):
+    tokenizer = {"pretrained": str(tokenizer_json)}
+    alone = Command(recipe_for(tmp_path, corpus, tokenizer=tokenizer))
+    documents = alone.end().tokenised
+    content = bytes_of(alone.cache)
+    shutil.rmtree(alone.cache)
+    recipes = [
+        recipe_for(tmp_path, some, name, tokenizer=tokenizer)
+        for some, name in ((corpus[:6], "first"), (corpus[2:][::-1], "second"))
+    ]
+    ended = [command.end() for command in [Command(recipe) for recipe in recipes]]
+    assert [each.code for each in ended] == [0, 0], ended
+    assert sum(each.tokenised for each in ended) == documents
+    assert all(each.tokenised for each in ended)
+    assert bytes_of(tmp_path / "cache") == content
+
+
+@pytest.mark.slow
+def test_shards_at_once_are_all_there_is_to_do(recipe_for, corpus, quiet, tmp_path):
+    recipe = recipe_for(tmp_path, corpus, prepare_workers=1)
+    commands = [Command(recipe, "--shard", f"{index}/3") for index in range(3)]
+    ended = [command.end() for command in commands]
+    assert [each.code for each in ended] == [0, 0, 0], ended
+    assert sum(each.tokenised for each in ended) == quiet.documents
+    whole = Command(recipe).end()
+    assert whole.code == 0
+    assert not [line for line in whole.said if "tokenis" in line]
+    assert bytes_of(tmp_path / "cache") == quiet.content
+
+
+@pytest.mark.slow
+def test_a_file_that_cannot_grow_is_one_line_and_the_others_stay(
+    recipe_for, corpus, tmp_path, tokenizer_json
+):
+    large = tmp_path / "large.jsonl"
+    large.write_text("".join(path.read_text() for path in corpus[2:5]))
+    recipe = recipe_for(tmp_path, [*corpus[:2], large], tokenizer={"pretrained": str(tokenizer_json)})
+    command = Command(recipe, "data.prepare_workers=1")
+    limit = large.stat().st_size // 2  # in bytes; before it has written any
+    resource.prlimit(command.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    line = command.end().error
+    assert re.search(r"cache: part \w+ of large cannot be written: File too large \(.* GB free there\)", line)
+    kept = parts_of(command.cache)
+    assert len(kept) == 2
+    assert not list(command.cache.glob("parts/*.tmp"))
+    again = Command(recipe).end()
+    assert again.code == 0, again
+    assert again.tokenised == len(large.read_text().splitlines())
+    assert kept.items() <= parts_of(command.cache).items()
+
+
+FULL_DISK = """
+mount -t tmpfs -o size=$1 tmpfs "$2" || exit 77
+cd "$3"; shift 3
+"$@" 2> first; echo $? > first.code
+ls -i1 room/cache/parts > first.parts
+mount -o remount,size=1g "$PWD/room"
+"$@" 2> second; echo $? > second.code
+ls -i1 room/cache/parts > second.parts
+cp -r room/cache kept
+"""
+
+
+@pytest.mark.slow
+def test_on_a_full_disk_it_ends_with_one_line_and_with_room_goes_on(recipe_for, corpus, quiet, tmp_path):
+    """On a disk of memory, in a mount namespace of its own, which ends with the processes in it."""
+    room = tmp_path / "room"
+    room.mkdir()
+    size = str(sum(map(len, quiet.content.values())) * 2 // 3)
+    recipe = recipe_for(room, corpus).rename(tmp_path / "recipe.yaml")
+    command = ["unshare", "-m", "sh", "-c", FULL_DISK, "sh", size, str(room), str(tmp_path)]
+    command += command_line(recipe)
+    code = subprocess.run(command, env=environment(tmp_path), timeout=PATIENCE, check=False).returncode
+    if code:
+        pytest.skip("no permission to mount here")
+
+    def read(name: str) -> tuple[Ended, set[tuple[str, ...]]]:
+        said = (tmp_path / name).read_text().splitlines()
+        parts = (tmp_path / f"{name}.parts").read_text().splitlines()  # inode and name
+        code = int((tmp_path / f"{name}.code").read_text())
+        return Ended(code, said), {tuple(part.split()) for part in parts}
+
+    (first, kept), (second, parts) = read("first"), read("second")
+    assert re.search(
+        r"cache: part \w+ of \d cannot be written: No space left on device \(.* make room", first.error
+    )
+    assert second.code == 0
+    assert 0 < len(kept) < FILES
+    assert not [part for part in kept if part[1].endswith(".tmp")]
+    assert kept <= parts
+    assert 0 < second.tokenised < quiet.documents
+    assert bytes_of(tmp_path / "kept") == quiet.content

@@ -1,0 +1,136 @@
+"""Documents in one row get what each of them gets alone; a model that cannot do that says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.errors import ModelError
+from pipeline.models.attention import document_mask, refuse_leaks
+from pipeline.models.staging import cut_into_layers
+
+LENGTHS = (5, 1, 9, 3)
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+ARCHITECTURES = {
+    "llama": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "qwen2": {"num_key_value_heads": 2},
+}
+
+
+def make(architecture: str, attention: str | None = "sdpa", **fields):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **(SMALL | ARCHITECTURES.get(architecture, {}) | fields))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def packed_rows(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Two rows of documents in another order: ids and positions, (2, T)."""
+    ids = torch.randint(0, 64, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(seed))
+    positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in (LENGTHS, LENGTHS[::-1])]
+    return ids, torch.stack(positions)
+
+
+def gradients(model, logits: Tensor) -> list[Tensor]:
+    """Of a sum that weighs every logit differently."""
+    weights = torch.linspace(-1, 1, logits.shape[-1])
+    return list(torch.autograd.grad((logits.sin() * weights).sum(), list(model.parameters())))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_logits_and_gradients_are_those_of_each_document_alone(architecture, attention):
+    model = make(architecture, attention)
+    ids, positions = packed_rows()
+    together = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    alone = torch.stack(
+        [
+            torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in row.split(lengths)])
+            for row, lengths in zip(ids, (LENGTHS, LENGTHS[::-1]), strict=True)
+        ]
+    )
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(gradients(model, together), gradients(model, alone), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+@torch.no_grad()
+def differences(run, separate: bool) -> Tensor:
+    """(2, T): how much each position's logits change with one token of the second row's second document."""
+    ids, positions = packed_rows()
+    if not separate:
+        positions = torch.arange(ids.shape[1]).expand(2, -1)
+    changed = ids.clone()
+    changed[1, 5] = (changed[1, 5] + 1) % 64
+    return (run(ids, positions) - run(changed, positions)).abs().amax(-1)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_changed_token_changes_no_other_document(architecture, staged):
+    model = make(architecture).eval()
+    layers = cut_into_layers(model).layers
+
+    def run(ids, positions):
+        if not staged:
+            return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        carried = (ids, positions)
+        for layer in layers:
+            carried = layer(carried)
+        return carried
+
+    its_own = torch.zeros(2, 18, dtype=torch.bool)
+    its_own[1, 5:12] = True
+    assert torch.equal(differences(run, separate=True) > 0, its_own)
+    assert (differences(run, separate=False)[1, 12:] > 0).all(), "the test cannot fail"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_mask_of_whole_sequences_keeps_documents_apart(attention):
+    _, positions = packed_rows()
+    mask = document_mask(make("qwen2").config, attention, positions, torch.float32)
+    document = (positions == 0).cumsum(1)
+    expected = (document[:, :, None] == document[:, None, :]).tril()
+    assert mask is not None
+    assert torch.equal(mask[:, 0] if attention == "sdpa" else mask[:, 0] == 0, expected)
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "mistral", "mixtral", "gemma2", "phi3", "gpt_neox"])
+def test_models_that_keep_documents_apart_are_taken(architecture):
+    extra = {"head_dim": 8} if architecture == "gemma2" else {"pad_token_id": 0}
+    model = make(architecture, None, num_key_value_heads=4, **extra).train()
+    refuse_leaks(model)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [
+        ("mamba", "takes no position_ids|passes a state on"),
+        ("bloom", "looks past the position_ids"),
+        ("opt", "looks past the position_ids"),
+        ("falcon", "looks past the position_ids"),
+        ("jamba", "passes a state on"),
+        ("lfm2", "passes a state on"),
+    ],
+)
+def test_models_that_leak_are_refused_in_one_line(architecture, why):
+    fields = {
+        "lfm2": {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 4},
+        "jamba": {"num_key_value_heads": 4, "use_mamba_kernels": False, "mamba_dt_rank": 4, "num_experts": 2},
+        "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    }
+    model = make(architecture, None, **fields.get(architecture, {}))
+    with pytest.raises(ModelError, match=why) as error:
+        refuse_leaks(model)
+    assert "data.separate_documents=false" in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,145 @@
+"""`python -m pipeline prepare` as a process that can be disturbed, and what it left in its cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+PATIENCE = 120.0  # seconds; an undisturbed run of the tests takes about ten
+MODEL = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 1, "num_heads": 2, "hidden_size": 32}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and the lines it said."""
+
+    code: int
+    said: list[str]
+
+    @property
+    def tokenised(self) -> int:
+        """Documents, as far as it was said."""
+        found = [re.match(r"tokenised ([\d,]+) documents", line) for line in self.said]
+        return sum(int(match[1].replace(",", "")) for match in found if match)
+
+    @property
+    def error(self) -> str:
+        """The one line with which it ended."""
+        assert self.code == 2, self
+        lines = [line for line in self.said if line.startswith("error: ")]
+        assert lines == self.said[-1:], self
+        assert "Traceback" not in "\n".join(self.said)
+        return lines[0]
+
+
+def write_recipe(path: Path, data: dict[str, Any]) -> Path:
+    recipe = {"max_steps": 1, "model": MODEL, "batch": {"micro_batch_size": 1}, "data": data}
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def command_line(recipe: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pipeline", "prepare", "--config", str(recipe), *arguments]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """As where gigatoken is not installed: the standard tokeniser takes long enough to be disturbed."""
+    without = folder / "without"
+    without.mkdir(exist_ok=True)
+    (without / "gigatoken.py").write_text("raise ImportError\n")
+    return os.environ | {"PYTHONPATH": str(without)}
+
+
+class Command:
+    """A preparation under way, in a process group of its own.
+
+    Args:
+        recipe: Its path.
+        arguments: Further ones.
+    """
+
+    def __init__(self, recipe: Path, *arguments: str) -> None:
+        self.cache = Path(yaml.safe_load(recipe.read_text())["data"]["cache_dir"])
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            command_line(recipe, *arguments),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=environment(recipe.parent),
+        )
+
+    def end(self) -> Ended:
+        """Waits for it."""
+        _, said = self.process.communicate(timeout=PATIENCE)
+        return Ended(self.process.returncode, said.splitlines())
+
+    def send(self, number: int) -> None:
+        """A signal to the whole group, as a terminal does."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def wait_for(self, pattern: str) -> None:
+        """Until there is such a file in the cache."""
+        while not any(self.cache.glob(pattern)):
+            self._wait()
+
+    def wait_for_part(self, number: int = 1) -> None:
+        """Until so many parts are done or being written, one of them at this moment."""
+        while len(parts := list(self.cache.glob("parts/*"))) < number or not _being_written(parts):
+            self._wait()
+
+    def _wait(self) -> None:
+        assert self.process.poll() is None, self.end()
+        assert time.monotonic() < self.started + PATIENCE
+        time.sleep(0.005)
+
+    def kill_worker(self) -> bool:
+        """SIGKILL to one of the workers; False: there is none."""
+        with suppress(psutil.Error):
+            for child in psutil.Process(self.process.pid).children():
+                if any("spawn_main" in argument for argument in child.cmdline()):
+                    child.kill()
+                    return True
+        return False
+
+    def kill(self, *, orphans: bool) -> None:
+        """SIGKILL to the command; `orphans`: its workers are left alive."""
+        if orphans:
+            self.process.kill()
+        else:
+            self.send(signal.SIGKILL)
+        self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+
+def _being_written(parts: list[Path]) -> bool:
+    return any(part.suffix == ".tmp" for part in parts)
+
+
+def bytes_of(cache: Path) -> dict[str, bytes]:
+    """Every byte that was prepared, by path; not the notes on when it was last looked at."""
+    return {
+        str(path.relative_to(cache)): path.read_bytes()
+        for folder in ("parts", "tokenizers")
+        for path in sorted((cache / folder).rglob("*"))
+        if path.is_file() and path.name != "checked.json"
+    }
+
+
+def parts_of(cache: Path) -> dict[str, int]:
+    """Finished parts and their inodes, which change when they are made again."""
+    return {path.name: path.stat().st_ino for path in cache.glob("parts/*") if path.suffix != ".tmp"}

@@ -1,0 +1,33 @@
+"""What all ranks together take in an optimizer step."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from pipeline.data.sampler import MicroBatchSampler, Order
+
+
+def steps_of(
+    order: Order, *, micro: int, accumulation: int, world: int, samples_seen: int, num_steps: int
+) -> list[list[int]]:
+    """The samples of each optimizer step, put together from the micro-batches of every rank."""
+    ranks = []
+    for rank in range(world):
+        sampler = MicroBatchSampler(
+            order,
+            micro_batch_size=micro,
+            gradient_accumulation_steps=accumulation,
+            dp_rank=rank,
+            dp_world_size=world,
+            samples_seen=samples_seen,
+        )
+        ranks.append([draw.indices for draw in islice(sampler, num_steps * accumulation)])
+    return [
+        [
+            sample
+            for micro_batch in range(step * accumulation, (step + 1) * accumulation)
+            for rank in range(world)
+            for sample in ranks[rank][micro_batch]
+        ]
+        for step in range(num_steps)
+    ]
