@@ -36,6 +36,7 @@ class DataBundle:
         num_classes: Labels are below this. Classification only.
         fingerprint: Changes when the samples or their order in the data set do; a resumed run can compare it.
         mixture: What `train` consists of, in its order. Empty: one source.
+        num_channels: Of the images. Images only.
         eval_sets: Further sets to evaluate on, by name, which are no part of `eval/loss`.
     """
 
@@ -47,6 +48,7 @@ class DataBundle:
     num_classes: int | None
     fingerprint: str
     mixture: tuple[SourceShare, ...] = ()
+    num_channels: int | None = None
     eval_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
 
     @property

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 def run(tmp_path: Path, program: str, *arguments: str) -> dict:
     output = tmp_path / "results.json"
     command = [sys.executable, FOLDER / program, *arguments, "--folder", tmp_path, "--output", output]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     results = json.loads(output.read_text())
     assert done.returncode == bool(results["failures"]), done.stderr + done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
