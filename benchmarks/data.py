@@ -1,8 +1,8 @@
 """Text into tokens, and tokens into the training loop, side by side: python benchmarks/data.py
 
 First data_prepare.py: preparing against the bare tokeniser. Then data_loader.py: the loader against nanoGPT's
-and `datasets` with torch's, its start-up, memory and seeking. About ten minutes on two cores; the exit code
-says whether every target was reached.
+and `datasets` with torch's, its start-up, memory and seeking; and what the default run waits for data. About
+ten minutes on two cores; the exit code says whether every target was reached.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prepare import measure_prepare, missed_prepare, print_prepare
+from data_wait import measure_wait, missed_wait, print_wait
 from report import machine
 from rich.console import Console
 
@@ -45,6 +46,12 @@ def main() -> int:
             data_loader.print_results(console, rates, claims)
             failures += data_loader.missed(rates, claims)
             results |= {"loader_tokens_per_second": rates, "loader_claims": claims}
+    if arguments.wait:
+        with tempfile.TemporaryDirectory(prefix="data-wait-", dir=arguments.folder) as folder:
+            found = measure_wait(Path(folder))
+            print_wait(console, found)
+            failures += missed_wait(found)
+            results["default_run"] = found
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(results | {"failures": failures}, indent=1) + "\n")
@@ -58,10 +65,11 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--megabytes", type=float, default=200, help="of text, with gigatoken")
     add(
-        "--standard-megabytes", type=float, default=66, help="of that text, with tokenizers, which takes long"
+        "--standard-megabytes", type=float, default=40, help="of that text, with tokenizers, which takes long"
     )
     add("--prepare-rounds", type=int, default=3, help="0: leave out")
     add("--loader-rounds", type=int, default=7, help="0: leave out")
+    add("--wait", action=argparse.BooleanOptionalAction, default=True, help="of the default run for data")
     add("--folder", type=Path, help="where the files are made; default: the system's temporary folder")
     add("--output", type=Path, help="JSON file of all numbers")
     return parser.parse_args()

@@ -24,10 +24,10 @@ from report import machine
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.data.bundle import JoinedDataset, collate_items
+from pipeline.data.bundle import collate_items
 from pipeline.data.loader import TrainLoader
 from pipeline.data.mixture import MixtureOrder, SourceShare
-from pipeline.data.packing import Stream
+from pipeline.data.packing import Stream, join
 
 Read = Callable[[], Any]
 DOCUMENT = 1000  # tokens of one, end included
@@ -80,7 +80,7 @@ def ours(paths: Sequence[Path], length: int, batch: int, *, separate: bool) -> T
     rows = [Stream(MappedStore(path), length, separate, END) for path in paths]
     order = MixtureOrder([SourceShare(f"{n}", len(row)) for n, row in enumerate(rows)], seed=0)
     return TrainLoader(
-        JoinedDataset(rows),
+        join(rows),
         collate_items,
         order,
         micro_batch_size=batch,

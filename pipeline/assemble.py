@@ -149,6 +149,7 @@ def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> Mo
         vocab_size=data.vocab_size,
         sequence_length=getattr(config.data, "sequence_length", None),
         num_classes=data.num_classes,
+        num_channels=data.num_channels,
         separate_documents=getattr(config.data, "separate_documents", False),
         end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,
     )

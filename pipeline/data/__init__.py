@@ -1,27 +1,33 @@
 """Data of a run: `prepare_data` turns the `data` section of a recipe into a DataBundle; loader.py feeds it.
 
 Needs no process group: every rank calls it, one per cache directory does the work, the others wait.
+What needs torch is imported when it is asked for: processes that tokenise go without (2 s and 300 MB each).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import DataConfig
-from pipeline.data.bundle import Batch, Collate, DataBundle
-from pipeline.data.custom import prepare_custom
-from pipeline.data.digits import prepare_digits
-from pipeline.data.images import prepare_images
-from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.text import prepare_text
 
-PREPARERS: dict[str, Callable[[Any], DataBundle]] = {
-    "text": prepare_text,
-    "chat": prepare_text,
-    "digits": prepare_digits,
-    "images": prepare_images,
-    "custom": prepare_custom,  # every `package.module:function`
+if TYPE_CHECKING:
+    from pipeline.data.bundle import Batch, Collate, DataBundle
+    from pipeline.data.loader import EvalLoader, TrainLoader
+
+PREPARERS = {
+    "text": ("text", "prepare_text"),
+    "chat": ("text", "prepare_text"),
+    "digits": ("digits", "prepare_digits"),
+    "images": ("images", "prepare_images"),
+    "custom": ("custom", "prepare_custom"),  # every `package.module:function`
+}
+HOMES = {
+    "Batch": "bundle",
+    "Collate": "bundle",
+    "DataBundle": "bundle",
+    "EvalLoader": "loader",
+    "TrainLoader": "loader",
 }
 
 
@@ -31,8 +37,15 @@ def prepare_data(config: DataConfig) -> DataBundle:
     Raises:
         DataError: a path, file, tokenizer or function the recipe names cannot be used.
     """
-    kind = "custom" if ":" in config.kind else config.kind
-    return PREPARERS[kind](config)
+    module, function = PREPARERS["custom" if ":" in config.kind else config.kind]
+    bundle: DataBundle = getattr(import_module(f"pipeline.data.{module}"), function)(config)
+    return bundle
+
+
+def __getattr__(name: str) -> Any:
+    if name in HOMES:
+        return getattr(import_module(f"pipeline.data.{HOMES[name]}"), name)
+    raise AttributeError(name)
 
 
 __all__ = ["Batch", "Collate", "DataBundle", "EvalLoader", "TrainLoader", "prepare_data"]

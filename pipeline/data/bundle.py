@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -37,6 +36,7 @@ class DataBundle:
         num_classes: Labels are below this. Classification only.
         fingerprint: Changes when the samples or their order in the data set do; a resumed run can compare it.
         mixture: What `train` consists of, in its order. Empty: one source.
+        num_channels: Of the images. Images only.
         eval_sets: Further sets to evaluate on, by name, which are no part of `eval/loss`.
     """
 
@@ -48,6 +48,7 @@ class DataBundle:
     num_classes: int | None
     fingerprint: str
     mixture: tuple[SourceShare, ...] = ()
+    num_channels: int | None = None
     eval_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
 
     @property
@@ -87,13 +88,14 @@ class JoinedDataset(Dataset[Batch]):
         """A whole batch: each tensor (B, ...)."""
         rows = np.asarray(indices)
         owners = np.searchsorted(self._ends, rows, side="right")
-        places, parts = [], []
+        batch: dict[str, Tensor] = {}
         for number in np.unique(owners).tolist():
-            (mine,) = np.nonzero(owners == number)
+            mine = owners == number
             dataset = self.datasets[number]
-            parts.append(dataset.__getitems__((rows[mine] - self._ends[number] + len(dataset)).tolist()))
-            places.append(mine)
-        if len(parts) == 1:
-            return parts[0]
-        order = torch.from_numpy(np.argsort(np.concatenate(places)))
-        return {key: torch.cat([part[key] for part in parts]).index_select(0, order) for key in parts[0]}
+            part: Batch = dataset.__getitems__((rows[mine] - self._ends[number] + len(dataset)).tolist())
+            if mine.all():
+                return part
+            for key, tensor in part.items():
+                whole = batch.setdefault(key, tensor.new_empty((len(rows), *tensor.shape[1:])))
+                whole.numpy()[mine] = tensor.numpy()  # torch would wake all its threads for a few kB
+        return batch

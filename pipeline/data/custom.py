@@ -17,7 +17,7 @@ def prepare_custom(config: CustomDataConfig) -> DataBundle:
     """Calls `function("train", **args)` and `function("eval", **args)`.
 
     For `"eval"` it may return a dict of data sets by name; `eval/loss` is then the mean over all of them.
-    `collate`, `vocab_size` and `num_classes` of the training set are used where it has them.
+    `collate`, `vocab_size`, `num_classes` and `num_channels` of the training set are used where it has them.
 
     Raises:
         DataError: nothing to call at the path, arguments that do not fit, or no data set of known length
@@ -45,6 +45,7 @@ def prepare_custom(config: CustomDataConfig) -> DataBundle:
         tokenizer=None,
         vocab_size=getattr(train, "vocab_size", None),
         num_classes=getattr(train, "num_classes", None),
+        num_channels=getattr(train, "num_channels", None),
         fingerprint=f"{config.kind}-{len(train)}",
     )
 

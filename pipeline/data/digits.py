@@ -53,6 +53,7 @@ def prepare_digits(config: DigitsDataConfig) -> DataBundle:
         tokenizer=None,
         vocab_size=None,
         num_classes=NUM_CLASSES,
+        num_channels=1,
         fingerprint=f"digits-{len(train_rows)}-{len(eval_rows)}",
     )
 

@@ -118,6 +118,7 @@ def prepare_images(config: ImagesDataConfig) -> DataBundle:
         tokenizer=None,
         vocab_size=None,
         num_classes=len(images.class_names),
+        num_channels=config.channels,
         fingerprint=_fingerprint(images, train_rows),
     )
 

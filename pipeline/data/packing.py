@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from pipeline.data.best_fit import Ints, best_fit, cut_documents
-from pipeline.data.bundle import Batch
+from pipeline.data.bundle import Batch, JoinedDataset
 
 IGNORED = -100  # the label that counts in no loss
 
@@ -172,6 +173,25 @@ class Stream(PackedDataset):
         return windows
 
 
+class JoinedStream(Stream):
+    """Streams of one kind, one behind the other (`datasets`), and fetched as one: their parts are."""
+
+    def __init__(self, datasets: Sequence[Stream]) -> None:
+        self.datasets = datasets
+        first = datasets[0]
+        store = _JoinedStore([dataset.store for dataset in datasets])
+        super().__init__(store, first.sequence_length, first.separate_documents, first.end_id)
+
+
+@dataclass(frozen=True)
+class _JoinedStore:
+    stores: Sequence[TokenStore]
+
+    @property
+    def parts(self) -> Sequence[TokenPart]:
+        return [part for store in self.stores for part in store.parts]
+
+
 class Bins(PackedDataset):
     """`best_fit` and `none`: documents, and pieces of those longer than a row, padded on the right.
 
@@ -262,6 +282,14 @@ def pack(
         return Stream(store, sequence_length, separate_documents, end_id)
     share_rows = {"best_fit": True, "none": False}[packing]
     return Bins(store, sequence_length, separate_documents, end_id, share_rows=share_rows)
+
+
+def join(datasets: Sequence[PackedDataset]) -> Dataset[Batch]:
+    """The rows of all, one behind the other; several have the attribute `datasets`."""
+    if len(datasets) == 1:
+        return datasets[0]
+    streams = [dataset for dataset in datasets if isinstance(dataset, Stream)]
+    return JoinedStream(streams) if len(streams) == len(datasets) else JoinedDataset(datasets)
 
 
 def _offsets(sizes: Any) -> Ints:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
-from pipeline.data.bundle import DataBundle, JoinedDataset, collate_items
+from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.mixture import SourceShare
-from pipeline.data.packing import PackedDataset, pack
+from pipeline.data.packing import PackedDataset, join, pack
 from pipeline.data.prepared import prepare_documents
 from pipeline.errors import DataError
 
@@ -37,7 +37,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig) -> DataBundle:
     held_out = {source.name: rows(source.eval) for source in prepared.sources}
     further = {source.name: rows(source.eval) for source in prepared.eval_sets}
     return DataBundle(
-        train=_joined(list(train.values())),
+        train=join(list(train.values())),
         eval=_usable(held_out, prepared.sources, config) if config.eval_fraction else {},
         eval_sets=_usable(further, prepared.eval_sets, config),
         collate=collate_items,
@@ -50,10 +50,6 @@ def prepare_text(config: TextDataConfig | ChatDataConfig) -> DataBundle:
             for source in config.all_sources()
         ),
     )
-
-
-def _joined(datasets: list[PackedDataset]) -> PackedDataset | JoinedDataset:
-    return datasets[0] if len(datasets) == 1 else JoinedDataset(datasets)
 
 
 def _usable(

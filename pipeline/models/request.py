@@ -18,6 +18,8 @@ class ModelRequest:
     """Tokens of the longest sequence the data yields."""
     num_classes: int | None = None
     """Classes of the data set."""
+    num_channels: int | None = None
+    """Channels of the images."""
     end_of_document_id: int | None = None
     """Token after each document."""
     separate_documents: bool = False

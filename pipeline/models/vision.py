@@ -10,12 +10,12 @@ from pipeline.models.request import ModelRequest
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions, average pooling to 2 x 2, one linear layer: (B, 1, H, W) -> logits (B, K)."""
+    """Two convolutions, average pooling to 2 x 2, one linear layer: (B, C, H, W) -> logits (B, K)."""
 
-    def __init__(self, num_classes: int, channels: int, dropout: float):
+    def __init__(self, in_channels: int, num_classes: int, channels: int, dropout: float):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, channels, 3, padding=1),
+            nn.Conv2d(in_channels, channels, 3, padding=1),
             nn.ReLU(),
             nn.Conv2d(channels, 2 * channels, 3, padding=1),
             nn.ReLU(),
@@ -32,7 +32,7 @@ class SmallCNN(nn.Module):
 
 
 def build_cnn(config: CNNConfig, request: ModelRequest) -> nn.Module:
-    """A SmallCNN with as many outputs as the data has classes.
+    """A SmallCNN for the data's channels (grey where it does not say) and as many outputs as it has classes.
 
     Raises:
         ModelError: neither the recipe nor the data says how many classes, or the two differ.
@@ -44,4 +44,4 @@ def build_cnn(config: CNNConfig, request: ModelRequest) -> nn.Module:
     if num_classes is None:
         raise ModelError("model.num_classes: the data does not say how many classes it has; write the number")
     with request.sharding.construct():
-        return SmallCNN(num_classes, config.channels, config.dropout)
+        return SmallCNN(request.num_channels or 1, num_classes, config.channels, config.dropout)

@@ -29,7 +29,7 @@ def test_all_participants_train_the_same_model(tmp_path):
         "--start-together",
     ]
     done = subprocess.run(
-        [*command, "--output", output], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [*command, "--output", output], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr + done.stdout
     results = json.loads(output.read_text())

@@ -103,7 +103,7 @@ def test_copies_are_counted(first, second):
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit", "none"])
 @pytest.mark.parametrize("learned_share", [None, 0.4])
 @given(lengths=LENGTHS, size=st.integers(2, 16))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=10)
 def test_rows_are_counted(packing, learned_share, lengths, size):
     rows = pack(store(lengths, learned_share=learned_share), packing, size, True, PAD)
     done = []
@@ -118,7 +118,7 @@ def test_rows_are_counted(packing, learned_share, lengths, size):
 @pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("pad_id", [PAD, END])
 @given(lengths=LENGTHS, size=st.integers(2, 16), learned_share=st.sampled_from([None, 0.0, 0.5, 1.0]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=10)
 def test_every_token_of_a_row_is_shown_as_the_loss_sees_it(
     packing, separate, pad_id, lengths, size, learned_share
 ):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.token_store import Part, Store
 
 from pipeline.data.best_fit import best_fit
-from pipeline.data.packing import pack
+from pipeline.data.bundle import JoinedDataset
+from pipeline.data.packing import join, pack
 
 END = 0
 DOCUMENTS = st.lists(st.lists(st.integers(1, 60_000), max_size=20), max_size=6)  # their end token is added
@@ -168,3 +169,22 @@ def test_little_or_no_text_gives_no_rows():
     for packing in PACKINGS:
         assert len(pack(Store([]), packing, 8, True, END)) == 0
         assert len(pack(store_of([[], [[]]]), packing, 8, True, END)) == 0
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_several_sources_are_their_rows_one_behind_the_other(packing):
+    sources = [
+        pack(store_of([[[number] * 5, [number + 1] * 9]] * parts), packing, 4, True, END)
+        for number, parts in ((1, 1), (50, 2), (90, 1))
+    ]
+    whole = join(sources)
+    assert whole.datasets == sources
+    rows = [row for source in sources for row in rows_of(source)]
+    assert rows_of(whole) == rows
+    indices = [len(rows) - 1, 0, 3, 3, len(rows) // 2]
+    for dataset in (whole, JoinedDataset(sources), pickle.loads(pickle.dumps(whole))):
+        batch = dataset.__getitems__(indices)
+        assert [{key: value[i].tolist() for key, value in batch.items()} for i in range(5)] == [
+            rows[index] for index in indices
+        ]
+    assert join(sources[:1]) is sources[0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.tiny import deepspeed_json, make_engine, recipe
 
-from pipeline.config.data_schema import DigitsDataConfig
+from pipeline.config.data_schema import DigitsDataConfig, ImagesDataConfig
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -44,12 +46,13 @@ def image_curve(job: Job, deepspeed):
     return [*losses, float(mean_loss(held_out.loss_sum, held_out.count))]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ddp_gives_the_oracles_curve(ranks, world_size):
     curve = ranks(world_size).run(image_curve, {"torch": {"parallel": "ddp"}})[0]
     assert curve == pytest.approx(image_curve(ALONE, None), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("stage", "precision", "band"),
@@ -58,3 +61,21 @@ def test_ddp_gives_the_oracles_curve(ranks, world_size):
 def test_the_cnn_gives_the_oracles_curve(ranks, stage, precision, band, world_size):
     curve = ranks(world_size).run(image_curve, deepspeed_json(stage, precision))[0]
     assert curve == pytest.approx(image_curve(ALONE, None), rel=band)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_model_has_the_channels_of_the_images(tmp_path, channels):
+    for number, name in enumerate(("dark", "light")):
+        (tmp_path / name).mkdir()
+        for index in range(4):
+            pixels = np.full((9, 9, 3), 100 * number + index, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{index}.png")
+    given = ImagesDataConfig(
+        kind="images", path=str(tmp_path), image_size=8, channels=channels, eval_fraction=0.0
+    )
+    data = prepare_data(given)
+    tree = image_recipe() | {"objective": {"kind": "classification"}}
+    engine = make_engine(ALONE, tree, None, data)
+    batch = data.collate([data.train[i] for i in range(8)])
+    assert batch["inputs"].shape == (8, channels, 8, 8)
+    assert float(engine.eval_step(batch, Classification()).count) == 8.0

@@ -15,10 +15,11 @@ from support.tiny import BANDS
 
 
 def marks(case: Case):
-    """`make check` keeps the plain stages at one and two ranks; `make test` fp32 at all numbers of ranks and
+    """`make check` keeps the plain stages in fp32 at two ranks; `make test` fp32 at all numbers of ranks and
     the half precisions at one; `make parity` all.
     """
-    if case.world_size <= 2 and case.split.name in ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"):
+    plain = case.split.name in ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+    if plain and case.world_size == 2 and case.precision == "fp32":
         return ()
     one = 2 if 2 in case.split.worlds else case.split.worlds[0]
     rest = case.precision != "fp32" and case.world_size != one
