@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.checkpoint.folders import Retention
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_json import lowest_loss_scale
@@ -54,10 +55,15 @@ def assemble(
     for line in remarks:
         if line is not None:
             log.warning("%s", line)
-    checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep_last, job)
+    keep = config.checkpoint
+    checkpoints = CheckpointStore(
+        directory.path / "checkpoints",
+        Retention(keep.keep_last, keep.keep_every, keep.keep_best),
+        job,
+        str(resolved.split),
+    )
     start = TrainState.start(engine.device)
-    if directory.checkpoint is not None:
-        state = checkpoints.load(engine, directory.checkpoint)
+    if (state := checkpoints.resume(engine)) is not None:
         loader.load_state_dict(state)
         start = TrainState.start(
             engine.device, int(state["global_step"]), state["tokens_seen"], state["skipped_steps"]

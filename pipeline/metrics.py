@@ -76,6 +76,7 @@ class Meters:
         self._steps = 0
         self._count = torch.zeros((), dtype=torch.float64, device=self._job.device)
         self._skipped = torch.zeros((), device=self._job.device)
+        self._saves: dict[str, float] = {}
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
         """Measures the time that the step waits for its next batch. See DataWait."""
@@ -98,6 +99,13 @@ class Meters:
         skipped = result.skipped.to(self._consecutive_skips)
         self._skipped = self._skipped + skipped
         self._consecutive_skips = (self._consecutive_skips + skipped) * skipped
+
+    def observe_save(self, stall_seconds: float, write_seconds: float) -> None:
+        """Notes a finished checkpoint: how long training stood still, and how long the writing took."""
+        self._saves = {
+            "perf/checkpoint_stall_seconds": stall_seconds,
+            "perf/checkpoint_write_seconds": write_seconds,
+        }
 
     def summary(self) -> dict[str, float]:
         """The last step's numbers and the rates since the last summary. Collective; waits for the device.
@@ -122,7 +130,7 @@ class Meters:
                 "skipped; the parameters are those of the last good step. Look at the data, lower "
                 "optimizer.learning_rate, or raise schedule.warmup_steps"
             )
-        row.update(self._rates())
+        row.update(self._rates() | self._saves)
         self._restart()
         return row
 

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from pipeline.checkpoint.store import complete_checkpoints
+from pipeline.checkpoint.folders import newest_good
 from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
@@ -27,8 +27,10 @@ from pipeline.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 
-# Sections that do not change what is trained: a run goes on though they differ.
-BESIDE_THE_POINT = {"checkpoint", "wandb", "sample", "runs_dir", "run_dir"}
+# Sections that do not change what is trained: a run goes on though they differ. What they say of the batch is
+# compared by what it comes to.
+BESIDE_THE_POINT = {"checkpoint", "wandb", "sample", "runs_dir", "run_dir", "engine", "batch", "loader"}
+DECISIVE = ("data", "global_batch_size")  # of what stands in split.json
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
 
     Args:
         config: The recipe.
-        split: What else makes a run this run: DeepSpeed configuration, world size, the data's fingerprint.
+        split: What else is known of a run: the data's fingerprint and the global batch size, which make it
+            this run; DeepSpeed configuration and world size, which may change when it goes on.
 
     Raises:
         ConfigError: it cannot be written, or `run_dir` holds a run and `resume` is `never`.
@@ -68,7 +71,7 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
     if resume == "required":
         busy = f"{found} is in use by another process" if found else "there is no unfinished run"
         raise CheckpointError(
-            f"checkpoint.resume is required, but in {config.runs_dir} {busy} of this recipe and split "
+            f"checkpoint.resume is required, but in {config.runs_dir} {busy} of this recipe "
             f"named {config.name!r}"
         )
     if found is not None:
@@ -79,15 +82,17 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
 
 
 def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
-    checkpoints = complete_checkpoints(path / "checkpoints")
-    if config.checkpoint.resume == "required" and not checkpoints:
+    checkpoint, passed_over = newest_good(path / "checkpoints")
+    for line in passed_over:
+        log.warning("%s", line)
+    if config.checkpoint.resume == "required" and checkpoint is None:
         raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint")
-    if checkpoints:
+    if checkpoint is not None:
         _refuse_other_run(path, config, split)
-        log.info("going on with %s from %s", path, checkpoints[-1].name)
+        log.info("going on with %s from %s", path, checkpoint.name)
     (path / "summary.json").unlink(missing_ok=True)  # unfinished again
     _describe(path, config, split)
-    return RunDirectory(path, checkpoints[-1] if checkpoints else None)
+    return RunDirectory(path, checkpoint)
 
 
 def _fresh(config: RunConfig) -> tuple[Path, FileLock]:
@@ -112,7 +117,8 @@ def _lock(path: Path) -> FileLock | None:
 
 
 def _identity(recipe: Tree, split: Tree) -> Tree:
-    return {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT} | {"split": split}
+    kept = {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT}
+    return kept | {"split": {key: split.get(key) for key in DECISIVE}}
 
 
 def _difference(path: Path, config: RunConfig, split: Tree, allowed: tuple[str, ...] = ()) -> str | None:

@@ -83,7 +83,12 @@ def _agree_on_directory(
     """
     lock = None
     answer: RunDirectory | PipelineError | None = None
-    split = {"deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size, "data": data.fingerprint}
+    split = {
+        "data": data.fingerprint,
+        "global_batch_size": resolved.plan.global_batch_size,
+        "deepspeed": resolved.deepspeed,
+        "world_size": job.ranks.world_size,
+    }
     if job.ranks.is_main_process:
         try:
             answer, lock = open_run_directory(settings.config, split)

@@ -90,9 +90,10 @@ def train(run: Run) -> tuple[TrainState, int | None]:
     state = run.start
     agreement = StopAgreement(run.engine.device)
     stopped = False
+    eval_loss: float | None = None
     with StopOnSignal() as stop:
         if state.global_step == 0:
-            _evaluate(run, 0)
+            eval_loss = _evaluate(run, 0)
         while state.global_step < run.max_steps and not stopped:
             with run.meters.waiting_for_data():
                 micro_batches = run.loader.next_group()
@@ -109,10 +110,14 @@ def train(run: Run) -> tuple[TrainState, int | None]:
             if state.global_step == 1 or run.log.due(state.global_step):
                 run.sinks.write(state.global_step, _row(run, state, learning_rate))
             if run.eval.due(state.global_step):
-                _evaluate(run, state.global_step)
-            if stopped or run.save.due(state.global_step):
+                eval_loss = _evaluate(run, state.global_step)
+            if not stopped and run.save.due(state.global_step):
                 with run.meters.paused():
-                    run.checkpoints.save(run.engine, _remembered(run, state))
+                    run.checkpoints.save(run.engine, _remembered(run, state, eval_loss))
+            for outcome in run.checkpoints.poll():
+                run.meters.observe_save(outcome.stall_seconds, outcome.write_seconds or 0.0)
+        run.checkpoints.save_final(run.engine, _remembered(run, state, eval_loss))
+        run.checkpoints.close()
         return state, (stop.signal_number or 15) if stopped else None
 
 
@@ -131,18 +136,22 @@ def _row(run: Run, state: TrainState, learning_rate: float) -> dict[str, float]:
     return row
 
 
-def _evaluate(run: Run, step: int) -> None:
-    if run.eval_loader is not None:
-        with run.meters.paused():
-            run.sinks.write(step, evaluate(run.engine, run.objective, run.eval_loader, run.job))
+def _evaluate(run: Run, step: int) -> float | None:
+    if run.eval_loader is None:
+        return None
+    with run.meters.paused():
+        row = evaluate(run.engine, run.objective, run.eval_loader, run.job)
+        run.sinks.write(step, row)
+    return row["eval/loss"]
 
 
-def _remembered(run: Run, state: TrainState) -> dict[str, Any]:
+def _remembered(run: Run, state: TrainState, eval_loss: float | None) -> dict[str, Any]:
     """What a checkpoint keeps besides the engine's state; random numbers follow from seed and step."""
     return {
         "global_step": state.global_step,
         "tokens_seen": float(state.tokens_seen),
         "skipped_steps": float(state.skipped_steps),
+        "eval_loss": eval_loss,
         **run.loader.state_dict(),
     }
 

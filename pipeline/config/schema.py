@@ -142,10 +142,14 @@ class CheckpointConfig(Closed):
     every: int = Field(0, ge=0)
     """Optimizer steps between checkpoints; 0: only at the end and when told to stop."""
     keep_last: int = Field(2, gt=0)
-    """Checkpoints that stay on disk."""
+    """Newest checkpoints that stay on disk."""
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints of steps that are a multiple of it stay for ever; 0: none."""
+    keep_best: bool = False
+    """The checkpoint with the lowest evaluation loss stays as well."""
     resume: Literal["auto", "never", "required"] = "auto"
-    """`auto`: go on with the newest unfinished run of this recipe, if any. `never`: start a new run.
-    `required`: an error where there is nothing to go on with."""
+    """`auto`: go on with the newest unfinished run of this recipe, if any, however its work was split.
+    `never`: start a new run. `required`: an error where there is nothing to go on with."""
 
 
 class SampleConfig(Closed):

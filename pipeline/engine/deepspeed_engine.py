@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.deepspeed_files import SafeCheckpointEngine
 from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
 from pipeline.engine.held import State, fragments, restore
@@ -44,7 +42,7 @@ from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tenso
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.torch_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.unused import GradientWatch, warn_of_unused
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.objectives import Batch, LossSum, Objective
 from pipeline.optim import parameter_groups
 
@@ -135,14 +133,7 @@ class DeepSpeedEngine:
             model=model, optimizer=self._optimizer, config=config, mpu=mpu, dist_init_required=False
         )
         del self._optimizer.found_inf  # type: ignore[attr-defined]
-        self._engine.checkpoint_engine = SafeCheckpointEngine()
         go_on_at_the_minimum(self._zero_optimizer)
-        self._swaps_optimizer = bool(getattr(self._zero_optimizer, "swap_optimizer", False))
-        if self._swaps_optimizer:
-            log.warning(
-                "with the optimizer on NVMe a run cannot go on from its checkpoints; with "
-                "offload_optimizer.device cpu it can"
-            )
         keep_misaligned_gradients(self._zero_optimizer)
 
     @property
@@ -220,10 +211,6 @@ class DeepSpeedEngine:
         extras = {key: value / alike for key, value in loss.extras.items()}
         return LossSum(loss.loss_sum / alike, count, extras)
 
-    def save(self, folder: Path) -> None:
-        """See Engine.save. Collective."""
-        self._engine.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
-
     def _state(self) -> State:
         ranks, degree = self._job.ranks, self._split.tensor_parallel
         sharers = (ranks.rank // degree, ranks.world_size // degree)
@@ -242,20 +229,3 @@ class DeepSpeedEngine:
         """See EngineState.restore."""
         restore(self._state(), source, names_of(self.module))
         go_on_searching(self._zero_optimizer, source.scalars)
-
-    def load(self, folder: Path) -> None:
-        """See Engine.load. Collective.
-
-        Raises:
-            CheckpointError: saved by another engine or on another number of ranks; the optimizer is on NVMe.
-        """
-        if self._swaps_optimizer:
-            raise CheckpointError(
-                f"{folder}: DeepSpeed does not bring back all of an optimizer that lies on NVMe; start a new "
-                "run (checkpoint.resume=never), or one with offload_optimizer.device cpu"
-            )
-        if not (folder / "deepspeed").is_dir():
-            raise CheckpointError(f"{folder} was saved by plain PyTorch; resume it without --deepspeed")
-        path, _ = self._engine.load_checkpoint(str(folder), tag="deepspeed")
-        if path is None:
-            raise CheckpointError(f"DeepSpeed found no checkpoint in {folder}")

@@ -1,10 +1,9 @@
-"""What the loop knows of an engine: one optimizer step, one evaluation batch, save and load."""
+"""What the loop knows of an engine: one optimizer step, one evaluation batch, its state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -62,14 +61,6 @@ class Engine(EngineState, Protocol):
 
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """This rank's share of one micro-batch's loss and counts, without gradients, dropout off."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Writes this rank's share of model, optimizer and loss scale into the folder."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Reads back what `save` wrote, on the same number of ranks."""
         ...
 
 

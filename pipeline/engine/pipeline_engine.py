@@ -10,7 +10,6 @@ import copy
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -22,7 +21,6 @@ from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_engine import DTYPES, check_configuration
-from pipeline.engine.deepspeed_files import SafeCheckpointEngine
 from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
 from pipeline.engine.held import State, fragments, restore
 from pipeline.engine.interface import StepResult, count_and_vote, to_device
@@ -34,8 +32,8 @@ from pipeline.engine.loss_scale import (
 )
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.pipeline_state import stage_state
-from pipeline.engine.stages import Stages, cut_points, read_bounds, write_bounds
-from pipeline.errors import CheckpointError, DataError
+from pipeline.engine.stages import Stages, cut_points
+from pipeline.errors import DataError
 from pipeline.models.model_folder import folder_part
 from pipeline.models.staging import LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
@@ -111,7 +109,6 @@ class PipelineEngine:
         self._norm = torch.full((), torch.inf, device=self.device)
         if self._own_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
-        self._engine.checkpoint_engine = SafeCheckpointEngine()
         go_on_at_the_minimum(self._zero_optimizer)
         self._shapes: Any = None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
@@ -202,17 +199,6 @@ class PipelineEngine:
         zero = torch.zeros((), device=self.device)
         return LossSum(zero, zero, dict.fromkeys(objective.extra_keys, zero))
 
-    def save(self, folder: Path) -> None:
-        """See Engine.save. Collective. `folder/model` is the whole model, as transformers keeps it."""
-        self._engine.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
-        whole = folder / "model"
-        whole.mkdir(exist_ok=True)
-        if self.dp_rank == 0:
-            self._part.write_weights(whole)
-        if self._job.ranks.is_main_process:
-            self._part.write_description(whole, self._float_dtype)
-            write_bounds(folder, self._bounds)
-
     def _state(self) -> State:
         return stage_state(self._zero_optimizer, self.module, (self.dp_rank, self.dp_world_size))
 
@@ -229,26 +215,6 @@ class PipelineEngine:
         """See EngineState.restore. Whatever stages the source had."""
         restore(self._state(), source, self._part.files)
         go_on_searching(self._zero_optimizer, source.scalars)
-
-    def load(self, folder: Path) -> None:
-        """See Engine.load. Collective.
-
-        Raises:
-            CheckpointError: saved by another engine, or in another number of stages.
-        """
-        bounds = read_bounds(folder)
-        if bounds is None or len(bounds) != len(self._bounds):
-            raise CheckpointError(
-                f"{folder} was not saved in {self._stages} pipeline stages; resume it with the --deepspeed "
-                "it had, or start a new run with its weights (model.pretrained)"
-            )
-        if bounds != self._bounds:  # `partition: time` measured something else
-            assert self._whole is not None, "a checkpoint is loaded before the first step"
-            # A copy: the parameters that an engine was made on keep its hooks.
-            self._start(copy.deepcopy(self._whole), bounds)
-        path, _ = self._engine.load_checkpoint(str(folder), tag="deepspeed")
-        if path is None:
-            raise CheckpointError(f"DeepSpeed found no checkpoint in {folder}")
 
 
 class _LastStage:

@@ -7,10 +7,8 @@ after them with the last.
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +19,6 @@ from torch import Tensor, nn
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
 from pipeline.models.staging import LayeredModel, tied_head
-
-FILE = "stages.json"
 
 
 class Stages(PipelineModule):
@@ -131,14 +127,3 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def write_bounds(folder: Path, bounds: list[int]) -> None:
-    """Keeps the cut with a checkpoint."""
-    (folder / FILE).write_text(json.dumps(bounds))
-
-
-def read_bounds(folder: Path) -> list[int] | None:
-    """The cut of a checkpoint; None where it has none."""
-    file = folder / FILE
-    return list(json.loads(file.read_text())) if file.exists() else None

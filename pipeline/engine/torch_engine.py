@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from pipeline.engine.interface import StepResult, count_and_vote, count_paramete
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.torch_state import ParameterState, kept_buffers, names_of, whole_parameters
 from pipeline.engine.unused import listed, warn_of_unused
-from pipeline.errors import CheckpointError, ModelError
+from pipeline.errors import ModelError
 from pipeline.models.batch_norm import num_batch_norms
 from pipeline.objectives import Batch, LossSum, Objective
 from pipeline.optim import build_adamw, parameter_groups
@@ -113,14 +112,6 @@ class TorchEngine:
         with self._autocast():
             return objective(self._replicas, to_device(batch, self.device, None))
 
-    def save(self, folder: Path) -> None:
-        """See Engine.save. All ranks hold the same: rank 0 writes it."""
-        if not self._job.ranks.is_main_process:
-            return
-        state = {"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}
-        with open(folder / "state.pt", "wb") as file:  # a full disk is then an OSError
-            torch.save(state, file)
-
     def _state(self) -> ParameterState:
         ranks = self._job.ranks
         sharers = (ranks.rank, ranks.world_size) if self._ddp is not None else (0, 1)
@@ -139,17 +130,6 @@ class TorchEngine:
     def restore(self, source: FragmentSource) -> None:
         """See EngineState.restore."""
         restore(self._state(), source, names_of(self.module))
-
-    def load(self, folder: Path) -> None:
-        """See Engine.load."""
-        file = folder / "state.pt"
-        if not file.exists():
-            raise CheckpointError(
-                f"{folder} was not saved by plain PyTorch; resume it with the --deepspeed it had"
-            )
-        state = torch.load(file, map_location=self.device, weights_only=True)
-        self.module.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
 
 
 class _Reducing:

@@ -17,7 +17,7 @@ from test_checkpoint_files import small_disk  # noqa: F401
 
 from pipeline.checkpoint.folders import Retention, newest_good
 from pipeline.checkpoint.inspection import diff, list_checkpoints
-from pipeline.checkpoint.new_store import CheckpointStore
+from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -292,7 +292,7 @@ def test_a_disk_that_fills_up_while_it_is_written(small_disk, monkeypatch):  # n
 
 
 def test_short_memory_is_said_once_and_training_waits(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("pipeline.checkpoint.new_store.available_memory", lambda: 1000)
+    monkeypatch.setattr("pipeline.checkpoint.store.available_memory", lambda: 1000)
     store = make_store(tmp_path)
     for step in (1, 2):
         assert store.save(PlainEngine(0, 1), state_at(step)).write_seconds is not None

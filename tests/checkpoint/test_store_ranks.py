@@ -18,7 +18,7 @@ from support.ranks import RankFailedError, RankPool
 from test_save_killed import Fault
 
 from pipeline.checkpoint.folders import Retention, newest_good
-from pipeline.checkpoint.new_store import CheckpointStore
+from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
