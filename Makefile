@@ -1,5 +1,6 @@
 # make train   set everything up and train the default model; a second call skips what is done
 # make test    set everything up and run every test
+# make test-matrix a run saved under every split, resumed under every other
 # make parity every split x precision x number of ranks against one process
 # make check   ruff, mypy --strict and the quick tests, in under two minutes
 # make bench   this project against its peers on this machine
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 # The venv's bin first: DeepSpeed's launcher starts "python3" and finds ninja through PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: train test parity lint check bench setup setup-dev clean
+.PHONY: train test test-matrix parity lint check bench setup setup-dev clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -31,7 +32,10 @@ train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json
 
 test: setup-dev
-	python -m pytest -m 'not matrix'
+	python -m pytest -m 'not matrix and not resume_matrix'
+
+test-matrix: setup-dev
+	python -m pytest tests/checkpoint/test_any_to_any.py $(PYTEST_ARGS)
 
 parity: setup-dev
 	python -m pytest tests/parity $(PYTEST_ARGS)
@@ -42,7 +46,7 @@ lint: setup-dev
 	mypy
 
 check: lint
-	python -m pytest -m 'not slow and not gpu and not matrix'
+	python -m pytest -m 'not slow and not gpu and not matrix and not resume_matrix'
 
 bench: setup
 	python benchmarks/throughput.py

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-from pathlib import Path
-
 import pytest
 import torch
+from support.saved import store_in
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 
 from pipeline.assemble import build_loader
-from pipeline.checkpoint.store import CheckpointStore, complete_checkpoints
 from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import CheckpointError
 from pipeline.objectives import CausalLM
 from pipeline.training import seed_step
 
@@ -51,12 +46,13 @@ class Trial:
 def unbroken_and_resumed(job: Job, deepspeed, folder: str):
     unbroken = Trial(job, deepspeed)
     unbroken.train(0, 10)
-    store = CheckpointStore(Path(folder), keep_last=1, job=job)
     first = Trial(job, deepspeed)
     first.train(0, 5)
-    store.save(first.engine, {"global_step": 5, "samples_seen": first.loader.samples_seen})
+    samples_seen = first.loader.samples_seen
+    store_in(folder, job).save_final(first.engine, {"global_step": 5, "samples_seen": samples_seen})
     second = Trial(job, deepspeed)
-    state = store.load(second.engine, complete_checkpoints(Path(folder))[-1])
+    state = store_in(folder, job).resume(second.engine)
+    assert state is not None
     second.loader.seek(state["samples_seen"])
     second.train(5, 10)
     return unbroken.losses, first.losses + second.losses
@@ -87,63 +83,3 @@ def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, deepspeed, world_s
         results = ranks(world_size).run(unbroken_and_resumed, deepspeed, str(tmp_path))
     for unbroken, resumed in results:
         assert resumed == unbroken
-
-
-def test_a_checkpoint_counts_only_with_its_marker(tmp_path):
-    for name, marked in [("step-00000005", True), ("step-00000010", False), ("step-00000015.partial", True)]:
-        (tmp_path / name).mkdir()
-        if marked:
-            (tmp_path / name / "COMPLETE").touch()
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000005"]
-
-
-def save_and_load(job: Job, folder: str, saved, loaded):
-    store = CheckpointStore(Path(folder), keep_last=3, job=job)
-    store.save(Trial(job, saved).engine, {"global_step": 1})
-    try:
-        store.load(Trial(job, loaded).engine, complete_checkpoints(Path(folder))[-1])
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def test_another_engines_checkpoint_is_refused_by_name(ranks, tmp_path):
-    assert (
-        "was saved by plain PyTorch"
-        in ranks(1).run(save_and_load, str(tmp_path / "a"), None, deepspeed_json(1))[0]
-    )
-    assert (
-        "--deepspeed it had" in ranks(1).run(save_and_load, str(tmp_path / "b"), deepspeed_json(1), None)[0]
-    )
-
-
-class Hostile:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, target: str):
-        self.target = target
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.target}",)
-
-
-def load_hostile(job: Job, folder: str, target: str) -> str:
-    store = CheckpointStore(Path(folder), keep_last=1, job=job)
-    trial = Trial(job, deepspeed_json(1))
-    trial.train(0, 1)
-    store.save(trial.engine, {"global_step": 1})
-    files = list(Path(folder).rglob("*.pt"))
-    assert files
-    for path in files:
-        torch.save({"module": Hostile(target)}, path)
-    try:
-        store.load(trial.engine, complete_checkpoints(Path(folder))[-1])
-    except pickle.UnpicklingError as error:
-        return str(error)
-    return "loaded"
-
-
-def test_a_hostile_pickle_in_a_checkpoint_does_not_run(ranks, tmp_path):
-    answer = ranks(1).run(load_hostile, str(tmp_path / "checkpoints"), str(tmp_path / "owned"))[0]
-    assert "weights_only" in answer.lower() or "unsupported" in answer.lower()
-    assert not (tmp_path / "owned").exists()

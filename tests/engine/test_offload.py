@@ -14,7 +14,6 @@ from test_step import good_bad_good
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import CheckpointError
 from pipeline.objectives import CausalLM
 
 pytestmark = pytest.mark.slow
@@ -146,22 +145,6 @@ def test_one_of_the_two_on_a_disk(ranks, on_disk, optimizer, parameters):
     json = deepspeed_json(3, **on_disk(optimizer, parameters))
     curve = ranks(2).run(train_curve, recipe(model=LARGE), json, steps(True), timeout=580)[0]
     hold_to_oracle(curve, "fp32", large=True)
-
-
-def resumed_on_a_disk(job: Job, tree, deepspeed, folder: str) -> str:
-    engine = make_engine(job, tree, deepspeed, token_bundle())
-    try:
-        engine.load(Path(folder))
-    except CheckpointError as error:
-        return str(error)
-    return "loaded"
-
-
-def test_an_optimizer_on_a_disk_is_not_resumed_to_wrong_numbers(ranks, on_disk, tmp_path):
-    """DeepSpeed 0.19 copies the swap files back and leaves out what was too small to be swapped."""
-    tree = recipe(model=LARGE, batch={"micro_batch_size": 1, "gradient_accumulation_steps": 1})
-    (answer,) = ranks(1).run(resumed_on_a_disk, tree, deepspeed_json(3, **on_disk()), str(tmp_path))
-    assert "offload_optimizer.device cpu" in answer
 
 
 def test_without_a_compiler_torchs_adamw_takes_its_place(tmp_path):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from support.saved import store_in
 from support.tiny import BANDS, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from test_step import Poisoned, evaluated, parameters
 
 from pipeline.assemble import build_loader
-from pipeline.checkpoint.store import CheckpointStore, complete_checkpoints
 from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -159,12 +158,12 @@ def unbroken_and_resumed(job: Job, tree, json, folder: str):
         return rows
 
     unbroken = train(*start(), 0, 4)
-    store = CheckpointStore(Path(folder), keep_last=1, job=job)
     engine, loader = start()
     resumed = train(engine, loader, 0, 2)
-    store.save(engine, {"global_step": 2, "samples_seen": loader.samples_seen})
+    store_in(folder, job).save_final(engine, {"global_step": 2, "samples_seen": loader.samples_seen})
     engine, loader = start()
-    state = store.load(engine, complete_checkpoints(Path(folder))[-1])
+    state = store_in(folder, job).resume(engine)
+    assert state is not None
     loader.seek(state["samples_seen"])
     return unbroken, resumed + train(engine, loader, 2, 4)
 

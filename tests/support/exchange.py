@@ -24,7 +24,7 @@ from pipeline.objectives import build_objective
 from pipeline.schedule import multiplier
 from pipeline.training import seed_step
 
-HALF, STEPS = 4, 8
+HALF, STEPS = 5, 10
 BAND = 2e-6  # relative, of a loss in fp32
 
 
