@@ -107,12 +107,24 @@ def test_padding_on_the_right_may_be_masked(ranks):
     )
 
 
+def test_documents_of_a_row_do_not_see_each_other_across_the_ranks(ranks):
+    """The border between the ranks, at 12, lies inside a document."""
+    changes = {"position_ids": torch.cat([torch.arange(9), torch.arange(11), torch.arange(4)]).expand(2, -1)}
+    expected = step_on(ALONE, one_micro_batch("llama"), None, changes)
+    assert expected != pytest.approx(step_on(ALONE, one_micro_batch("llama"), None, {}), rel=1e-5)
+    for answer in ranks(2).run(step_on, one_micro_batch("llama"), divided_json(1), changes):
+        assert answer == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"input_ids": torch.zeros(2, 23, dtype=torch.long)}, "does not divide sequences of 23 tokens"),
         ({"attention_mask": torch.arange(24).expand(2, -1) > 3}, "pad on the right"),
-        ({"position_ids": torch.arange(24).expand(2, -1) % 12}, "count from 0"),
+        (
+            {"position_ids": torch.arange(24)[None]},
+            "position_ids of shape (1, 24) for input_ids of shape (2, 24)",
+        ),
     ],
 )
 def test_batches_that_cannot_be_divided_are_refused_in_one_line(ranks, changes, message):
