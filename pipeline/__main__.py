@@ -6,10 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipeline.commands import inspect, prepare
+from pipeline.commands import checkpoints, export, inspect, prepare
 
 COMMANDS = {
     "prepare": prepare,
+    "checkpoints": checkpoints,
+    "export": export,
     "inspect": inspect,
 }
 

@@ -27,6 +27,7 @@ from pipeline.engine.torch_engine import TorchEngine
 from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
 from pipeline.models.batch_norm import synchronise_batch_norm
+from pipeline.models.description import write_description
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.models.staging import cut_into_layers
@@ -56,6 +57,8 @@ def assemble(
         if line is not None:
             log.warning("%s", line)
     keep = config.checkpoint
+    if job.ranks.is_main_process:
+        write_description(engine.module, data.tokenizer, directory.path / "model")
     checkpoints = CheckpointStore(
         directory.path / "checkpoints",
         Retention(keep.keep_last, keep.keep_every, keep.keep_best),

@@ -34,7 +34,6 @@ from pipeline.engine.normalize import backward_scale
 from pipeline.engine.pipeline_state import stage_state
 from pipeline.engine.stages import Stages, cut_points
 from pipeline.errors import DataError
-from pipeline.models.model_folder import folder_part
 from pipeline.models.staging import LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 from pipeline.optim import build_adamw, parameter_groups
@@ -69,7 +68,6 @@ class PipelineEngine:
         self.num_parameters = model.num_parameters
         self.seed_rank = job.ranks.rank  # stages must not draw the same dropout
         self._job = job
-        self._whole: LayeredModel | None = model
         self._optimizer_config = optimizer
         self._float_dtype = DTYPES[self.precision]
         self._stages = split.pipeline_stages
@@ -87,7 +85,7 @@ class PipelineEngine:
         self._last = _LastStage()
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = Stages(model, bounds, self._last)
-        self._part = folder_part(model, bounds, module.stage_id)
+        self._names = model.names()
         trained = [p for p in module.parameters() if p.requires_grad]
         groups = _two_groups(trained, self._optimizer_config.weight_decay)
         # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
@@ -128,7 +126,6 @@ class PipelineEngine:
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
-        self._whole = None
         totals = self._job.all_reduce_sum(
             count_and_vote(micro_batches, objective, stop_requested, self.device, copies=self._stages)
         )
@@ -213,7 +210,7 @@ class PipelineEngine:
     @torch.no_grad()
     def restore(self, source: FragmentSource) -> None:
         """See EngineState.restore. Whatever stages the source had."""
-        restore(self._state(), source, self._part.files)
+        restore(self._state(), source, self._names)
         go_on_searching(self._zero_optimizer, source.scalars)
 
 

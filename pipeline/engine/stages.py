@@ -39,6 +39,7 @@ class Stages(PipelineModule):
         super().__init__(layers, num_stages=len(bounds) - 1, loss_fn=loss)
         self._layer_specs: list[Any] = []  # they hold the other stages' layers
         self.config = model.config
+        self.generation_config = model.generation_config
 
     def _partition_layers(self, method: str = "") -> None:
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])

@@ -138,6 +138,11 @@ class LayeredModel:
     config: Any
     generation_config: Any
 
+    def names(self) -> list[str]:
+        """Of the whole model's weights; a tied one once."""
+        layers = self.layers[: len(self.layers) - self.is_tied]
+        return [name for layer in layers for name in layer.weights()]
+
 
 def model_output(logits: Tensor) -> CausalLMOutput:
     """What the whole model returns, for objectives."""

@@ -1,0 +1,174 @@
+"""Weights out of a checkpoint as safetensors, a stretch at a time: memory does not grow with the model.
+
+Beside them what transformers needs to open the folder, where the run had a transformers model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoint.files import as_bytes
+from pipeline.checkpoint.layout import DTYPE_NAMES
+from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.engine.fragments import BUFFER, WEIGHT, Region
+from pipeline.errors import CheckpointError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD_BYTES = 5_000_000_000  # as transformers cuts its own
+VALUES_AT_ONCE = 1 << 22
+DESCRIPTION = "model"  # folder of a run directory with config.json and the tokenizer
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    files: list[Path]
+    num_bytes: int
+    is_transformers: bool
+
+
+def export(
+    run: Path, checkpoint: Path, manifest: Manifest, out: Path, dtype: str, advance: Callable[[int], object]
+) -> Exported:
+    """Writes a checkpoint's weights to the folder `out`, beside it first and then under its name.
+
+    Args:
+        run: Run directory.
+        dtype: Of floating-point weights: fp32, bf16 or fp16. Integers stay what they are.
+        advance: Called with the number of values done.
+
+    Raises:
+        CheckpointError: `out` is there already, or cannot be written; the checkpoint cannot be read.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty; choose another folder, or remove it")
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        with CheckpointReader(checkpoint, manifest) as reader:
+            files = _write_weights(reader, partial, DTYPES[dtype], advance)
+        is_transformers = _copy_description(run / DESCRIPTION, partial, dtype)
+        (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}; choose another") from None
+    sizes = [(out / file).stat().st_size for file in files]
+    return Exported([out / file for file in files], sum(sizes), is_transformers)
+
+
+def weights_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
+    """name -> (kind, shape, dtype as saved) of what a state dict would hold."""
+    dtypes = {dtype_name: dtype for dtype, dtype_name in DTYPE_NAMES.items()}
+    saved = {(piece.name, piece.kind): piece.dtype for file in manifest.files for piece in file.fragments}
+    return {
+        name: (kind, shape, dtypes[saved[name, kind]])
+        for (name, kind), shape in manifest.shapes.items()
+        if kind in (WEIGHT, BUFFER)
+    }
+
+
+def _write_weights(
+    reader: CheckpointReader, folder: Path, dtype: torch.dtype, advance: Callable[[int], object]
+) -> list[str]:
+    """The files: one, or several and their index, by the names that transformers looks for."""
+    wanted = {
+        name: (kind, shape, dtype if saved.is_floating_point else saved)
+        for name, (kind, shape, saved) in weights_of(reader.manifest).items()
+    }
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, (_, shape, of) in wanted.items():
+        size = math.prod(shape) * of.itemsize
+        if filled and filled + size > SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        files = ["model.safetensors"]
+    else:
+        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, names in zip(files, shards, strict=True):
+        _write_shard(reader, folder / file, {name: wanted[name] for name in names}, advance)
+    if len(shards) > 1:
+        total = sum(math.prod(shape) * of.itemsize for _, shape, of in wanted.values())
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+    return files
+
+
+def _write_shard(
+    reader: CheckpointReader,
+    path: Path,
+    wanted: Mapping[str, tuple[str, tuple[int, ...], torch.dtype]],
+    advance: Callable[[int], object],
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (_, shape, dtype) in wanted.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = entry
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, (kind, shape, dtype) in wanted.items():
+            for region in _stretches(shape):
+                values = torch.empty(region.length, dtype=dtype)
+                reader.read(name, kind, region, values)
+                file.write(as_bytes(values).numpy().data)
+                advance(region.length)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _stretches(shape: tuple[int, ...]) -> Iterator[Region]:
+    size = math.prod(shape)
+    for start in range(0, size, VALUES_AT_ONCE):
+        yield Region(shape, None, start, min(VALUES_AT_ONCE, size - start))
+
+
+def _copy_description(source: Path, folder: Path, dtype: str) -> bool:
+    """config.json, generation config and tokenizer; False: the run had no transformers model."""
+    if not (source / "config.json").is_file():
+        return False
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.is_symlink():
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    return True
+
+
+def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
+    """What the weights are, in words and numbers of the run."""
+    state = manifest.state
+    loss = state.get("eval_loss")
+    rows = [
+        ("steps", f"{manifest.global_step:,}"),
+        ("tokens or samples seen", f"{int(state.get('tokens_seen') or state.get('samples_seen') or 0):,}"),
+        ("evaluation loss", f"{loss:.4f}" if isinstance(loss, (int, float)) else "not measured"),
+        ("trained as", f"{manifest.split}, {manifest.world_size} ranks"),
+        ("weights", dtype),
+    ]
+    table = "\n".join(f"| {what} | {value} |" for what, value in rows)
+    recipe = (run / "recipe.yaml").read_text("utf-8") if (run / "recipe.yaml").is_file() else ""
+    return f"# {run.name}\n\n| | |\n|---|---|\n{table}\n\nThe recipe:\n\n```yaml\n{recipe}```\n"

@@ -1,0 +1,44 @@
+"""python -m pipeline export RUN OUT: a checkpoint's weights as a folder that transformers opens."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline.commands.run_argument import find_checkpoint, report_errors
+
+HELP = "write a checkpoint's weights as safetensors (a transformers folder, where the model is one)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = HELP
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
+    parser.add_argument(
+        "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights (default: fp32)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: 0 written, 2 bad input, 130 interrupted."""
+
+    def work() -> None:
+        import math
+
+        from pipeline.checkpoint.export import export, weights_of
+        from pipeline.inspection.screen import Screen
+
+        directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
+        total = sum(math.prod(shape) for _, shape, _ in weights_of(manifest).values())
+        screen = Screen(no_color=True)
+        with screen.progress("exporting", total) as advance:
+            done = export(directory, checkpoint, manifest, arguments.out, arguments.dtype, advance)
+        files = len(done.files)
+        size = f"{total:,} values, {done.num_bytes / 1e6:,.1f} MB in {files} file{'s' * (files > 1)}"
+        print(f"{checkpoint.name} of {directory}: {size}: {arguments.out}")
+        if done.is_transformers:
+            print(f'AutoModelForCausalLM.from_pretrained("{arguments.out}") opens it')
+
+    return report_errors(work)
