@@ -65,9 +65,9 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--megabytes", type=float, default=200, help="of text, with gigatoken")
     add(
-        "--standard-megabytes", type=float, default=40, help="of that text, with tokenizers, which takes long"
+        "--standard-megabytes", type=float, default=66, help="of that text, with tokenizers, which takes long"
     )
-    add("--prepare-rounds", type=int, default=3, help="0: leave out")
+    add("--prepare-rounds", type=int, default=2, help="0: leave out")
     add("--loader-rounds", type=int, default=7, help="0: leave out")
     add("--wait", action=argparse.BooleanOptionalAction, default=True, help="of the default run for data")
     add("--folder", type=Path, help="where the files are made; default: the system's temporary folder")

@@ -133,6 +133,7 @@ def hugging_face(path: Path, length: int, batch: int, folder: Path) -> Read:
 
 def measure_speed(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Tokens per second of each participant, a number a round."""
+    torch.set_num_threads(1)  # one process; threads that wait for work would spin on the other cores
     length, batch = arguments.sequence_length, arguments.batch
     path = write_tokens(folder / "tokens", arguments.megabytes * 10**6, is_sparse=False)
     halves = [write_tokens(folder / name, arguments.megabytes * 10**6 // 2, is_sparse=False) for name in "ab"]
@@ -250,7 +251,6 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 130)
     about = machine()
     console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="data-loader-", dir=arguments.folder) as folder:
         speeds = measure_speed(arguments, Path(folder))
         claims = measure_claims(arguments, Path(folder))

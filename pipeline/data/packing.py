@@ -107,11 +107,10 @@ class PackedDataset(Dataset[Batch]):
         inputs, labels = torch.from_numpy(pair)
         batch = {"input_ids": inputs, "shift_labels": labels}
         if begins is not None:
-            row_begins = np.arange(0, inputs.numel() + 1, self.sequence_length)
-            bounds = np.sort(np.concatenate([begins, row_begins]))
-            positions = np.arange(inputs.numel())
-            positions -= np.repeat(bounds[:-1], bounds[1:] - bounds[:-1])
-            batch["position_ids"] = torch.from_numpy(positions).view_as(inputs)
+            size = self.sequence_length
+            bounds = np.sort(np.concatenate([begins, np.arange(0, inputs.numel() + 1, size)]))
+            starts = np.repeat(bounds[:-1] % size, bounds[1:] - bounds[:-1]).reshape(inputs.shape)
+            batch["position_ids"] = torch.from_numpy(np.subtract(np.arange(size), starts, out=starts))
         return batch
 
 

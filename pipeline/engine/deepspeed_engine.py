@@ -36,7 +36,7 @@ from pipeline.engine.loss_scale import (
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.nvme import keep_misaligned_gradients
 from pipeline.engine.optimizer import build_optimizer
-from pipeline.engine.parallel_state import parallel_state
+from pipeline.engine.parallel_state import keep_parameter_groups, parallel_state
 from pipeline.engine.sequence_parallel import SequenceParallel, average_over_all_ranks
 from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section, cut_parameters
 from pipeline.engine.torch_engine import clip_and_guard
@@ -74,6 +74,7 @@ def check_configuration(config: dict[str, Any], split: Split) -> None:
     Raises:
         ConfigError: DeepSpeed refuses one.
     """
+    keep_parameter_groups(int(config["zero_optimization"].get("zero_hpz_partition_size", 1)))
     try:
         DeepSpeedConfig(copy.deepcopy(config), mpu=parallel_state(split))
     except (ValueError, AssertionError, DeepSpeedConfigError) as error:  # pydantic's error is a ValueError

@@ -6,7 +6,16 @@ from functools import cache
 
 import pytest
 import torch
-from support.tiny import BANDS, CPU, deepspeed_json, recipe, settings, train_curve
+from support.tiny import (
+    BANDS,
+    CPU,
+    deepspeed_json,
+    make_engine,
+    recipe,
+    settings,
+    token_bundle,
+    train_curve,
+)
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -82,6 +91,21 @@ def test_quantised_communication_is_refused_on_a_cpu(key):
     chosen = settings(recipe(), deepspeed_json(3, **{key: True}))
     with pytest.raises(ConfigError, match="kernels exist for CUDA only; use neither key"):
         chosen.resolve(2, CPU)
+
+
+def in_groups(job: Job, json) -> bool:
+    """Whether parameters are also divided within groups of ranks, as hpZ does."""
+    engine = make_engine(job, recipe(), json, token_bundle())
+    return any(p.ds_zero_param_process_group is not None for p in engine.module.parameters())
+
+
+def test_an_engine_after_hpz_has_none_of_its_groups(ranks):
+    """DeepSpeed keeps them in the process, and divides a model that was made whole by them."""
+    grouped = deepspeed_json(3, zero_hpz_partition_size=2)
+    cut = deepspeed_json(3) | {"tensor_parallel": {"autotp_size": 2}}
+    assert ranks(2).run(in_groups, grouped) == [True, True]
+    assert ranks(2).run(in_groups, cut) == [False, False]
+    assert ranks(2).run(in_groups, grouped) == [True, True]
 
 
 def has_quantizer(job: Job) -> bool:

@@ -27,6 +27,7 @@ from support.prepare_command import (
 
 FILES, CHARACTERS = 8, 2_000_000
 KILLS = 20
+WHOM = ("group", "parent", "worker")
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +89,23 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(recipe_for, corpus
             pass
         assert bytes_of(folder / "cache") == quiet.content, history
         shutil.rmtree(folder)
-    assert {whom for whom, _ in history} == {"group", "parent", "worker"}
+    assert {whom for whom, _ in history} == set(WHOM)
 
 
 def disturb(command: Command, rng: random.Random, quiet: Quiet, history: list[tuple[str, float]]) -> bool:
     """Kills one or all of the processes, and notes it; False: the command came to its end before."""
-    whom, moment = rng.choice(["group", "parent", "worker"]), rng.uniform(quiet.begin, quiet.end)
+    whom, moment = WHOM[len(history) % len(WHOM)], rng.uniform(quiet.begin, quiet.end)
     try:
         command.process.wait(moment if len(history) < KILLS else PATIENCE)
     except subprocess.TimeoutExpired:
-        if whom == "worker" and not command.kill_worker():
-            whom = "group"  # there is no worker yet, or no more
-        history.append((whom, round(moment, 2)))
         if whom != "worker":
             command.kill(orphans=whom == "parent")
+            history.append((whom, round(moment, 2)))
             return True
+        while not (killed := command.kill_worker()) and command.process.poll() is None:
+            time.sleep(0.01)  # there is none yet
+        if killed:
+            history.append((whom, round(moment, 2)))
     ended = command.end()
     assert ended.code in (0, 2) if history and history[-1][0] == "worker" else ended.code == 0, (
         ended,
