@@ -56,15 +56,9 @@ def assemble(
     for line in remarks:
         if line is not None:
             log.warning("%s", line)
-    keep = config.checkpoint
     if job.ranks.is_main_process:
         write_description(engine.module, data.tokenizer, directory.path / "model")
-    checkpoints = CheckpointStore(
-        directory.path / "checkpoints",
-        Retention(keep.keep_last, keep.keep_every, keep.keep_best),
-        job,
-        str(resolved.split),
-    )
+    checkpoints = build_store(config, resolved, job, directory)
     start = TrainState.start(engine.device)
     if (state := checkpoints.resume(engine)) is not None:
         loader.load_state_dict(state)
@@ -209,6 +203,13 @@ def build_eval_loader(
         num_workers=config.loader.num_workers,
         pin_memory=engine.device.type == "cuda",
     )
+
+
+def build_store(config: RunConfig, resolved: Resolved, job: Job, directory: RunDirectory) -> CheckpointStore:
+    """Where this run's checkpoints lie, and which of them stay. Collective."""
+    keep = config.checkpoint
+    retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best)
+    return CheckpointStore(directory.path / "checkpoints", retention, job, str(resolved.split))
 
 
 def describe_workload(
