@@ -32,7 +32,7 @@ train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json
 
 test: setup-dev
-	python -m pytest -m 'not matrix and not resume_matrix'
+	python -m pytest -m 'not matrix'
 
 test-matrix: setup-dev
 	python -m pytest tests/checkpoint/test_any_to_any.py $(PYTEST_ARGS)
@@ -46,7 +46,7 @@ lint: setup-dev
 	mypy
 
 check: lint
-	python -m pytest -m 'not slow and not gpu and not matrix and not resume_matrix'
+	python -m pytest -m 'not slow and not gpu and not matrix'
 
 bench: setup
 	python benchmarks/throughput.py

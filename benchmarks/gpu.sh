@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All that needs a CUDA machine, in one call of under ten minutes, without network and without compiled ops:
 #   bash benchmarks/gpu.sh [--quick]
-# Tests marked gpu, then GPT-2 124M and a 1B Llama against the peers. Results go to $OUT, else to benchmarks/results/.
+# Tests marked gpu, then GPT-2 124M and a 1B Llama against the peers, then saves of the former.
+# Results go to $OUT, else to benchmarks/results/.
 # Without a GPU it goes through the same motions with a tiny model.
 set -u
 cd "$(dirname "$0")/.."
@@ -32,8 +33,11 @@ fi
 
 if [ "${1:-}" = --quick ]; then
   measure gpt2-124m --stages plain 2 --steps 10 --rounds 2 --minutes 2
+  "$python" benchmarks/checkpoint.py --quick --groups 2-1 --output "$results/checkpoint-quick.json" || failed=1
 else
-  measure gpt2-124m --stages plain 0 1 2 3 --steps 20 --rounds 3 --minutes 3.5
-  measure llama-1b --stages plain 2 3 0 1 --steps 10 --rounds 3 --minutes 2.5
+  measure gpt2-124m --stages plain 0 1 2 3 --steps 20 --rounds 3 --minutes 3
+  measure llama-1b --stages plain 2 3 0 1 --steps 10 --rounds 3 --minutes 2
+  "$python" benchmarks/checkpoint.py --model gpt2-124m --groups plain-1 2-1 --rounds 3 --output "$results/checkpoint.json" ||
+    failed=1
 fi
 exit $failed

@@ -81,6 +81,9 @@ class GatedLoader:
     def source_samples(self) -> dict[str, int]:
         return self._loader.source_samples()
 
+    def state_dict(self) -> dict[str, int]:
+        return self._loader.state_dict()
+
     @property
     def samples_seen(self) -> int:
         return self._loader.samples_seen
@@ -204,7 +207,7 @@ def bare_deepspeed(task: Task, settings: Settings, gate: Gate) -> Trained:
     """deepspeed.initialize with the same JSON, its "auto"s filled by hand (here: by the pipeline)."""
     import deepspeed
 
-    _build_nothing()
+    build_nothing()
     deepspeed.init_distributed()
     script = Script.of(settings)
     config = settings.resolve(task.world_size, describe_device(script.device)).deepspeed
@@ -231,7 +234,7 @@ def hugging_face_trainer(task: Task, settings: Settings, gate: Gate) -> Trained:
             gate()
 
     if task.json is not None:
-        _build_nothing()
+        build_nothing()
     script = Script.of(settings)
     model = script.model()
     numbers = settings.config.optimizer
@@ -263,7 +266,7 @@ def hugging_face_trainer(task: Task, settings: Settings, gate: Gate) -> Trained:
     return Trained(model, script.probe(), lambda batch: trainer.model_wrapped(**batch).loss)
 
 
-def _build_nothing() -> None:
+def build_nothing() -> None:
     """On a CPU DeepSpeed compiles a shared-memory all-reduce for a minute when it starts."""
     import deepspeed
 

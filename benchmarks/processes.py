@@ -5,6 +5,7 @@ So all participants meet the same drift of the machine: a burst of one, a burst 
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -24,7 +25,7 @@ class Task:
     """What a participant is."""
 
     peer: str
-    """Key of participants.LOOPS."""
+    """Key of LOOPS in the module `loops`."""
     split: str
     """`plain`, or the ZeRO stage as text."""
     precision: str
@@ -33,6 +34,8 @@ class Task:
     folder: Path
     recipe: Path
     json: Path | None
+    loops: str = "participants"
+    """Module with the training loops; its `take_part` is called in every rank."""
 
     @property
     def name(self) -> str:
@@ -64,13 +67,18 @@ class Gate:
         self._start = 0.0
         self._settle = GPU_SETTLE if _has_gpu() else 0
 
+    @property
+    def ends_burst(self) -> bool:
+        """Whether the next call comes after the last step of a burst."""
+        return self._remaining == 0
+
     def __call__(self) -> None:
         if self._steps == 1:
-            _wait_for_device()
+            wait_for_device()
             self._first_step_seconds = time.monotonic() - self._spawned_at
         self._steps += 1
         if self._remaining == 0:
-            _wait_for_device()
+            wait_for_device()
             self._pipe.send((time.monotonic() - self._start, self._first_step_seconds))
             _release_cached_memory()
             self._timed = self._pipe.recv()
@@ -78,7 +86,7 @@ class Gate:
                 raise FinishedError
             self._remaining = self._timed + self._settle
         if self._remaining == self._timed:
-            _wait_for_device()
+            wait_for_device()
             self._start = time.monotonic()
         self._remaining -= 1
 
@@ -89,7 +97,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _wait_for_device() -> None:
+def wait_for_device() -> None:
     import torch
 
     if _has_gpu():
@@ -137,11 +145,16 @@ class Participant:
 
     def finish(self) -> dict[str, Any]:
         """Ends the loop; what rank 0 tells of it, with the largest memory of any rank."""
+        reports = self.finish_all()
+        return {**reports[0], "peak_memory_gib": max(report["peak_memory_gib"] for report in reports)}
+
+    def finish_all(self) -> list[dict[str, Any]]:
+        """Ends the loop; what each rank tells of it."""
         for pipe in self._pipes:
             pipe.send(0)
         reports = self._receive()
         self.close()
-        return {**reports[0], "peak_memory_gib": max(report["peak_memory_gib"] for report in reports)}
+        return reports
 
     def close(self) -> None:
         """Ends the processes; politely if they are done."""
@@ -179,9 +192,7 @@ def _serve(pipe: Connection, task: Task, rank: int, port: int, spawned_at: float
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
-        from participants import take_part
-
-        pipe.send(take_part(task, Gate(pipe, task, spawned_at)))
+        pipe.send(importlib.import_module(task.loops).take_part(task, Gate(pipe, task, spawned_at)))
         pipe.recv()  # until the parent has heard every rank
     except EOFError:
         pass

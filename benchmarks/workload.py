@@ -25,6 +25,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"architecture": "llama", "num_layers": 2, "num_heads": 4, "hidden_size": 32}
         | {"intermediate_size": 64},
     },
+    "llama-70m": {
+        "sequence_length": 64,
+        "micro_batch_size": 1,
+        "vocab_size": 8192,
+        "model": {"architecture": "llama", "num_layers": 8, "num_heads": 12, "hidden_size": 768}
+        | {"intermediate_size": 2048},
+    },
     "gpt2-124m": {
         "sequence_length": 1024,
         "micro_batch_size": 16,
@@ -42,7 +49,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_recipe(path: Path, model: str, data: str, precision: str, *, plain: bool) -> None:
+def write_recipe(
+    path: Path, model: str, data: str, precision: str, *, plain: bool, save_every: int = 0
+) -> None:
     """The recipe of one participant. `data` is `stdlib` (the default recipe's text) or `random`."""
     tree = yaml.safe_load(RECIPE.read_text())
     size = MODELS[model]
@@ -64,7 +73,7 @@ def write_recipe(path: Path, model: str, data: str, precision: str, *, plain: bo
     tree["log"] = {"every": LOG_EVERY}
     tree["wandb"] = {"mode": "disabled"}
     tree["eval"] = {"every": 0}
-    tree["checkpoint"] = {"every": 0, "resume": "never"}
+    tree["checkpoint"] = {"every": save_every, "resume": "never"}
     if plain:
         tree["engine"] = {"precision": precision}
     path.write_text(yaml.safe_dump(tree, sort_keys=False))

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_arguments(commands.add_parser(name, help=command.HELP))
     arguments, unknown = parser.parse_known_args(argv)
     for argument in unknown:
-        if "=" not in argument or argument.startswith("-"):
+        if "overrides" not in arguments or "=" not in argument or argument.startswith("-"):
             parser.error(f"unrecognized argument {argument}")
         arguments.overrides.append(argument)  # an override after an option
     return COMMANDS[arguments.command].run(arguments)

@@ -13,6 +13,7 @@ from torch import nn
 
 from pipeline.checkpoint.folders import Retention
 from pipeline.checkpoint.store import CheckpointStore
+from pipeline.checkpoint.weights import load_weights
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.schema import RunConfig
@@ -47,7 +48,7 @@ def assemble(
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
     plan = resolved.plan
     objective = build_objective(config)
-    engine = build_engine(config, resolved, job, data)
+    engine = build_engine(config, resolved, job, data, resumes=directory.checkpoint is not None)
     loader = build_loader(config, plan, data, engine)
     max_steps = config.max_steps or math.ceil(
         (config.max_epochs or 1.0) * loader.samples_per_epoch / plan.global_batch_size
@@ -96,15 +97,30 @@ def assemble(
         log=Cadence(config.log.every, max_steps),
         eval=Cadence(config.eval.every, max_steps),
         save=Cadence(config.checkpoint.every, max_steps),
+        save_minutes=config.checkpoint.every_minutes,
+        grace_seconds=config.checkpoint.grace_seconds,
     )
 
 
-def build_engine(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle) -> Engine:
-    """The model inside the engine that the split asks for. Collective."""
+def build_engine(
+    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, *, resumes: bool = False
+) -> Engine:
+    """The model inside the engine that the split asks for. Collective.
+
+    Args:
+        resumes: Its weights will be a checkpoint's; those that a new run starts from are not read.
+    """
     split = resolved.split
+
+    def model_in(sharding: Sharding) -> nn.Module:
+        model = build_model(config.model, model_request(config, data, sharding), config.seed)
+        if config.model.weights is not None and not resumes:
+            load_weights(model, config.model, sharding, job)
+        return model
+
     allow_tf32(resolved.tf32)
     if resolved.deepspeed is None:
-        model = build_model(config.model, model_request(config, data, Whole()), config.seed)
+        model = model_in(Whole())
         if split.dp_world_size > 1:
             model = synchronise_batch_norm(model, None, job.device)
         if resolved.compile:
@@ -124,17 +140,15 @@ def build_engine(config: RunConfig, resolved: Resolved, job: Job, data: DataBund
     if split.pipeline_stages > 1:
         from pipeline.engine.pipeline_engine import PipelineEngine
 
-        request = model_request(config, data, Whole())
-        layered = cut_into_layers(build_model(config.model, request, config.seed))
-        return PipelineEngine(
-            layered, config.optimizer, resolved.deepspeed, split, job, request.sequence_length
-        )
+        length = model_request(config, data, Whole()).sequence_length
+        layered = cut_into_layers(model_in(Whole()))
+        return PipelineEngine(layered, config.optimizer, resolved.deepspeed, split, job, length)
     check_configuration(resolved.deepspeed, split)
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
     sharding: Sharding = Whole()
     if split.zero_stage == 3 and split.tensor_parallel == 1:  # AutoTP cuts whole matrices
         sharding = Zero3Sharding(swap.config, DTYPES[split.precision])
-    model = build_model(config.model, model_request(config, data, sharding), config.seed)
+    model = model_in(sharding)
     if split.dp_world_size > 1:
         model = synchronise_batch_norm(model, None, job.device)
     if resolved.compile:

@@ -8,21 +8,31 @@ import torch
 
 from pipeline.data.loader import EvalLoader
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.stopping import STOP_VOTE, Agreement, StopOnSignal
 from pipeline.engine.interface import Engine
 from pipeline.engine.normalize import mean_loss
 from pipeline.objectives import Objective
 
 
-def evaluate(engine: Engine, objective: Objective, loader: EvalLoader, job: Job) -> dict[str, float]:
+def evaluate(
+    engine: Engine, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal
+) -> dict[str, float] | None:
     """eval/loss, the exact mean over all sets of `loader.total` together, as if they were one; with it
     eval/perplexity for tokens, eval/accuracy for classes. Where there are several sets, eval/<name>/loss (and
     accuracy) of each.
 
     The same on any number of ranks. Collective: every rank goes through the same number of batches.
+
+    Returns:
+        None: a stop was agreed before the end. The time until a kill is for the checkpoint.
     """
     keys = ("loss", "count", *objective.extra_keys)
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
+    agreement = Agreement(engine.device)
     for name, batch, is_real in loader:
+        vote = torch.tensor(float(STOP_VOTE * stop.requested), dtype=torch.float64)
+        if agreement.submit(job.all_reduce_sum(vote.to(engine.device, non_blocking=True))).stop:
+            return None
         loss = engine.eval_step(batch, objective)
         if not is_real:  # a rank that ran out of samples still takes part in the forward's collectives
             continue

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import signal
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +18,15 @@ from pipeline.config.schema import ScheduleConfig
 from pipeline.data.loader import EvalLoader
 from pipeline.data.prefetch import DevicePrefetcher
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.stopping import StopAgreement, StopOnSignal
+from pipeline.distributed.stopping import SAVE_VOTE, STOP_VOTE, Agreement, Alarm, StopOnSignal
 from pipeline.engine.interface import Engine, StepResult
 from pipeline.evaluation import evaluate
 from pipeline.metrics import Meters
 from pipeline.objectives import Objective
 from pipeline.schedule import multiplier
 from pipeline.sinks import Sinks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,14 @@ class Cadence:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """The last evaluation."""
+
+    step: int | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """Everything the loop needs, built by pipeline.assemble."""
 
@@ -79,6 +92,10 @@ class Run:
     log: Cadence
     eval: Cadence
     save: Cadence
+    save_minutes: float
+    """Between checkpoints, besides those of `save`; 0: only those."""
+    grace_seconds: float | None
+    """Between a signal to stop and the kill."""
 
 
 def train(run: Run) -> tuple[TrainState, int | None]:
@@ -88,12 +105,15 @@ def train(run: Run) -> tuple[TrainState, int | None]:
         The final state, and the number of the signal that stopped the run (None: it finished).
     """
     state = run.start
-    agreement = StopAgreement(run.engine.device)
+    agreement = Agreement(run.engine.device)
+    # One clock for all ranks.
+    alarm = Alarm(60 * run.save_minutes if run.job.ranks.is_main_process else 0)
     stopped = False
-    eval_loss: float | None = None
+    measured = Measured()
+    write_seconds = 0.0
     with StopOnSignal() as stop:
         if state.global_step == 0:
-            eval_loss = _evaluate(run, 0)
+            measured = _evaluate(run, 0, stop)
         while state.global_step < run.max_steps and not stopped:
             with run.meters.waiting_for_data():
                 micro_batches = run.loader.next_group()
@@ -101,24 +121,48 @@ def train(run: Run) -> tuple[TrainState, int | None]:
             learning_rate = run.peak_learning_rate * multiplier(
                 run.schedule, state.global_step, run.max_steps
             )
-            result = run.engine.train_step(micro_batches, run.objective, learning_rate, stop.requested)
+            vote = STOP_VOTE if stop.requested else SAVE_VOTE if alarm.due() else 0
+            result = run.engine.train_step(micro_batches, run.objective, learning_rate, vote)
             with run.meters.waiting_for_data():
                 run.loader.fetch_ahead()
             state = state.after(result)
             run.meters.observe(result)
-            stopped = agreement.submit(result.stop_votes)
+            wished = agreement.submit(result.votes)
+            stopped = wished.stop
             if state.global_step == 1 or run.log.due(state.global_step):
                 run.sinks.write(state.global_step, _row(run, state, learning_rate))
-            if run.eval.due(state.global_step):
-                eval_loss = _evaluate(run, state.global_step)
-            if not stopped and run.save.due(state.global_step):
+            if run.eval.due(state.global_step) and not stopped:
+                measured = _evaluate(run, state.global_step, stop)
+            if not stopped and (wished.save or run.save.due(state.global_step)):
+                alarm.restart()
                 with run.meters.paused():
-                    run.checkpoints.save(run.engine, _remembered(run, state, eval_loss))
+                    run.checkpoints.save(run.engine, _remembered(run, state, measured))
             for outcome in run.checkpoints.poll():
-                run.meters.observe_save(outcome.stall_seconds, outcome.write_seconds or 0.0)
-        run.checkpoints.save_final(run.engine, _remembered(run, state, eval_loss))
+                write_seconds = outcome.write_seconds or 0.0
+                run.meters.observe_save(outcome.stall_seconds, write_seconds)
+        if not stopped or _has_time_to_save(run, stop, write_seconds):
+            run.checkpoints.save_final(run.engine, _remembered(run, state, measured))
         run.checkpoints.close()
-        return state, (stop.signal_number or 15) if stopped else None
+        return state, (stop.signal_number or signal.SIGTERM) if stopped else None
+
+
+def _has_time_to_save(run: Run, stop: StopOnSignal, write_seconds: float) -> bool:
+    """Whether one more save fits into the grace after a signal, by how long the last one took. Collective.
+
+    A save that is killed harms nothing, but the run would not end with the exit code of a stop.
+    """
+    fits = True
+    if run.grace_seconds is not None and stop.came_at is not None:
+        left = run.grace_seconds - (time.monotonic() - stop.came_at)
+        fits = write_seconds < left
+        if not fits:
+            log.warning(
+                "not saved once more: %.0f s of checkpoint.grace_seconds are left, and the last checkpoint "
+                "took %.0f s; the run goes on from that one",
+                left,
+                write_seconds,
+            )
+    return bool(run.job.all_reduce_sum(torch.tensor(float(not fits), device=run.engine.device)) == 0)
 
 
 def _row(run: Run, state: TrainState, learning_rate: float) -> dict[str, float]:
@@ -136,22 +180,25 @@ def _row(run: Run, state: TrainState, learning_rate: float) -> dict[str, float]:
     return row
 
 
-def _evaluate(run: Run, step: int) -> float | None:
+def _evaluate(run: Run, step: int, stop: StopOnSignal) -> Measured:
     if run.eval_loader is None:
-        return None
+        return Measured()
     with run.meters.paused():
-        row = evaluate(run.engine, run.objective, run.eval_loader, run.job)
+        row = evaluate(run.engine, run.objective, run.eval_loader, run.job, stop)
+        if row is None:
+            return Measured()
         run.sinks.write(step, row)
-    return row["eval/loss"]
+    return Measured(step, row["eval/loss"])
 
 
-def _remembered(run: Run, state: TrainState, eval_loss: float | None) -> dict[str, Any]:
+def _remembered(run: Run, state: TrainState, measured: Measured) -> dict[str, Any]:
     """What a checkpoint keeps besides the engine's state; random numbers follow from seed and step."""
     return {
         "global_step": state.global_step,
         "tokens_seen": float(state.tokens_seen),
         "skipped_steps": float(state.skipped_steps),
-        "eval_loss": eval_loss,
+        # Of these very weights, or not known: the best is chosen by it.
+        "eval_loss": measured.loss if measured.step == state.global_step else None,
         **run.loader.state_dict(),
     }
 

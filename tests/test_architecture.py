@@ -29,7 +29,7 @@ LAYERS = [
 APART = ["models", "data", "sinks", "optim", "schedule"]
 
 WALLS = {
-    "deepspeed": ["engine", "checkpoint"],
+    "deepspeed": ["engine"],
     "wandb": ["sinks"],
     "transformers": ["models", "data"],
 }

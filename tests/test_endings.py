@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.launch import ROOT, command, environment, launch, numbers, run_directories, write_recipe
+from support.wandb_server import Server
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "ds_configs"
@@ -58,17 +59,17 @@ def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, ro
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000021", "step-00000024"]
 
 
-def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int) -> None:
+def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int, **extra: str) -> None:
     """SIGKILL to the whole process group once `rows` rows are logged."""
     process = subprocess.Popen(
         command(*arguments, ranks=ranks),
-        env=environment(),
+        env=environment(**extra),
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
         written = [p for run in run_directories(folder) for p in run.glob("metrics.jsonl")]
         if written and len(written[0].read_text().splitlines()) >= rows:
@@ -76,6 +77,37 @@ def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int) -> None
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def test_killed_and_gone_on_with_under_another_split(tmp_path):
+    """2 ranks of ZeRO-2, then 1 of ZeRO-3: one run, one W&B run, and the curve of plain PyTorch."""
+    recipe = write_recipe(tmp_path, max_steps=16, wandb={"mode": "auto"})
+    alone = ["--config", str(recipe), "wandb.mode=disabled", f"run_dir={tmp_path / 'alone'}"]
+    assert launch(*alone, "engine.precision=fp32").returncode == 0
+    server = Server(tmp_path / "server")
+    online = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40}
+    try:
+        arguments = ["--config", str(recipe), "ds.bf16.enabled=false"]
+        kill_once([*arguments, "--deepspeed", str(CONFIGS / "zero2.json")], 2, tmp_path, 11, **online)
+        (run,) = run_directories(tmp_path)
+        assert not (run / "summary.json").exists(), "killed after the run"
+        result = launch(*arguments, "--deepspeed", str(CONFIGS / "zero3.json"), **online)
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert result.returncode == 0, result.stderr
+    assert f"going on with {run} from step-" in result.stderr
+    assert run_directories(tmp_path) == [run]
+    rows, expected = numbers(run), numbers(tmp_path / "alone")
+    assert [(row["step"], set(row)) for row in rows] == [(row["step"], set(row)) for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        for key, value in other.items():
+            # Step, tokens and samples to the last digit; the order of the samples shows in the losses.
+            band = {"train/loss": 2e-6, "eval/loss": 2e-6, "eval/perplexity": 2e-5, "train/grad_norm": 1e-5}
+            assert row[key] == pytest.approx(value, rel=band.get(key, 0), abs=0), (row["step"], key)
+    (run_id,) = server.runs()
+    arrived = [row["_step"] for row in server.rows(run_id) if "train/loss" in row]
+    assert arrived == list(range(1, 17))
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -89,7 +121,7 @@ def test_sigterm_saves_leaves_and_goes_on(tmp_path, ranks):
     (run,) = run_directories(tmp_path)
     stopped_at = numbers(run)[-1]["step"]
     assert 3 <= stopped_at < 10
-    assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "COMPLETE").exists()
+    assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
     second = launch("--config", str(recipe), *split, ranks=ranks, **FAULTS)
     assert second.returncode == 0, second.stderr
     assert [row["step"] for row in numbers(run) if "train/loss" in row] == list(range(1, 11))
@@ -124,7 +156,7 @@ def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path):
+def test_a_full_disk_does_not_stop_training_and_is_told(tmp_path):
     recipe = write_recipe(tmp_path, max_steps=6)
     # Files over 100 kB cannot be written: the metrics fit, a checkpoint does not.
     limited = f"ulimit -f 100; exec {' '.join(command('--config', str(recipe)))}"
@@ -138,11 +170,15 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path):
         timeout=120,
     )
     assert result.returncode == 2
-    assert "the checkpoint cannot be written" in result.stderr
+    assert "step 3 is not saved: rank 0 on " in result.stderr
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert error.startswith("error: step 6 is not saved: rank 0 on ")
+    assert "File too large" in error
     assert "Traceback" not in result.stderr
     (run,) = run_directories(tmp_path)
-    assert not list((run / "checkpoints").glob("step-*/COMPLETE"))
-    assert launch("--config", str(recipe)).returncode == 0  # and it goes on once there is room
+    assert numbers(run)[-1]["step"] == 6
+    assert list((run / "checkpoints").iterdir()) == []
+    assert launch("--config", str(recipe)).returncode == 0  # and it starts again once there is room
 
 
 def test_more_steps_for_a_finished_run(tmp_path):

@@ -49,7 +49,7 @@ def test_the_default_run_learns_saves_and_writes(tmp_path):
     assert rows[-1] < rows[0] - 1.5
     for file in ("recipe.yaml", "ds_config.json", "environment.json", "metrics.jsonl", "logs/rank00000.log"):
         assert (tmp_path / file).stat().st_size > 0
-    assert (tmp_path / "checkpoints" / "step-00000060" / "COMPLETE").exists()
+    assert (tmp_path / "checkpoints" / "step-00000060" / "manifest.json").exists()
     assert json.loads((tmp_path / "summary.json").read_text())["sample"].startswith("    def __init__(self")
     for word in ("the model wrote", "metrics.jsonl", "checkpoints", "recipe.yaml"):
         assert word in result.stdout

@@ -5,19 +5,23 @@ Beside them what transformers needs to open the folder, where the run had a tran
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from pipeline.checkpoint.files import as_bytes
+from pipeline.checkpoint.files import BLOCK, as_bytes, opened, read_exactly, synchronise
 from pipeline.checkpoint.layout import DTYPE_NAMES
+from pipeline.checkpoint.layout import DTYPES as SAVED_DTYPES
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.engine.fragments import BUFFER, WEIGHT, Region
@@ -25,6 +29,7 @@ from pipeline.errors import CheckpointError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000  # as transformers cuts its own
+KINDS = (WEIGHT, BUFFER)
 VALUES_AT_ONCE = 1 << 22
 DESCRIPTION = "model"  # folder of a run directory with config.json and the tokenizer
 
@@ -39,77 +44,125 @@ class Exported:
 
 
 def export(
-    run: Path, checkpoint: Path, manifest: Manifest, out: Path, dtype: str, advance: Callable[[int], object]
+    run: Path,
+    checkpoint: Path,
+    manifest: Manifest,
+    out: Path,
+    dtype: str,
+    advance: Callable[[int], object],
+    shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
     """Writes a checkpoint's weights to the folder `out`, beside it first and then under its name.
 
     Args:
         run: Run directory.
         dtype: Of floating-point weights: fp32, bf16 or fp16. Integers stay what they are.
-        advance: Called with the number of values done.
+        advance: Called with the number of values done: each is read once to verify it, once to write it.
+        shard_bytes: Most that a file of a transformers folder holds; a larger tensor has one of its own.
 
     Raises:
-        CheckpointError: `out` is there already, or cannot be written; the checkpoint cannot be read.
+        CheckpointError: `out` is there already, or cannot be written; the checkpoint is damaged.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    out = Path(os.path.abspath(out))
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another folder, or remove it")
-    partial = out.with_name(f"{out.name}.partial")
+    _verify(checkpoint, manifest, advance)
+    partial = out.with_name(f"{out.name}.exporting")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        with CheckpointReader(checkpoint, manifest) as reader:
-            files = _write_weights(reader, partial, DTYPES[dtype], advance)
         is_transformers = _copy_description(run / DESCRIPTION, partial, dtype)
         (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+        with CheckpointReader(checkpoint, manifest) as reader:
+            most = shard_bytes if is_transformers else None
+            files = _write_weights(reader, partial, DTYPES[dtype], most, advance)
+        for path in [*partial.iterdir(), partial]:
+            synchronise(path)
+        sizes = [(partial / file).stat().st_size for file in files]
+        partial.rename(out)  # takes the place of an empty folder
+        synchronise(out.parent)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}; choose another") from None
-    sizes = [(out / file).stat().st_size for file in files]
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return Exported([out / file for file in files], sum(sizes), is_transformers)
 
 
 def weights_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
     """name -> (kind, shape, dtype as saved) of what a state dict would hold."""
-    dtypes = {dtype_name: dtype for dtype, dtype_name in DTYPE_NAMES.items()}
-    saved = {(piece.name, piece.kind): piece.dtype for file in manifest.files for piece in file.fragments}
     return {
-        name: (kind, shape, dtypes[saved[name, kind]])
-        for (name, kind), shape in manifest.shapes.items()
-        if kind in (WEIGHT, BUFFER)
+        piece.name: (piece.kind, piece.shape, SAVED_DTYPES[piece.dtype])
+        for piece in manifest.pieces()
+        if piece.kind in KINDS
     }
 
 
+def _verify(folder: Path, manifest: Manifest, advance: Callable[[int], object]) -> None:
+    """Compares what will be read with its checksums. Not Adam's moments: they are twice as much.
+
+    Raises:
+        CheckpointError: a value is not what was written, or cannot be read.
+    """
+    buffer = memoryview(bytearray(BLOCK))
+    for file in manifest.files:
+        path, about = folder / file.name, f"rank {file.rank} wrote it on {file.host}"
+        wanted = [
+            (piece, offset)
+            for piece, offset in zip(file.fragments, file.layout.offsets, strict=True)
+            if piece.kind in KINDS
+        ]
+        try:
+            with opened(path) if wanted else nullcontext(-1) as descriptor:
+                for piece, offset in wanted:
+                    checksum, end = xxhash.xxh3_64(), offset + piece.slot.num_bytes
+                    for start in range(offset, end, BLOCK):
+                        block = buffer[: min(BLOCK, end - start)]
+                        read_exactly(descriptor, start, block)
+                        checksum.update(block)
+                    if checksum.hexdigest() != piece.xxh3_64:
+                        raise CheckpointError(
+                            f"{path} is damaged: {piece.title} is not what was written, by its checksum "
+                            f"({about}); nothing is exported; choose another step with --step"
+                        )
+                    advance(piece.length)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error.strerror or error}; {about}; bring it here"
+            ) from None
+
+
 def _write_weights(
-    reader: CheckpointReader, folder: Path, dtype: torch.dtype, advance: Callable[[int], object]
+    reader: CheckpointReader,
+    folder: Path,
+    dtype: torch.dtype,
+    most: int | None,
+    advance: Callable[[int], object],
 ) -> list[str]:
     """The files: one, or several and their index, by the names that transformers looks for."""
     wanted = {
         name: (kind, shape, dtype if saved.is_floating_point else saved)
         for name, (kind, shape, saved) in weights_of(reader.manifest).items()
     }
+    sizes = {name: math.prod(shape) * of.itemsize for name, (_, shape, of) in wanted.items()}
+    total, free = sum(sizes.values()), shutil.disk_usage(folder).free
+    if total > free:
+        raise OSError(errno.ENOSPC, f"{total / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free")
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, (_, shape, of) in wanted.items():
-        size = math.prod(shape) * of.itemsize
-        if filled and filled + size > SHARD_BYTES:
+    for name, size in sizes.items():
+        if most is not None and filled and filled + size > most:
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled += size
-    if len(shards) == 1:
-        files = ["model.safetensors"]
-    else:
-        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, names in zip(files, shards, strict=True):
-        _write_shard(reader, folder / file, {name: wanted[name] for name in names}, advance)
+    files = ["model.safetensors"]
     if len(shards) > 1:
-        total = sum(math.prod(shape) * of.itemsize for _, shape, of in wanted.values())
+        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+    for file, names in zip(files, shards, strict=True):
+        _write_shard(reader, folder / file, {name: wanted[name] for name in names}, advance)
     return files
 
 
@@ -133,10 +186,10 @@ def _write_shard(
             for region in _stretches(shape):
                 values = torch.empty(region.length, dtype=dtype)
                 reader.read(name, kind, region, values)
+                if dtype == torch.float16 and not values.isfinite().all():
+                    raise CheckpointError(f"{name} has values that fp16 cannot hold; export bf16 or fp32")
                 file.write(as_bytes(values).numpy().data)
                 advance(region.length)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _stretches(shape: tuple[int, ...]) -> Iterator[Region]:
@@ -152,7 +205,10 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> bool:
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.is_symlink():
             shutil.copyfile(file, folder / file.name)
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{source / 'config.json'} is no JSON ({error}); bring it back") from None
     config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return True
@@ -162,11 +218,14 @@ def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
     """What the weights are, in words and numbers of the run."""
     state = manifest.state
     loss = state.get("eval_loss")
+    values = sum(math.prod(shape) for kind, shape, _ in weights_of(manifest).values() if kind == WEIGHT)
+    ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
     rows = [
+        ("parameters", f"{values:,}"),
         ("steps", f"{manifest.global_step:,}"),
         ("tokens or samples seen", f"{int(state.get('tokens_seen') or state.get('samples_seen') or 0):,}"),
         ("evaluation loss", f"{loss:.4f}" if isinstance(loss, (int, float)) else "not measured"),
-        ("trained as", f"{manifest.split}, {manifest.world_size} ranks"),
+        ("trained as", f"{manifest.split}, {ranks}"),
         ("weights", dtype),
     ]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)

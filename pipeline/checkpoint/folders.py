@@ -122,6 +122,8 @@ def remove(path: Path) -> None:
 def clear_partial(folder: Path) -> None:
     """Removes what killed saves left. Only while no save is under way."""
     for path in folder.glob(f"step-*{PARTIAL}"):
+        if path.is_symlink():  # which rmtree leaves, in the way of every save of this step
+            path.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f"{MEETING}*"):
         path.unlink(missing_ok=True)

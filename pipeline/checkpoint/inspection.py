@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.folders import check, steps_in
-from pipeline.checkpoint.manifest import read_manifest
+from pipeline.checkpoint.folders import manifest_of, steps_in
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.verify import verify
+from pipeline.checkpoint.verify import THREADS, Damage, check_content, check_sizes, look
 from pipeline.engine.fragments import Region
 from pipeline.errors import CheckpointError
 
@@ -22,50 +23,84 @@ VALUES_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """One checkpoint of a run."""
+    """One checkpoint of a run. Of one whose manifest cannot be read, only step and path are known."""
 
     step: int
     path: Path
-    tokens: int | None
-    """Seen until then; None: not known."""
-    num_bytes: int | None
-    split: str | None
-    eval_loss: float | None
     problem: str | None
-    """Why it does not verify; None: it does."""
+    """Why it does not count, in one line: the file, and where it is known the tensor; None: it counts."""
+    num_files: int = 0
+    num_here: int = 0
+    """Fewer than num_files: other machines have the rest."""
+    num_bytes: int = 0
+    """Of the files here."""
+    tokens: int | None = None
+    """Seen until then; None: not known."""
+    split: str | None = None
+    eval_loss: float | None = None
 
 
-def list_checkpoints(run: Path, contents: bool = False) -> list[CheckpointRow]:
-    """The checkpoints of a run directory, oldest first.
+def list_checkpoints(run: Path) -> list[CheckpointRow]:
+    """The checkpoints of a run directory, oldest first. Only manifests and sizes are looked at."""
+    folder = run / "checkpoints"
+    counted = steps_in(folder)
+    rows = [_row(step, path) for step, path in counted.items()]
+    for path in folder.glob("step-*"):
+        if (match := re.fullmatch(r"step-(\d{8,12})", path.name)) and int(match[1]) not in counted:
+            why = "it is a link, and what lies outside the run is not read"
+            rows.append(
+                CheckpointRow(int(match[1]), path, why if path.is_symlink() else f"it has no {MANIFEST}")
+            )
+    return sorted(rows, key=lambda row: row.step)
 
-    Args:
-        contents: Read all of them; else only manifests and sizes are looked at.
-    """
-    return [_row(step, path, contents) for step, path in reversed(steps_in(run / "checkpoints").items())]
 
-
-def _row(step: int, path: Path, contents: bool) -> CheckpointRow:
-    problem = None
+def _row(step: int, path: Path) -> CheckpointRow:
     try:
-        manifest = read_manifest(path)
+        manifest = manifest_of(path)
     except CheckpointError as error:
-        return CheckpointRow(step, path, None, None, None, None, str(error))
-    try:
-        check(path)
-        damages = verify(path) if contents else []
-        problem = str(damages[0]) if damages else None
-    except CheckpointError as error:
-        problem = str(error)
+        return CheckpointRow(step, path, str(error))
+    damages = check_sizes(path, manifest)
+    _, absent = look(path, manifest)
+    here = [file for file in manifest.files if file.name not in absent]
     tokens, loss = manifest.state.get("tokens_seen"), manifest.state.get("eval_loss")
     return CheckpointRow(
         step=step,
         path=path,
+        problem=_problem(damages),
+        num_files=len(manifest.files),
+        num_here=len(here),
+        num_bytes=sum(file.bytes for file in here),
         tokens=int(tokens) if isinstance(tokens, (int, float)) else None,
-        num_bytes=manifest.num_bytes,
-        split=manifest.split,
+        split=f"{manifest.split}, {manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
         eval_loss=float(loss) if isinstance(loss, (int, float)) else None,
-        problem=problem,
     )
+
+
+def read_through(row: CheckpointRow, advance: Callable[[int], object]) -> CheckpointRow:
+    """The row once every byte here has been compared with its checksum.
+
+    Args:
+        advance: Called with the number of bytes read, a few files at a time.
+    """
+    if row.problem is not None:
+        return row
+    try:
+        manifest = manifest_of(row.path)
+    except CheckpointError as error:
+        return replace(row, problem=str(error))
+    damages: list[Damage] = []
+    for start in range(0, len(manifest.files), THREADS):
+        few = manifest.files[start : start + THREADS]
+        damages += check_content(row.path, manifest, [file.name for file in few])
+        advance(sum(file.bytes for file in few))
+    return replace(row, problem=_problem(damages))
+
+
+def _problem(damages: Sequence[Damage]) -> str | None:
+    if not damages:
+        return None
+    others = len(damages) - 1
+    return f"{damages[0]}; and {others} more file{'s' * (others > 1)}" if others else str(damages[0])
 
 
 @dataclass(frozen=True)
@@ -84,16 +119,20 @@ class TensorChange:
     """Where the two cannot be compared: only in one, or other shapes."""
 
 
-def diff(first: Path, second: Path) -> Iterator[TensorChange]:
+def diff(
+    first: Path, one: Manifest, second: Path, other: Manifest, advance: Callable[[int], object]
+) -> Iterator[TensorChange]:
     """Every tensor that differs, in the first checkpoint's order. Memory: some MB, however large they are.
+
+    Args:
+        one: The first's manifest.
+        other: The second's.
+        advance: Called with the number of values of the first that are done.
 
     Raises:
         CheckpointError: one of them cannot be read.
     """
-    with (
-        CheckpointReader(first, read_manifest(first)) as a,
-        CheckpointReader(second, read_manifest(second)) as b,
-    ):
+    with CheckpointReader(first, one) as a, CheckpointReader(second, other) as b:
         shapes_a, shapes_b = a.names(), b.names()
         for name, kind in {**shapes_a, **shapes_b}:
             shape_a, shape_b = shapes_a.get((name, kind)), shapes_b.get((name, kind))
@@ -109,6 +148,7 @@ def diff(first: Path, second: Path) -> Iterator[TensorChange]:
                 change = _compare(a, b, name, kind, shape_a)
                 if change.num_changed:
                     yield change
+            advance(0 if shape_a is None else math.prod(shape_a))
 
 
 def _compare(
@@ -123,7 +163,8 @@ def _compare(
         changed += int(differs.sum())
         # Where both are infinite alike, or both NaN, the difference is none.
         difference = torch.where(differs, (other - one).abs(), 0.0)
-        largest = max(largest, float(difference.max()))
+        # What cannot be measured, from or to NaN, is infinitely far.
+        largest = max(largest, float(difference.nan_to_num(math.inf, math.inf).max()))
         squares_of_difference += float(difference.square().sum())
         squares += float(one.square().sum())
     relative = math.sqrt(squares_of_difference / squares) if squares else math.inf

@@ -226,11 +226,19 @@ class CheckpointStore:
         steps = self._peers.gather(list(steps_in(self.folder)) if self._peers.is_leader else [])
         passed_over = []
         for step in sorted(set(itertools.chain(*steps)), reverse=True):
+            began = time.perf_counter()
             answer = self._examine(self.folder / folder_name(step))
             if isinstance(answer, Manifest):
                 with CheckpointReader(self.folder / folder_name(step), answer) as reader:
                     engine.restore(reader)
                 self._saved.add(step)
+                log.info(
+                    "%s, saved by %s: %.0f MB verified and read in %.1f s",
+                    folder_name(step),
+                    answer.split,
+                    answer.num_bytes / 1e6,
+                    time.perf_counter() - began,
+                )
                 return answer.state
             log.warning("%s", answer)
             self._bad.add(step)

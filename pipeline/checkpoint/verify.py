@@ -100,28 +100,26 @@ def _check_content(folder: Path, file: FileRecord) -> Damage | None:
             header = bytearray(len(file.layout.header))
             read_exactly(descriptor, 0, memoryview(header))
             right_header = bytes(header) == file.layout.header
-            whole = xxhash.xxh3_128(header)
-            _hash(descriptor, len(header), file.bytes - len(header), whole)
-            if whole.hexdigest() == file.xxh3_128 and right_header:
+            whole, damaged, at = xxhash.xxh3_128(header), list[str](), len(header)
+            for piece, offset in zip(file.fragments, file.layout.offsets, strict=True):
+                between = bytearray(offset - at)
+                read_exactly(descriptor, at, memoryview(between))
+                whole.update(between)
+                own, at = xxhash.xxh3_64(), offset + piece.slot.num_bytes
+                _hash(descriptor, offset, piece.slot.num_bytes, own)
+                whole.update(own.digest())
+                if own.hexdigest() != piece.xxh3_64:
+                    damaged.append(piece.title)
+            if whole.hexdigest() == file.xxh3_128 and right_header and not damaged:
                 return None
             part = "not" if right_header else "its header is not"
-            damaged = _damaged_tensors(descriptor, file)
-            return Damage(file.name, file.host, damaged, f"{part} what was written, by its checksum")
+            titles = tuple(dict.fromkeys(damaged))
+            return Damage(file.name, file.host, titles, f"{part} what was written, by its checksum")
     except OSError as error:
         return Damage(file.name, file.host, (), error.strerror or str(error))
 
 
-def _damaged_tensors(descriptor: int, file: FileRecord) -> tuple[str, ...]:
-    titles = []
-    for piece, offset in zip(file.fragments, file.layout.offsets, strict=True):
-        own = xxhash.xxh3_64()
-        _hash(descriptor, offset, piece.slot.num_bytes, own)
-        if own.hexdigest() != piece.xxh3_64:
-            titles.append(piece.title)
-    return tuple(dict.fromkeys(titles))
-
-
-def _hash(descriptor: int, offset: int, length: int, checksum: xxhash.xxh3_128 | xxhash.xxh3_64) -> None:
+def _hash(descriptor: int, offset: int, length: int, checksum: xxhash.xxh3_64) -> None:
     buffer = memoryview(bytearray(min(length, BLOCK)))
     for start in range(0, length, BLOCK):
         block = buffer[: min(BLOCK, length - start)]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.commands.run_argument import find_checkpoint, find_run, report_errors
 from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.inspection import CheckpointRow, TensorChange
 
 HELP = "list a run's checkpoints, verify them, or compare two"
 MOST = 20  # tensors of a comparison that are shown
@@ -21,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         nargs="*",
         metavar="verify | diff A B",
-        help="`verify` reads every byte; `diff A B` compares the checkpoints of two steps",
+        help="`verify` reads every byte; `diff A B` compares two steps, or `last`, or `best`",
     )
 
 
@@ -35,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
             case ["verify"]:
                 _list(find_run(arguments.run), contents=True)
             case ["diff", first, second]:
-                _diff(arguments.run, first, second)
+                _diff(find_run(arguments.run), first, second)
             case other:
                 raise CheckpointError(f"checkpoints RUN {' '.join(other)}: expected verify, or diff A B")
 
@@ -43,43 +47,62 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(directory: Path, contents: bool) -> None:
-    from pipeline.checkpoint.inspection import list_checkpoints
+    from pipeline.checkpoint.inspection import list_checkpoints, read_through
     from pipeline.inspection.screen import Screen
 
-    rows = list_checkpoints(directory, contents)
+    rows = list_checkpoints(directory)
     if not rows:
-        print(f"{directory} has no checkpoints")
-        return
-    whole = "every byte verified" if contents else "complete"
-    Screen(no_color=False).table(
-        ["step", "tokens", "MB", "evaluation loss", "saved by", ""],
+        raise CheckpointError(f"{directory} has no checkpoints yet; a run saves every checkpoint.every steps")
+    screen = Screen(no_color=False)
+    if contents:
+        with screen.progress("verifying", sum(row.num_bytes for row in rows)) as advance:
+            rows = [read_through(row, advance) for row in rows]
+    screen.table(
+        ["step", "tokens", "size", "eval loss", "state", "saved by"],
         [
             [
                 f"{row.step:,}",
                 "" if row.tokens is None else f"{row.tokens:,}",
-                "" if row.num_bytes is None else f"{row.num_bytes / 1e6:,.1f}",
+                _size(row.num_bytes) if row.num_bytes else "",
                 "" if row.eval_loss is None else f"{row.eval_loss:.4f}",
+                _state(row, "verified" if contents else "complete"),
                 row.split or "",
-                whole if row.problem is None else "damaged",
             ]
             for row in rows
         ],
+        words=["state", "saved by"],
     )
     damaged = [row for row in rows if row.problem is not None]
+    for row in damaged:
+        screen.line(f"{row.path.name}: {row.problem}")
     if damaged:
-        raise CheckpointError("\n".join(f"{row.path.name}: {row.problem}" for row in damaged))
+        are = "are" if len(damaged) > 1 else "is"
+        raise CheckpointError(f"{directory}: {len(damaged)} of {len(rows)} checkpoints {are} damaged")
 
 
-def _diff(path: Path, first: str, second: str) -> None:
+def _state(row: CheckpointRow, whole: str) -> str:
+    if row.problem is not None:
+        return "damaged"
+    return whole if row.num_here == row.num_files else f"{whole}, {row.num_here} of {row.num_files} files"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _diff(directory: Path, first: str, second: str) -> None:
     from pipeline.checkpoint.inspection import diff
     from pipeline.inspection.screen import Screen
 
-    one, other = (find_checkpoint(path, step)[1] for step in (first, second))
-    changes = sorted(diff(one, other), key=lambda change: -(math.inf if change.remark else change.relative))
+    _, one, of_one = find_checkpoint(directory, first, "diff")
+    _, other, of_other = find_checkpoint(directory, second, "diff")
+    screen = Screen(no_color=False)
+    with screen.progress("comparing", sum(math.prod(shape) for shape in of_one.shapes.values())) as advance:
+        changes = sorted(diff(one, of_one, other, of_other, advance), key=_importance)
     if not changes:
         print(f"{one.name} and {other.name} hold the same values")
         return
-    Screen(no_color=False).table(
+    screen.table(
         ["tensor", "values changed", "largest change", "relative"],
         [
             [
@@ -90,6 +113,13 @@ def _diff(path: Path, first: str, second: str) -> None:
             ]
             for change in changes[:MOST]
         ],
+        words=["tensor"],
     )
     if len(changes) > MOST:
         print(f"and {len(changes) - MOST} more tensors")
+
+
+def _importance(change: TensorChange) -> tuple[bool, float]:
+    """The model before the optimizer's state; large changes first, and before them what has no measure."""
+    is_model = change.kind in ("weight", "buffer")
+    return not is_model, -math.inf if math.isnan(change.relative) else -change.relative

@@ -31,9 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
         from pipeline.inspection.screen import Screen
 
         directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
+        # Of every value: verified, then written.
         total = sum(math.prod(shape) for _, shape, _ in weights_of(manifest).values())
         screen = Screen(no_color=True)
-        with screen.progress("exporting", total) as advance:
+        with screen.progress("exporting", 2 * total) as advance:
             done = export(directory, checkpoint, manifest, arguments.out, arguments.dtype, advance)
         files = len(done.files)
         size = f"{total:,} values, {done.num_bytes / 1e6:,.1f} MB in {files} file{'s' * (files > 1)}"

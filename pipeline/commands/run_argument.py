@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,46 +18,59 @@ def find_run(path: Path) -> Path:
     """The run directory that is meant.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: it is none.
     """
-    for candidate in (path, path.parent.parent):
-        if (candidate / "checkpoints").is_dir():
-            return candidate
-    what = "does not exist" if not path.exists() else "is no run directory: it has no folder checkpoints/"
-    raise CheckpointError(f"{path} {what}")
+    if (path / "checkpoints").is_dir():
+        return path
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a run directory, as runs/NAME-TIME")
+    whole = path.absolute()
+    above = whole.parent if whole.name == "checkpoints" else whole.parent.parent
+    if "checkpoints" in (whole.name, whole.parent.name) and (above / "checkpoints").is_dir():
+        raise CheckpointError(f"{path} lies inside of a run directory; give that: {above}")
+    raise CheckpointError(f"{path} is no run directory: it has no folder checkpoints/")
 
 
-def find_checkpoint(path: Path, which: str) -> tuple[Path, Path, Manifest]:
+def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Path, Path, Manifest]:
     """(run directory, checkpoint, its manifest) of a run directory and a step, `last` or `best`.
+
+    Args:
+        path: A run directory, or one of its checkpoints: then that one is meant, whatever `which` says.
+        option: What `which` was given as, for messages.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is not complete.
     """
-    from pipeline.checkpoint.folders import check
+    from pipeline.checkpoint.folders import check, newest_good, steps_in
     from pipeline.checkpoint.inspection import list_checkpoints
 
+    whole = path.absolute()
+    if whole.parent.name == "checkpoints" and whole in steps_in(whole.parent).values():
+        return whole.parent.parent, path, check(path)
     directory = find_run(path)
-    rows = list_checkpoints(directory)
-    if path != directory:
-        rows = [row for row in rows if row.path.name == path.name]
-    elif which not in ("last", "best"):
-        if not which.isdigit():
-            raise CheckpointError(f"--step {which}: expected a step, `last` or `best`")
-        known = ", ".join(str(row.step) for row in rows) or "none"
-        rows = [row for row in rows if row.step == int(which)]
-        if not rows:
-            raise CheckpointError(f"{directory} has no checkpoint of step {which}; it has {known}")
-    whole = [row for row in rows if row.problem is None]
-    if not whole:
-        why = f": {rows[-1].problem}" if rows else ""
-        raise CheckpointError(f"{path} holds no complete checkpoint{why}")
-    chosen = whole[-1]
+    steps = steps_in(directory / "checkpoints")
+    if which == "last":
+        newest, passed_over = newest_good(directory / "checkpoints")
+        if newest is None:
+            why = f": {passed_over[0]}" if passed_over else ""
+            raise CheckpointError(f"{directory} holds no complete checkpoint{why}")
+        return directory, newest, check(newest)
     if which == "best":
-        measured = [(row.eval_loss, -row.step, row) for row in whole if row.eval_loss is not None]
+        measured = [
+            (row.eval_loss, -row.step, row.path)
+            for row in list_checkpoints(directory)
+            if row.problem is None and row.eval_loss is not None and not math.isnan(row.eval_loss)
+        ]
         if not measured:
-            raise CheckpointError(f"{directory}: no checkpoint knows its evaluation loss; use --step last")
-        chosen = min(measured, key=lambda entry: entry[:2])[2]
-    return directory, chosen.path, check(chosen.path)
+            raise CheckpointError(f"{directory}: no checkpoint knows its evaluation loss; use {option} last")
+        best = min(measured)[2]
+        return directory, best, check(best)
+    if not which.isdecimal():
+        raise CheckpointError(f"{option} {which}: expected a step, `last` or `best`")
+    if int(which) not in steps:
+        known = ", ".join(map(str, sorted(steps))) or "none"
+        raise CheckpointError(f"{directory} has no checkpoint of step {which}; it has {known}")
+    return directory, steps[int(which)], check(steps[int(which)])
 
 
 def report_errors(work: Callable[[], None]) -> int:
@@ -66,6 +80,10 @@ def report_errors(work: Callable[[], None]) -> int:
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:  # a folder that may not be read, a name that is too long
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr, flush=True)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0

@@ -161,6 +161,13 @@ def validate_recipe(tree: Tree, source: Path, places: Mapping[str, str], overrid
         raise ConfigError("\n".join(unique)) from None
     if (config.max_steps is None) == (config.max_epochs is None):
         raise ConfigError(f"{source}: give exactly one of max_steps and max_epochs")
+    keep, evaluations = config.checkpoint, config.eval.every
+    if keep.keep_best and keep.every and (not evaluations or keep.every % evaluations):
+        place = place_of("checkpoint.keep_best", source, places, overridden)
+        raise ConfigError(
+            f"{place}: checkpoint.keep_best chooses by an evaluation of the very step that is saved; make "
+            f"checkpoint.every ({keep.every}) a multiple of eval.every ({evaluations})"
+        )
     return config
 
 

@@ -17,7 +17,20 @@ class Closed(BaseModel):
     )
 
 
-class CausalLMConfig(Closed):
+class ModelSection(Closed):
+    """What every kind of model has: weights from elsewhere to start from."""
+
+    weights: str | None = None
+    """Where a new run's weights come from: a `.safetensors`, `.pt`, `.pth` or `.bin` file, a folder of
+    them, a run directory or one of its checkpoints. A run that goes on does not read it again."""
+    strict: bool = True
+    """Of `weights`, anything missing, unexpected or of another shape is an error; `false` loads what fits."""
+    grow_vocabulary: bool = False
+    """Where `weights` or `pretrained` have fewer rows of the vocabulary than the tokenizer needs: further
+    rows of the input and output embedding, each the mean of those there are."""
+
+
+class CausalLMConfig(ModelSection):
     """A language model from transformers: new (`architecture`) or with weights (`pretrained`)."""
 
     kind: Literal["causal_lm"] = "causal_lm"
@@ -50,7 +63,7 @@ class CausalLMConfig(Closed):
     """Run Python code that ships with the hub repository named in `pretrained`."""
 
 
-class CNNConfig(Closed):
+class CNNConfig(ModelSection):
     """A small convolutional network for images, a plain nn.Module."""
 
     kind: Literal["cnn"]
@@ -62,7 +75,7 @@ class CNNConfig(Closed):
     """Probability of dropping an activation before the last layer."""
 
 
-class CustomModelConfig(Closed):
+class CustomModelConfig(ModelSection):
     """A model of your own: `kind: package.module:function`, called with `args`, returns an nn.Module."""
 
     kind: str = Field(pattern=IMPORT_PATH)

@@ -141,12 +141,17 @@ class CheckpointConfig(Closed):
 
     every: int = Field(0, ge=0)
     """Optimizer steps between checkpoints; 0: only at the end and when told to stop."""
+    every_minutes: float = Field(0, ge=0)
+    """Minutes between checkpoints, by rank 0's clock, besides those of `every`; 0: none."""
+    grace_seconds: float | None = Field(None, gt=0)
+    """Seconds between a signal to stop (SIGTERM, SIGUSR1, Ctrl-C) and the kill, as the scheduler has it: a
+    last checkpoint that would take longer is not begun. Default: it is always begun."""
     keep_last: int = Field(2, gt=0)
     """Newest checkpoints that stay on disk."""
     keep_every: int = Field(0, ge=0)
     """Checkpoints of steps that are a multiple of it stay for ever; 0: none."""
     keep_best: bool = False
-    """The checkpoint with the lowest evaluation loss stays as well."""
+    """The checkpoint with the lowest evaluation loss stays as well; `every` is a multiple of `eval.every`."""
     resume: Literal["auto", "never", "required"] = "auto"
     """`auto`: go on with the newest unfinished run of this recipe, if any, however its work was split.
     `never`: start a new run. `required`: an error where there is nothing to go on with."""

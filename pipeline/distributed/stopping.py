@@ -1,25 +1,35 @@
-"""Ctrl-C and SIGTERM: finish the step, save, leave. A stop is agreed by all ranks before it is believed."""
+"""Ctrl-C, SIGTERM, SIGUSR1: finish the step, save, leave. What a rank wishes is agreed before it is done."""
 
 from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections import deque
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
 
+SAVE_VOTE, STOP_VOTE = 1, 1 << 20
+"""What a rank wishes for after a step. Sums over up to a million ranks tell the two apart (fp64)."""
+
 
 class StopOnSignal:
-    """While active, the first SIGINT or SIGTERM asks for a stop; a second one ends the process at once."""
+    """While active, the first SIGINT, SIGTERM or SIGUSR1 asks for a stop; a second SIGINT ends the process.
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGUSR1 is what Slurm is told to send before a time limit or a preemption (`--signal=USR1@120`).
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
+        self.came_at: float | None = None
+        """time.monotonic() of the first signal."""
         self._previous: dict[int, object] = {}
 
     @property
@@ -42,11 +52,19 @@ class StopOnSignal:
         # A launcher passes on the signal the terminal already sent to every process: once is enough.
         if not self.requested:
             self.signal_number = number
+            self.came_at = time.monotonic()
             log.info("%s: stopping after this step, with a checkpoint", signal.Signals(number).name)
 
 
-class StopAgreement:
-    """Believes a stop once every rank knows of it, without making the host wait for the device.
+class Agreed(NamedTuple):
+    """What all ranks know that some rank wished for."""
+
+    save: bool
+    stop: bool
+
+
+class Agreement:
+    """Believes a wish once every rank knows of it, without making the host wait for the device.
 
     On CUDA the votes of a step are read two steps later, through an event of their own: by then they have
     long arrived, and every rank reads the same ones at the same step.
@@ -56,18 +74,46 @@ class StopAgreement:
         self._on_gpu = device.type == "cuda"
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
-    def submit(self, votes: Tensor) -> bool:
-        """Takes the summed votes of the step just launched; True once a stop is agreed."""
+    def submit(self, votes: Tensor) -> Agreed:
+        """Takes the summed votes of the step just launched; what is agreed by now."""
         if not self._on_gpu:
-            return bool(votes > 0)
+            return _counted(votes)
         host = torch.empty((), dtype=votes.dtype, pin_memory=True)
         host.copy_(votes, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._pending.append((host, event))
         if len(self._pending) <= 2:
-            return False
+            return Agreed(False, False)
         oldest, arrived = self._pending.popleft()
         assert arrived is not None
         arrived.synchronize()
-        return bool(oldest > 0)
+        return _counted(oldest)
+
+
+def _counted(votes: Tensor) -> Agreed:
+    stops, saves = divmod(int(votes), STOP_VOTE)
+    return Agreed(save=saves > 0, stop=stops > 0)
+
+
+class Alarm:
+    """Due once every so many seconds.
+
+    Args:
+        seconds: 0: never.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._since = time.monotonic()
+
+    def due(self) -> bool:
+        """True once; then the seconds begin again."""
+        if not self._seconds or time.monotonic() - self._since < self._seconds:
+            return False
+        self.restart()
+        return True
+
+    def restart(self) -> None:
+        """The seconds begin again."""
+        self._since = time.monotonic()

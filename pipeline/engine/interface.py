@@ -25,8 +25,8 @@ class StepResult:
     """Global norm before clipping."""
     skipped: Tensor
     """1 where the gradient was not finite and the parameters were left alone, else 0."""
-    stop_votes: Tensor
-    """Ranks that were told to stop."""
+    votes: Tensor
+    """Sum over ranks of what each wished for; see distributed.stopping."""
     loss_scale: float | None
     """fp16 only."""
 
@@ -54,9 +54,13 @@ class Engine(EngineState, Protocol):
         ...
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, stop_requested: bool
+        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, vote: int
     ) -> StepResult:
-        """Forward and backward over the micro-batches, then one optimizer step."""
+        """Forward and backward over the micro-batches, then one optimizer step.
+
+        Args:
+            vote: What this rank wishes for; it travels with the counts.
+        """
         ...
 
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
@@ -77,19 +81,19 @@ def to_device(batch: Batch, device: torch.device, float_dtype: torch.dtype | Non
 def count_and_vote(
     micro_batches: Sequence[Batch],
     objective: Objective,
-    stop_requested: bool,
+    vote: int,
     device: torch.device,
     copies: int = 1,
 ) -> Tensor:
-    """(this rank's share of the count, its vote to stop), fp64, on the device, to be summed over ranks.
+    """(this rank's share of the count, its vote), fp64, on the device, to be summed over ranks.
 
     Args:
         copies: Ranks that were handed these same micro-batches.
     """
     count = sum(objective.count(batch).to(torch.float64) for batch in micro_batches)
     share = torch.as_tensor(count, dtype=torch.float64) / copies
-    vote = torch.full_like(share, float(stop_requested))  # where the batches are; a fill does not wait
-    return torch.stack([share, vote]).to(device, non_blocking=True)
+    wish = torch.full_like(share, float(vote))  # where the batches are; a fill does not wait
+    return torch.stack([share, wish]).to(device, non_blocking=True)
 
 
 def count_parameters(model: nn.Module) -> int:

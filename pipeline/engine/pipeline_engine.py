@@ -122,12 +122,12 @@ class PipelineEngine:
         return None
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, stop_requested: bool
+        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, vote: int
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
         totals = self._job.all_reduce_sum(
-            count_and_vote(micro_batches, objective, stop_requested, self.device, copies=self._stages)
+            count_and_vote(micro_batches, objective, vote, self.device, copies=self._stages)
         )
         # PipelineEngine divides by the accumulation steps and cannot be told not to.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)

@@ -63,7 +63,7 @@ class TorchEngine:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, stop_requested: bool
+        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, vote: int
     ) -> StepResult:
         """See Engine.train_step.
 
@@ -72,9 +72,7 @@ class TorchEngine:
         """
         if not self.module.training:
             self._replicas.train()
-        totals = self._job.all_reduce_sum(
-            count_and_vote(micro_batches, objective, stop_requested, self.device)
-        )
+        totals = self._job.all_reduce_sum(count_and_vote(micro_batches, objective, vote, self.device))
         scale = backward_scale(totals[0], self.dp_world_size).float()
         self._optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), device=self.device)

@@ -38,12 +38,12 @@ class Zero3Sharding:
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype):
         self.zero3_config: dict[str, Any] | None = config
-        # hpZ's groups of an engine before this one: zero.Init makes its own, and refuses to twice.
-        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         self._dtype = dtype
+        _forget_hpz_groups()
 
     def construct(self) -> AbstractContextManager[Any]:
         assert self.zero3_config is not None
+        _forget_hpz_groups()
         return _InitOnCpu(self.zero3_config, self._dtype)
 
     @contextmanager
@@ -57,3 +57,8 @@ class Zero3Sharding:
             yield
             for p, full in zip(unique, gathered, strict=True):
                 p.data = full.copy_(p.data)
+
+
+def _forget_hpz_groups() -> None:
+    """Of an engine or a zero.Init before this one: zero.Init makes its own, and refuses to twice."""
+    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 110  # characters, where there is no terminal to ask
+PAGE = 100  # characters of a table that can be narrower
 
 
 class Screen:
@@ -33,14 +34,26 @@ class Screen:
         """Never wrapped or read as markup."""
         self._console.print(Text(words) if isinstance(words, str) else words, soft_wrap=True)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The first column on the left, numbers on the right."""
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[str] = ()
+    ) -> None:
+        """The first column on the left, numbers on the right.
+
+        Args:
+            words: Columns of words: on the left, and on several lines where one is too narrow.
+        """
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for number, column in enumerate(columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=True)
+            wraps = column in words
+            table.add_column(
+                column,
+                justify="left" if wraps or number == 0 else "right",
+                no_wrap=not wraps,
+                overflow="fold" if wraps else "ellipsis",
+            )
         for row in rows:
             table.add_row(*map(Text, row))
-        self._console.print(table)
+        self._console.print(table, width=min(self._console.width, PAGE) if words else None)
 
     @contextmanager
     def progress(self, description: str, total: int) -> Iterator[Callable[[int], object]]:

@@ -22,6 +22,7 @@ from pipeline.errors import ModelError
 from pipeline.models.activation_checkpointing import checkpoint_activations
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding
+from pipeline.models.vocabulary import grow_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
         raise ModelError(
             "model: give exactly one of architecture (new weights) and pretrained (a folder or hub name)"
         )
+    if config.pretrained is not None and config.weights is not None:
+        raise ModelError("model: give pretrained or weights, not both; a pretrained model brings its weights")
     model = _load(config, request) if config.pretrained is not None else _create(config, request)
     model.config.use_cache = False  # keys and values are kept for generation only
     checkpoint_activations(model, config.activation_checkpointing)
@@ -152,7 +155,8 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
         raise ModelError(f"{given}: {_reason(error)}{nor}") from None
     for key, value in _stated_fields(config, hf_config).items():
-        if getattr(hf_config, key) != value:
+        grows = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
+        if getattr(hf_config, key) != value and not grows:
             raise ModelError(
                 f"model: {name} has {key} {getattr(hf_config, key)}, the recipe says {value}; "
                 "drop it, the weights decide"
@@ -184,6 +188,9 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         transformers_logging.set_verbosity(verbosity)
         del keep_alive
     _refuse_what_does_not_fit(info, given)
+    rows = max(request.vocab_size or 0, config.vocab_size or 0)
+    if config.grow_vocabulary and rows > hf_config.get_text_config().vocab_size:
+        grow_vocabulary(model, rows, request.sharding)
     return model
 
 
@@ -215,10 +222,13 @@ def _check_fit(hf_config: PretrainedConfig, config: CausalLMConfig, request: Mod
     rows = getattr(text_config, "vocab_size", None)
     if rows is None:
         raise ModelError(f"model: {hf_config.model_type} is no language model: its config has no vocab_size")
-    if request.vocab_size is not None and rows < request.vocab_size:
+    is_new = config.pretrained is None
+    may_grow = config.grow_vocabulary and not is_new
+    if request.vocab_size is not None and rows < request.vocab_size and not may_grow:
+        cure = "drop model.vocab_size" if is_new else "model.grow_vocabulary=true adds the rows"
         raise ModelError(
             f"model.vocab_size is {rows}, but the tokenizer has {request.vocab_size} entries; "
-            "drop model.vocab_size, or use the model's own tokenizer (data.tokenizer.pretrained)"
+            f"{cure}, or use the model's own tokenizer (data.tokenizer.pretrained)"
         )
     heads = getattr(text_config, "num_attention_heads", None)
     groups = getattr(text_config, "num_key_value_heads", None)

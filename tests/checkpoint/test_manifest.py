@@ -15,8 +15,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_engine import PlainEngine
+from support.checkpoints import written
 
-from pipeline.checkpoint.files import streamed, write_file
 from pipeline.checkpoint.layout import Layout, Slot
 from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece, decode, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
@@ -24,32 +24,6 @@ from pipeline.engine.fragments import Region
 from pipeline.errors import CheckpointError
 
 HERE = Path("step-00000001") / MANIFEST
-
-
-def written(folder: Path, engines, **changes) -> Manifest:
-    """A checkpoint of these engines in the folder."""
-    files = []
-    for engine in engines:
-        layout = Layout.of(map(Slot.of, engine.fragments()))
-        path = folder / f"rank-{engine.rank:05d}.safetensors"
-        sums = write_file(path, layout, streamed(layout, iter(engine.fragments())))
-        pieces = tuple(map(Piece.of, layout.slots, sums.fragments))
-        files.append(
-            FileRecord(
-                name=path.name,
-                rank=engine.rank,
-                host=f"node{engine.rank}",
-                place=0,
-                bytes=layout.num_bytes,
-                xxh3_128=sums.xxh3_128,
-                fragments=pieces,
-            )
-        )
-    scalars = engines[0].scalars()
-    fields = {"global_step": 1, "world_size": len(engines), "split": "plain", "state": {"samples_seen": 3}}
-    manifest = Manifest(**fields | {"scalars": scalars, "files": tuple(files)} | changes)
-    (folder / MANIFEST).write_bytes(manifest.encode())
-    return manifest
 
 
 @pytest.fixture(scope="module")

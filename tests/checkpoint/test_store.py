@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import pickle
 import shutil
 import threading
 import time
@@ -13,10 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_engine import SHAPES, PlainEngine
+from support.checkpoints import Hostile, flip_a_bit
 from test_checkpoint_files import small_disk  # noqa: F401
+from test_manifest import resealed
 
 from pipeline.checkpoint.folders import Retention, newest_good
-from pipeline.checkpoint.inspection import diff, list_checkpoints
+from pipeline.checkpoint.inspection import diff, list_checkpoints, read_through
+from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
@@ -161,10 +166,8 @@ def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
     ]
 
 
-def damage(path, name="rank-00000.safetensors"):
-    content = bytearray((path / name).read_bytes())
-    content[-1] ^= 1
-    (path / name).write_bytes(content)
+def damage(path):
+    flip_a_bit(path / "rank-00000.safetensors")
 
 
 def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
@@ -229,8 +232,78 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path):
     store.save(PlainEngine(0, 1), state_at(1), wait=True)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "step-00000001").symlink_to(store.folder / "step-00000001")
+    (tmp_path / "here" / "latest").symlink_to(store.folder / "step-00000001")
     assert newest_good(tmp_path / "here") == (None, [])
     assert make_store(tmp_path / "here").resume(PlainEngine(0, 1)) is None
+
+
+SHARD = "rank-00000.safetensors"
+PLANTED = {
+    "a pickle as a shard": lambda step, outside: (step / SHARD).write_bytes(outside.pickle),
+    "a pickle as the manifest": lambda step, outside: (step / MANIFEST).write_bytes(outside.pickle),
+    "a path in the manifest": lambda step, outside: rename_in_manifest(step, f"../../outside/2/{SHARD}"),
+    "a whole path in the manifest": lambda step, outside: rename_in_manifest(step, f"{outside.step}/{SHARD}"),
+    "a link as a shard": lambda step, outside: as_link(step / SHARD, outside.step / SHARD),
+    "a link as the manifest": lambda step, outside: as_link(step / MANIFEST, outside.step / MANIFEST),
+    "a link as the folder": lambda step, outside: as_link(step, outside.step),
+}
+
+
+def as_link(path, target):
+    path.rename(path.with_name(f"moved-{path.name}"))
+    path.symlink_to(target)
+
+
+def rename_in_manifest(step, name):
+    """By someone who knows how checksums go; the file of that name is the right one, but for its place."""
+    (step / SHARD).unlink()
+    content = (step / MANIFEST).read_bytes()
+    (step / MANIFEST).write_bytes(resealed(content, lambda m: m["files"][0].update(name=name)))
+
+
+class Outside:
+    """A good checkpoint of step 2 that is not the run's, and bytes that make `owned` when unpickled."""
+
+    def __init__(self, folder):
+        self.step, self.owned = folder / "outside" / "2", folder / "owned"
+        store = make_store(folder / "outside")
+        store.save(PlainEngine(0, 1, seed=2), state_at(2), wait=True)
+        (folder / "outside" / "step-00000002").rename(self.step)
+        size = (self.step / SHARD).stat().st_size
+        self.pickle = pickle.dumps(Hostile(self.owned)).ljust(size, b"\0")
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_what_is_planted_neither_runs_nor_leads_outside(tmp_path, monkeypatch, plant):
+    """The last good checkpoint is taken; nothing is opened or removed outside of the run."""
+    outside, store = Outside(tmp_path), make_store(tmp_path / "run")
+    for step in (1, 2):
+        store.save(PlainEngine(0, 1, seed=step), state_at(step), wait=True)
+    PLANTED[plant](store.folder / "step-00000002", outside)
+    (store.folder / "latest").symlink_to(outside.step)
+    (store.folder / "step-00000009.partial").symlink_to(outside.step)
+    opened = []
+    for module in (os, io):
+        monkeypatch.setattr(module, "open", noting(module.open, opened))
+    engine, later = PlainEngine(0, 1), make_store(store.folder)
+    assert later.resume(engine)["global_step"] == 1
+    assert engine.is_model_of(1)
+    assert [path for path in opened if path.startswith(str(tmp_path / "outside"))] == []
+    assert f"{store.folder}/step-00000001/{SHARD}" in opened
+    later.save_final(PlainEngine(0, 1, seed=2), state_at(2))
+    assert not outside.owned.exists()
+    assert names(outside.step) == [MANIFEST, SHARD]
+
+
+def noting(function, opened):
+    def noted(path, flags, *arguments, **options):
+        # As the system will: O_NOFOLLOW opens no link.
+        if isinstance(flags, int) and flags & os.O_NOFOLLOW and os.path.islink(path):
+            return function(path, flags, *arguments, **options)
+        opened.append(os.path.realpath(path))
+        return function(path, flags, *arguments, **options)
+
+    return noted
 
 
 def test_nothing_whole_is_an_error_and_nothing_at_all_is_not(tmp_path):
@@ -337,17 +410,26 @@ def test_the_list_and_the_difference(tmp_path):
     damage(folder / "step-00000002")
     rows = list_checkpoints(tmp_path)
     assert [(row.step, row.tokens, row.split, row.eval_loss, row.problem) for row in rows] == [
-        (1, 100, "plain PyTorch", 2.0, None),
-        (2, 200, "plain PyTorch", None, None),
+        (1, 100, "plain PyTorch, 1 rank", 2.0, None),
+        (2, 200, "plain PyTorch, 1 rank", None, None),
     ]
     assert rows[0].num_bytes == (folder / "step-00000001" / "rank-00000.safetensors").stat().st_size
-    assert "head.weight" in list_checkpoints(tmp_path, contents=True)[1].problem
-    changes = list(diff(folder / "step-00000001", folder / "step-00000002"))
+    assert [read_through(row, ignore).problem is None for row in rows] == [True, False]
+    assert "head.weight" in read_through(rows[1], ignore).problem
+    changes = difference(folder / "step-00000001", folder / "step-00000002")
     by_name = {change.name: change for change in changes}
     assert set(by_name) == {"layers.0.weight", "flag", "head.weight"}
     assert by_name["layers.0.weight"].num_changed == 2
     assert by_name["flag"].remark == "only in step-00000001"
     assert by_name["head.weight"].num_changed == 1
     assert by_name["head.weight"].max_difference > 0
-    assert list(diff(folder / "step-00000001", folder / "step-00000001")) == []
+    assert difference(folder / "step-00000001", folder / "step-00000001") == []
     assert len(SHAPES) == 8
+
+
+def difference(one, other):
+    return list(diff(one, read_manifest(one), other, read_manifest(other), ignore))
+
+
+def ignore(amount):
+    """Of a bar that is not shown."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import sys
 import threading
 import time
@@ -14,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from plain_engine import PlainEngine
+from support.checkpoints import flip_a_bit
+from support.heard import heard
 from support.ranks import RankFailedError, RankPool
 from test_save_killed import Fault
 
@@ -206,20 +209,8 @@ def test_the_step_is_one_that_all_machines_have(ranks, tmp_path):
 
 def resume_lines(job: Job, folder: str):
     """What is logged on the way."""
-    import logging
-
-    lines = []
-
-    class Lines(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    handler, logger = Lines(), logging.getLogger("pipeline.checkpoint")
-    logger.addHandler(handler)
-    try:
+    with heard("pipeline.checkpoint") as lines:
         resume(job, folder, True)
-    finally:
-        logger.removeHandler(handler)
     return lines
 
 
@@ -227,10 +218,10 @@ def test_a_missing_shard_names_its_machine(ranks, tmp_path):
     ranks(2).run(save_steps, str(tmp_path), [1, 2], True, True)
     (tmp_path / "disk1" / "step-00000002" / "rank-00001.safetensors").unlink()
     for lines in ranks(2).run(resume_lines, str(tmp_path)):
-        assert len(lines) == 1
-        assert "step-00000002 is passed over" in lines[0]
-        assert "node1" in lines[0]
-        assert "rank-00001.safetensors" in lines[0]
+        (said,) = [line for line in lines if "passed over" in line]
+        assert "step-00000002 is passed over" in said
+        assert "node1" in said
+        assert "rank-00001.safetensors" in said
 
 
 def test_another_division_without_a_shared_file_system_names_what_to_bring(ranks, tmp_path):
@@ -243,6 +234,61 @@ def swap_lost(job: Job, folder: str):
     store, engine = open_store(job, folder, True), tensors(job, "columns")
     with pytest.raises(CheckpointError, match=r"wrote it on node[01]; bring it here"):
         store.resume(engine)
+
+
+def test_what_was_brought_is_read_in_another_division(ranks, tmp_path):
+    ranks(2).run(save_steps, str(tmp_path), [1, 2], True, True)
+    for here, there in ((0, 1), (1, 0)):
+        name = f"step-00000002/rank-0000{there}.safetensors"
+        shutil.copy(tmp_path / f"disk{there}" / name, tmp_path / f"disk{here}" / name)
+    assert ranks(2).run(resume, str(tmp_path), True, "columns") == [(2, True)] * 2
+
+
+def test_a_machine_put_in_anothers_place_is_named(ranks, tmp_path):
+    """All ranks say the same and none waits: the new machine's folder is empty."""
+    ranks(2).run(save_steps, str(tmp_path), [1, 2], True, True)
+    shutil.rmtree(tmp_path / "disk1")
+    said, same = ranks(2).run(resume, str(tmp_path), True)
+    assert said.replace("disk0", "disk1") == same
+    assert "holds no whole checkpoint" in said
+    assert "step-00000002 is passed over: on node1: " in said
+    shutil.copytree(tmp_path / "disk0" / "step-00000002", tmp_path / "disk1" / "step-00000002")
+    for said in ranks(2).run(resume, str(tmp_path), True):
+        assert "no machine has rank-00001.safetensors, written on node1" in said
+
+
+def two_machines_of_two(job: Job, folder: str, steps):
+    """Saves the steps, or resumes where there are none to save: two ranks a disk."""
+    rank = job.ranks.rank
+    placed = Job(Ranks(rank, rank % 2, 4, 2), job.device, job.store)
+    disk = Path(folder) / f"disk{rank // 2}"
+    store = CheckpointStore(disk, Retention(3), placed, "two machines", f"node{rank // 2}")
+    for step in steps:
+        store.save(tensors(job, seed=step), {"global_step": step}, wait=True)
+    if steps:
+        return store._peers.neighbours
+    engine = tensors(job, seed=99)
+    with heard("pipeline.checkpoint") as lines:
+        state = store.resume(engine)
+    return state["global_step"], engine.is_model_of(state["global_step"]), lines
+
+
+@pytest.mark.slow
+def test_ranks_of_a_machine_share_its_disk(ranks, tmp_path):
+    saved = ranks(4).run(two_machines_of_two, str(tmp_path), [1, 2, 3])
+    assert saved == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert sorted(os.listdir(tmp_path / "disk1" / "step-00000003")) == [
+        "manifest.json",
+        "rank-00002.safetensors",
+        "rank-00003.safetensors",
+    ]
+    flip_a_bit(tmp_path / "disk0" / "step-00000003" / "rank-00001.safetensors")
+    (tmp_path / "disk1" / "step-00000002" / "rank-00003.safetensors").unlink()
+    for step, is_whole, lines in ranks(4).run(two_machines_of_two, str(tmp_path), []):
+        assert (step, is_whole) == (1, True)
+        assert "rank-00001.safetensors: not what was written" in lines[0]
+        assert "written on node0" in lines[0]
+        assert "no machine has rank-00003.safetensors, written on node1" in lines[1]
 
 
 def different_layouts(job: Job, folder: str):

@@ -29,7 +29,7 @@ def replace_block(text: str, name: str, block: str) -> str:
     """The text between `<!-- name -->` and `<!-- end of name -->`, replaced."""
     head, begin, rest = text.partition(f"<!-- {name} -->\n")
     _, end, tail = rest.partition(f"<!-- end of {name} -->")
-    assert end, f"{DOCUMENT} has no block {name}"
+    assert end, f"the document has no block {name}"
     return f"{head}{begin}{block}\n{end}{tail}"
 
 

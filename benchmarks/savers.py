@@ -1,0 +1,147 @@
+"""Who takes part in checkpoint.py: our loop and store here, the peers' in saver_peers.py.
+
+In every burst of steps one checkpoint is saved half-way. Peers have their files forced to the disk after
+that, on a clock of its own: nothing of theirs is still being written while the next participant steps.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from participants import GatedLoader
+from processes import FinishedError, Gate, Task
+from saver_diary import Diary, Durable, Save, Watch, meet, tree_bytes
+from saver_peers import bare_deepspeed, bare_pytorch, hugging_face_trainer
+
+from pipeline.assemble import assemble
+from pipeline.checkpoint import files
+from pipeline.config.settings import Settings, load_settings
+from pipeline.data import prepare_data
+from pipeline.distributed.process_group import describe_device, start_job
+from pipeline.distributed.ranks import read_ranks
+from pipeline.run_directory import RunDirectory
+from pipeline.training import train
+
+BLOCK = 1 << 24  # bytes of one write of the plain file
+
+
+def take_part(task: Task, gate: Gate) -> dict[str, Any]:
+    """Trains and saves until the gate has enough."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    overrides = [f"ds.bf16.enabled={str(task.precision == 'bf16').lower()}", "ds.fp16.enabled=false"]
+    settings = load_settings(task.recipe, task.json, overrides if task.json else [])
+    diary = Diary()
+    with suppress(FinishedError):
+        LOOPS[task.peer](task, settings, gate, diary)
+    return asdict(diary)
+
+
+class TimedChecksums:
+    """Stands in for xxhash where files are written: adds up what hashing takes of the processor."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def xxh3_64(self) -> TimedChecksum:
+        return TimedChecksum(xxhash.xxh3_64(), self)
+
+    def xxh3_128(self) -> TimedChecksum:
+        return TimedChecksum(xxhash.xxh3_128(), self)
+
+
+class TimedChecksum:
+    def __init__(self, checksum: Any, all_of_them: TimedChecksums):
+        self._checksum = checksum
+        self._all = all_of_them
+        self.digest, self.hexdigest = checksum.digest, checksum.hexdigest
+
+    def update(self, data: Any) -> None:
+        start = time.thread_time()
+        self._checksum.update(data)
+        self._all.seconds += time.thread_time() - start
+
+
+def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
+    """The pipeline's own loop and store."""
+    job = start_job(read_ranks(os.environ), distributed=settings.deepspeed is not None)
+    resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
+    data = prepare_data(settings.config.data)
+    run = assemble(settings.config, resolved, job, data, RunDirectory(task.folder, None))
+    checksums = TimedChecksums()
+    files.xxhash = checksums  # type: ignore[assignment]
+    store, folder = run.checkpoints, run.checkpoints.folder
+    save, poll = store.save, store.poll
+    begun: list[tuple[int, float]] = []
+
+    def timed_save(*arguments: Any) -> None:
+        stall = watch.time(lambda: save(*arguments))
+        begun.append((len(diary.steps), stall))
+
+    def noted_poll() -> list[Any]:
+        outcomes = poll()
+        for outcome in outcomes:
+            step, stall = begun.pop(0)
+            diary.saves.append(Save(step, stall, stall + written(outcome), 0.0, newest_bytes()))
+        return outcomes
+
+    def written(outcome: Any) -> float:
+        if outcome.problem is not None:
+            raise RuntimeError(outcome.problem)
+        return float(outcome.write_seconds)
+
+    def newest_bytes() -> int:
+        return tree_bytes(max(folder.glob("step-*[0-9]"))) if job.ranks.is_main_process else 0
+
+    def at_rest() -> None:
+        store.close()
+        noted_poll()
+        meet()
+        before = checksums.seconds
+        save(run.engine, {"global_step": len(diary.steps)})
+        store.close()
+        seconds = sum(map(written, poll()))
+        hashing = checksums.seconds - before
+        own = max(folder.glob("step-*[0-9]")) / f"rank-{job.ranks.rank:05d}.safetensors"
+        meet()
+        diary.durable.append(
+            Durable(seconds, hashing, plain_write(folder, job.ranks.rank, own.stat().st_size))
+        )
+        meet()
+
+    store.save, store.poll = timed_save, noted_poll  # type: ignore[assignment,method-assign]
+    watch = Watch(gate, diary, at_rest)
+    with run.sinks:
+        train(replace(run, eval_loader=None, loader=GatedLoader(run.loader, watch)))  # type: ignore[arg-type]
+
+
+def plain_write(folder: Path, rank: int, num_bytes: int) -> float:
+    """Seconds for a plain file of so many bytes, and fsync."""
+    block = memoryview(os.urandom(BLOCK))
+    path = folder / f"plain-{rank}"
+    start = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        left = num_bytes
+        while left:
+            left -= file.write(block[:left])
+        os.fsync(file.fileno())
+        seconds = time.perf_counter() - start
+    path.unlink()
+    return seconds
+
+
+LOOPS: dict[str, Callable[[Task, Settings, Gate, Diary], None]] = {
+    "ours": ours,
+    "torch.save": bare_pytorch,
+    "deepspeed": bare_deepspeed,
+    "trainer": hugging_face_trainer,
+}

@@ -1,0 +1,57 @@
+"""A rank whose launcher is gone asks itself to stop: it saves and leaves, where it would train on unseen.
+
+The launchers end their ranks when they are told to end; killed, they cannot.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+PERIOD = 1.0  # seconds
+log = logging.getLogger(__name__)
+
+
+def stop_with_launcher(period: float = PERIOD) -> None:
+    """Watches the processes above this one from now on; when one ends, SIGTERM comes to this process.
+
+    Above a rank of the deepspeed launcher there are two: launch.py, and `deepspeed` which started that. Any
+    other launcher is its ranks' parent. Does nothing where a process was not started by a launcher.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return
+    parent = os.getppid()
+    above = None
+    if b"deepspeed.launcher.launch" in _words(parent):
+        above = _parent_of(parent)
+        # Started without it, launch.py may outlive the shell above it, and be meant to.
+        if above is not None and not any(word.endswith(b"deepspeed") for word in _words(above)[:3]):
+            above = None
+
+    def watch() -> None:
+        # None: not to be told just now, by a process out of file descriptors.
+        while os.getppid() == parent and (above is None or _parent_of(parent) in (above, None)):
+            time.sleep(period)
+        log.warning("the launcher is gone")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        # After the name, which may hold spaces and brackets: state, parent.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None  # another system than Linux, or it is gone
+
+
+def _words(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []

@@ -1,0 +1,272 @@
+"""Files that weights come in: each kind of them, what is none, what is hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from parity.measure import ALONE
+from safetensors.torch import save_file
+from support.heard import heard
+from support.saved import store_in
+from support.tiny import make_engine, recipe, token_bundle
+from support.weights import assert_same, cnn, copied, llama, load, refused, small
+from torch import nn
+
+PLAIN = {"torch": {"parallel": "single"}}
+
+
+def in_shards(folder, state, suffix, save):
+    """Two files and their index, as transformers names them."""
+    names, places = list(state), {}
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    for number, part in ((1, names[::2]), (2, names[1::2])):
+        file = f"{stem}-{number:05d}-of-00002.{suffix}"
+        save({name: state[name] for name in part}, folder / file)
+        places |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    return folder
+
+
+# --- where from ---------------------------------------------------------------------------------------
+
+SOURCES = {
+    "safetensors": lambda state, to: save_file(state, to / "w.safetensors") or to / "w.safetensors",
+    "folder": lambda state, to: save_file(state, to / "model.safetensors") or to,
+    "folder, any name": lambda state, to: save_file(state, to / "w.safetensors") or to,
+    "safetensors shards": lambda state, to: in_shards(to, state, "safetensors", save_file),
+    "pt": lambda state, to: torch.save(state, to / "w.pt") or to / "w.pt",
+    "pth": lambda state, to: torch.save(state, to / "w.pth") or to / "w.pth",
+    "bin": lambda state, to: torch.save(state, to / "w.bin") or to / "w.bin",
+    "pt before 1.6": lambda state, to: (
+        torch.save(state, to / "w.pt", _use_new_zipfile_serialization=False) or to / "w.pt"
+    ),
+    "folder of bin": lambda state, to: torch.save(state, to / "pytorch_model.bin") or to,
+    "bin shards": lambda state, to: in_shards(to, state, "bin", torch.save),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_kind_of_file_gives_the_same_weights(tmp_path, kind):
+    expected = copied(llama(seed=3))
+    assert_same(load(llama(), SOURCES[kind](expected, tmp_path)), expected)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_a_folder_that_transformers_wrote(tmp_path, shard_size):
+    saved = llama(seed=3)
+    saved.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
+    assert_same(load(llama(), tmp_path), copied(saved))
+
+
+def test_a_snapshot_in_the_hubs_cache_is_made_of_links(tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file(copied(cnn(seed=3)), blobs / "abc")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    assert_same(load(cnn(), snapshot), copied(cnn(seed=3)))
+
+
+@pytest.mark.parametrize("build", [cnn, small, llama])
+def test_any_model_is_filled_to_the_last_buffer(tmp_path, build):
+    expected = {name: value + 1 for name, value in copied(build(seed=3)).items()}
+    torch.save(expected, tmp_path / "w.pt")
+    model = build()
+    places = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    assert_same(load(model, tmp_path / "w.pt"), expected)
+    assert places == {name: value.data_ptr() for name, value in model.state_dict().items()}
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_precisions_are_loaded_into_fp32(tmp_path, dtype):
+    there = {name: value.to(dtype) for name, value in llama(seed=3).state_dict().items()}
+    save_file(there, tmp_path / "w.safetensors")
+    model = load(llama(), tmp_path)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert_same(model, {name: value.float() for name, value in there.items()})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(a run directory with the checkpoints of two steps, the weights in each)."""
+    folder = tmp_path_factory.mktemp("run")
+    store, kept = store_in(folder / "checkpoints", ALONE), {}
+    for step in (1, 2):
+        engine = make_engine(ALONE, recipe(seed=step), PLAIN, token_bundle())
+        assert store.save(engine, {"global_step": step}, wait=True).problem is None
+        kept[step] = copied(engine.module)
+    store.close()
+    return folder, kept
+
+
+def test_a_run_directory_gives_its_newest_checkpoint(run):
+    folder, kept = run
+    assert_same(load(llama(), folder), kept[2])
+    assert_same(load(llama(), folder / "checkpoints"), kept[2])
+    assert_same(load(llama(), folder / "checkpoints" / "step-00000001"), kept[1])
+
+
+def test_a_damaged_checkpoint_is_never_read(run, tmp_path):
+    folder, kept = shutil.copytree(run[0], tmp_path / "run"), run[1]
+    for number, path in enumerate(sorted((folder / "checkpoints").glob("step-*/rank-*"), reverse=True)):
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+        assert "is damaged: rank-00000.safetensors: not what was written" in refused(llama(), path.parent)
+        if number == 0:
+            with heard() as lines:
+                assert_same(load(llama(), folder), kept[1])
+            assert "step-00000002 is damaged" in lines[0]
+    assert "holds no whole checkpoint; the newest: " in refused(llama(), folder)
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        lambda state: {
+            "state_dict": state,
+            "epoch": 3,
+            "optimizer": {"state": {0: {"exp_avg": state["scale"]}}},
+        },
+        lambda state: {"model": state, "args": {"lr": 0.1}},
+        lambda state: {"model_state_dict": state, "step": torch.tensor(3)},
+        lambda state: {"module": {"state_dict": state}},
+        lambda state: {"model": {"hidden_size": 3}, "module": state},
+    ],
+)
+def test_a_state_dict_in_its_envelope(tmp_path, envelope):
+    expected = copied(small(seed=3))
+    torch.save(envelope(expected), tmp_path / "w.pt")
+    assert_same(load(small(), tmp_path / "w.pt"), expected)
+
+
+def test_two_models_in_one_file_are_not_guessed_between(tmp_path):
+    state = copied(small())
+    torch.save({"model": state, "state_dict": state}, tmp_path / "w.pt")
+    assert "holds several models (state_dict, model)" in refused(small(), tmp_path / "w.pt")
+
+
+# --- what is no weights -------------------------------------------------------------------------------
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("how", ["torch", "before 1.6", "bare", "shard"])
+def test_nothing_in_a_hostile_pickle_is_run(tmp_path, how):
+    content, path = (
+        copied(small()) | {"first.bias": Hostile(tmp_path / "ran")},
+        tmp_path / "pytorch_model.bin",
+    )
+    if how == "bare":
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=how != "before 1.6")
+    if how == "shard":
+        path.rename(tmp_path / "one.bin")
+        index = {"weight_map": {"first.weight": "one.bin"}}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    told = refused(small(), tmp_path)
+    assert "would have to be run as code and is not" in told
+    assert how == "bare" or "mkdir" in told  # there something before it is refused
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_whole_pickled_module_is_told_what_to_save(tmp_path):
+    torch.save(nn.Linear(3, 4), tmp_path / "w.pt")
+    told = refused(small(), tmp_path / "w.pt")
+    assert "holds torch.nn.modules.linear.Linear, which would have to be run as code" in told
+    assert "save model.state_dict() instead" in told
+
+
+@pytest.mark.parametrize(
+    "name", ["../w.safetensors", "ABSOLUTE", "link.safetensors", "below/../../w.safetensors"]
+)
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_nothing_outside_the_folder_is_read(tmp_path, name, suffix):
+    folder, outside = tmp_path / "model", tmp_path / f"w.{suffix}"
+    (folder / "below").mkdir(parents=True)
+    (save_file if suffix == "safetensors" else torch.save)(copied(small(seed=3)), outside)
+    name = str(outside) if name == "ABSOLUTE" else name.replace("safetensors", suffix)
+    if "link" in name:
+        (folder / name).symlink_to(outside)
+    stem = "model.safetensors" if suffix == "safetensors" else "pytorch_model.bin"
+    index = {"weight_map": dict.fromkeys(small().state_dict(), name)}
+    (folder / f"{stem}.index.json").write_text(json.dumps(index))
+    assert f"points outside of itself: {name!r}" in refused(small(), folder)
+    (folder / stem).symlink_to(outside)
+    assert f"points outside of itself: {stem!r}" in refused(small(), folder)
+
+
+def whole_safetensors(folder):
+    save_file(copied(small()), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda to: to / "nowhere", "does not exist"),
+        (lambda to: to, "holds no weights: expected model.safetensors, "),
+        (lambda to: (to / "checkpoints").mkdir() or to, "is a run directory without a checkpoint"),
+        (lambda to: save_file({"a": torch.ones(1)}, to / "a.safetensors")
+         or save_file({"a": torch.ones(1)}, to / "b.safetensors") or to,
+         "it has a.safetensors, b.safetensors: name one of them"),
+        (lambda to: (to / "w.onnx").write_text("x") and to / "w.onnx", "expected .safetensors, .pt, .p"),
+        (lambda to: (to / "w.safetensors").write_bytes(b"") or to / "w.safetensors", "cannot be read as saf"),
+        (lambda to: (to / "w.pt").write_bytes(b"") or to / "w.pt", "cannot be read as weights: EOFError"),
+        (lambda to: (to / "w.bin").write_bytes(b"no weights") and to, "holds no weights"),
+        (lambda to: (to / "w.bin").write_bytes(b"no weights") and to / "w.bin", "cannot be read as weights"),
+        (lambda to: torch.save([torch.ones(1)], to / "w.pt") or to / "w.pt", "holds no tensors by name"),
+        (lambda to: torch.save({}, to / "w.pt") or to / "w.pt", "holds no tensors by name"),
+        (lambda to: os.truncate(whole_safetensors(to), 300) or to, "model.safetensors cannot be read as saf"),
+        (lambda to: torch.save(copied(small()), to / "w.pt") or os.truncate(to / "w.pt", 900) or to / "w.pt",
+         "cannot be read as weights: "),
+        (lambda to: torch.save({"module": {}}, to / "mp_rank_00_model_states.pt") or to, "zero_to_fp32.py"),
+        (lambda to: torch.save({"module": {}}, to / "mp_rank_00_model_states.pt")
+         or to / "mp_rank_00_model_states.pt", "is part of a checkpoint of DeepSpeed's own; run "),
+        (lambda to: (to / "global_step1").mkdir()
+         or torch.save({}, to / "global_step1" / "zero_pp_rank_0_mp_rank_00_model_states.pt") or to,
+         "is a checkpoint of DeepSpeed's own; run `python zero_to_fp32.py . OUT --safe_serialization`"),
+    ],
+)  # fmt: skip
+def test_what_is_no_weights_is_one_line(tmp_path, make, told):
+    assert told in refused(small(), make(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        ("{", "cannot be read as an index"),
+        ("[" * 100_000, "cannot be read as an index"),
+        ("[]", "cannot be read as an index"),
+        ('{"weight_map": []}', "cannot be read as an index"),
+        ('{"weight_map": {"a": 3}}', "cannot be read as an index"),
+        ('{"weight_map": {}}', "cannot be read as an index"),
+        ('{"weight_map": {"a": "b.safetensors"}}', "has no file 'b.safetensors'"),
+        ('{"weight_map": {"a": "b\\u0000"}}', "has no file"),
+        ('{"weight_map": {"a": "' + "x" * 5000 + '"}}', "has no file"),
+        ('{"weight_map": {"a": "loop.safetensors"}}', "has no file"),
+        ('{"weight_map": {"a": "one.safetensors"}}', "lacks 'a', which its index says it holds"),
+        ('{"weight_map": {"b": "one.safetensors", "c": "one.bin"}}', "cannot be read; expected"),
+    ],
+)
+def test_an_index_that_is_none_is_one_line(tmp_path, index, told):
+    save_file({"b": torch.ones(1)}, tmp_path / "one.safetensors")
+    torch.save({"c": torch.ones(1)}, tmp_path / "one.bin")
+    (tmp_path / "loop.safetensors").symlink_to(tmp_path / "loop.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert told in refused(small(), tmp_path)

@@ -1,0 +1,130 @@
+"""Weights from elsewhere on two real ranks: under every split the same values, read by rank 0 alone."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from parity.measure import ALONE
+from safetensors.torch import save_file
+from support.exchange import SPLITS, Gathered, fragments_now, whole_of
+from support.tiny import VOCABULARY, make_engine, recipe, token_bundle
+from support.weights import small
+
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.errors import ModelError
+from pipeline.models import build_model
+from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import Whole
+
+ROWS = VOCABULARY - 57
+MODEL = recipe()["model"]
+
+
+def old_model(seed: int = 3):
+    sizes = {key: value for key, value in MODEL.items() if key not in ("kind", "max_sequence_length")}
+    return build_model(CausalLMConfig(**sizes), ModelRequest(Whole(), ROWS, sequence_length=24), seed)
+
+
+def weights_after_start(job, model, split, folder=None, apart=False):
+    """This rank's fragments; `apart`: each rank runs where only rank 0 finds the weights."""
+    before = Path.cwd()
+    if folder is not None:
+        here = Path(folder) / str(job.ranks.rank if apart else 0)
+        here.mkdir(exist_ok=True)
+        os.chdir(here)
+    try:
+        engine = make_engine(job, recipe(model=model, objective={"kind": "causal_lm"}), split, token_bundle())
+        return fragments_now(engine)
+    except ModelError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+
+
+def together(results):
+    return whole_of(Gathered({}, [fragment for fragments in results for fragment in fragments]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Weights with fewer rows than the tokenizer needs: in one file, without tied ones, and in a folder."""
+    folder = tmp_path_factory.mktemp("weights")
+    (folder / "0").mkdir()
+    model = old_model()
+    model.save_pretrained(folder / "0" / "folder")
+    state = {f"module.{name}": value for name, value in model.state_dict().items()}
+    save_file(state, folder / "0" / "w.safetensors")
+    return str(folder)
+
+
+FROM = {
+    "weights": MODEL | {"weights": "w.safetensors", "grow_vocabulary": True},
+    "pretrained": {"kind": "causal_lm", "pretrained": "folder", "grow_vocabulary": True},
+}
+
+
+@cache
+def plain(folder, source):
+    return together([weights_after_start(ALONE, FROM[source], SPLITS["plain"].json, folder)])
+
+
+def check(ranks, folder, split, source="weights"):
+    expected = plain(folder, source)
+    model = old_model()
+    for name, value in model.state_dict().items():
+        mine = expected[name, "weight"].reshape(-1, *value.shape[1:])
+        assert np.array_equal(mine[: len(value)], value.numpy())
+    pool = ranks(SPLITS[split].world_size)
+    apart = source == "weights"
+    found = together(pool.run(weights_after_start, FROM[source], SPLITS[split].json, folder, apart))
+    assert found.keys() == expected.keys()
+    is_half = "16" in split
+    for (name, kind), values in expected.items():
+        want = torch.from_numpy(values)
+        want = want.bfloat16().float() if is_half else want
+        assert np.array_equal(found[name, kind], want.numpy()), name
+
+
+def test_zero3_shards_have_the_plain_models_values(ranks, folder):
+    check(ranks, folder, "zero3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "split", ["ddp", "zero3-bf16", "zero3-all-cpu", "zero3-hpz", "pipeline-zero1", "tensor-zero1"]
+)
+def test_every_split_has_the_plain_models_values(ranks, folder, split):
+    check(ranks, folder, split)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["zero3", "zero3-hpz", "pipeline-zero1"])
+def test_a_pretrained_vocabulary_grows_under_every_split(ranks, folder, split):
+    check(ranks, folder, split, "pretrained")
+
+
+@pytest.mark.slow
+def test_every_rank_hears_why_not(ranks, folder):
+    told = ranks(2).run(
+        weights_after_start, MODEL | {"weights": "w.safetensors"}, SPLITS["zero3"].json, folder, True
+    )
+    assert told[0] == told[1]
+    assert "model.grow_vocabulary=true adds the rows" in told[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["ddp", "zero3"])
+def test_buffers_and_a_model_of_ones_own(ranks, tmp_path, split):
+    expected = {name: value + 1 for name, value in small().state_dict().items()}
+    (tmp_path / "0").mkdir()
+    torch.save(expected, tmp_path / "0" / "w.pt")
+    model = {"kind": "support.weights:small", "weights": "w.pt"}
+    found = together(ranks(2).run(weights_after_start, model, SPLITS[split].json, str(tmp_path), True))
+    assert {name for name, _ in found} == expected.keys()
+    for (name, _), values in found.items():
+        assert np.array_equal(values, expected[name].float().reshape(-1).numpy()), name

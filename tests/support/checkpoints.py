@@ -1,0 +1,55 @@
+"""Checkpoints made by hand, damaged by hand, and with something planted in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint.files import streamed, write_file
+from pipeline.checkpoint.layout import Layout, Slot
+from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece
+
+
+def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
+    """A checkpoint of these engines (plain_engine.PlainEngine) in the folder."""
+    files = []
+    for engine in engines:
+        layout = Layout.of(map(Slot.of, engine.fragments()))
+        path = folder / f"rank-{engine.rank:05d}.safetensors"
+        sums = write_file(path, layout, streamed(layout, iter(engine.fragments())))
+        pieces = tuple(map(Piece.of, layout.slots, sums.fragments))
+        files.append(
+            FileRecord(
+                name=path.name,
+                rank=engine.rank,
+                host=f"node{engine.rank}",
+                place=0,
+                bytes=layout.num_bytes,
+                xxh3_128=sums.xxh3_128,
+                fragments=pieces,
+            )
+        )
+    scalars = engines[0].scalars()
+    fields = {"global_step": 1, "world_size": len(engines), "split": "plain", "state": {"samples_seen": 3}}
+    manifest = Manifest(**fields | {"scalars": scalars, "files": tuple(files)} | changes)
+    (folder / MANIFEST).write_bytes(manifest.encode())
+    return manifest
+
+
+def flip_a_bit(path: Path) -> None:
+    """The file's last: of a checkpoint's file, in its last tensor."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.target}",)

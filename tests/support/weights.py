@@ -1,0 +1,72 @@
+"""Small models of every kind, and loading weights into them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity.measure import ALONE
+from support.tiny import VOCABULARY
+from torch import nn
+
+from pipeline.checkpoint.weights import load_weights
+from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelSection
+from pipeline.errors import ModelError
+from pipeline.models import build_model
+from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import Whole
+
+SIZES = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64}
+
+
+def llama(seed=0, vocabulary=VOCABULARY, **changes):
+    request = ModelRequest(Whole(), vocab_size=vocabulary, sequence_length=24)
+    return build_model(CausalLMConfig(architecture="llama", **SIZES, **changes), request, seed)
+
+
+def cnn(seed=0):
+    return build_model(CNNConfig(kind="cnn", channels=4), ModelRequest(Whole(), num_classes=10), seed)
+
+
+class Small(nn.Module):
+    """Of everything a little: a parameter, a buffer, BatchNorm's statistics, a submodule called `module`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.module = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.rand(()))
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return Small()
+
+
+def load(model, path, **keys):
+    load_weights(model, ModelSection(weights=str(path), **keys), Whole(), ALONE)
+    return model
+
+
+def refused(model, path, **keys):
+    """The one line with which it is refused; the model stays as it was."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ModelError) as caught:
+        load(model, path, **keys)
+    message = str(caught.value)
+    assert message.startswith("model.")
+    assert "\n" not in message
+    assert len(message) < 700
+    assert_same(model, before)
+    return message
+
+
+def assert_same(model, expected):
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+def copied(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
