@@ -84,8 +84,12 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
     begun: list[tuple[int, float]] = []
 
     def timed_save(*arguments: Any) -> None:
-        stall = watch.time(lambda: save(*arguments))
-        begun.append((len(diary.steps), stall))
+        outcomes: list[Any] = []
+        stall = watch.time(lambda: outcomes.append(save(*arguments)))
+        if outcomes[0].write_seconds is None:
+            begun.append((len(diary.steps), stall))
+        else:  # memory is short: it was not written in the background
+            diary.saves.append(Save(len(diary.steps), stall, stall, 0.0, newest_bytes()))
 
     def noted_poll() -> list[Any]:
         outcomes = poll()
@@ -107,9 +111,9 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
         noted_poll()
         meet()
         before = checksums.seconds
-        save(run.engine, {"global_step": len(diary.steps)})
+        outcome = save(run.engine, {"global_step": len(diary.steps)})
         store.close()
-        seconds = sum(map(written, poll()))
+        seconds = written((poll() or [outcome])[0])
         hashing = checksums.seconds - before
         own = max(folder.glob("step-*[0-9]")) / f"rank-{job.ranks.rank:05d}.safetensors"
         meet()

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from support.ranks import free_port
+
 STANDIN = Path(__file__).parent / "wandb_standin.py"
 
 
@@ -17,9 +19,7 @@ class Server:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.process = subprocess.Popen([sys.executable, str(STANDIN), str(self.port), str(folder)])
         deadline = time.monotonic() + 20
         while socket.socket().connect_ex(("127.0.0.1", self.port)) and time.monotonic() < deadline:
