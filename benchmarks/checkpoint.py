@@ -58,7 +58,7 @@ class Saver:
     checksums: list[float]
     """Ours: processor time of hashing in it."""
     disk: list[float]
-    """Ours: plain write and fsync of as many bytes, in as many files and processes, right after."""
+    """Ours: plain write and fsync of as many bytes, in as many files and processes, before or after."""
 
 
 @dataclass(frozen=True)

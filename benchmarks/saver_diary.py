@@ -31,14 +31,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Durable:
-    """One save with no training beside it, and the disk's own speed right after. Seconds."""
+    """One save with no training beside it, and the disk's own speed. Seconds."""
 
     save: float
     """From the first byte to the rename."""
     checksums: float
     """Processor time of the checksums in it."""
     disk: float
-    """To write as many bytes to a plain file, and fsync."""
+    """To write as many bytes to a plain file, and fsync: before or after, the shorter."""
 
 
 @dataclass

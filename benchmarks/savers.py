@@ -23,6 +23,7 @@ from saver_peers import bare_deepspeed, bare_pytorch, hugging_face_trainer
 
 from pipeline.assemble import assemble
 from pipeline.checkpoint import files
+from pipeline.checkpoint.files import synchronise
 from pipeline.config.settings import Settings, load_settings
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import describe_device, start_job
@@ -31,6 +32,7 @@ from pipeline.run_directory import RunDirectory
 from pipeline.training import train
 
 BLOCK = 1 << 24  # bytes of one write of the plain file
+SETTLE = 0.3
 
 
 def take_part(task: Task, gate: Gate) -> dict[str, Any]:
@@ -109,23 +111,34 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
     def at_rest() -> None:
         store.close()
         noted_poll()
-        meet()
-        before = checksums.seconds
+        own = max(folder.glob("step-*[0-9]")) / f"rank-{job.ranks.rank:05d}.safetensors"
+        num_bytes = own.stat().st_size
+        before, disk = checksums.seconds, settled_write(folder, job.ranks.rank, num_bytes)
+        settle(folder)
         outcome = save(run.engine, {"global_step": len(diary.steps)})
         store.close()
         seconds = written((poll() or [outcome])[0])
         hashing = checksums.seconds - before
-        own = max(folder.glob("step-*[0-9]")) / f"rank-{job.ranks.rank:05d}.safetensors"
-        meet()
-        diary.durable.append(
-            Durable(seconds, hashing, plain_write(folder, job.ranks.rank, own.stat().st_size))
-        )
-        meet()
+        disk = min(disk, settled_write(folder, job.ranks.rank, num_bytes))
+        diary.durable.append(Durable(seconds, hashing, disk))
+        settle(folder)
 
     store.save, store.poll = timed_save, noted_poll  # type: ignore[assignment,method-assign]
     watch = Watch(gate, diary, at_rest)
     with run.sinks:
         train(replace(run, eval_loader=None, loader=GatedLoader(run.loader, watch)))  # type: ignore[arg-type]
+
+
+def settle(folder: Path) -> None:
+    """Has what was removed before given back to the disk: the next fsync would wait for that."""
+    synchronise(folder)
+    time.sleep(SETTLE)
+    meet()
+
+
+def settled_write(folder: Path, rank: int, num_bytes: int) -> float:
+    settle(folder)
+    return plain_write(folder, rank, num_bytes)
 
 
 def plain_write(folder: Path, rank: int, num_bytes: int) -> float:

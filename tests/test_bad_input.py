@@ -163,6 +163,8 @@ def test_a_tokenizer_that_is_not_there(fails, name):
         ("model.num_key_value_heads=3", "model.num_heads 4 is not a multiple of num_key_value_heads 3"),
         ("model.pretrained=./nowhere", "give exactly one of architecture (new weights) and pretrained"),
         ("model={kind: causal_lm, pretrained: ./nowhere}", "'./nowhere': there is no such folder"),
+        ("model.weights=./nowhere", "model.weights: nowhere does not exist"),
+        ("model={kind: causal_lm, pretrained: ./x, weights: y}", "give pretrained or weights, not both"),
         ("model={kind: 'no.such:thing'}", "there is no module 'no'"),
         ("model={kind: 'test_bad_input:own_mode'}", "did you mean 'own_model'?"),
         ("model={kind: 'test_bad_input:own_model', args: {size: 3}}", "model.args do not fit"),

@@ -58,6 +58,7 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
         raise ModelError("model: give pretrained or weights, not both; a pretrained model brings its weights")
     model = _load(config, request) if config.pretrained is not None else _create(config, request)
     model.config.use_cache = False  # keys and values are kept for generation only
+    model.config.architectures = [type(model).__name__]  # a new config has none, and other tools look for it
     checkpoint_activations(model, config.activation_checkpointing)
     return model
 
