@@ -17,6 +17,7 @@ from pathlib import Path
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.settings import Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
+from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.errors import PipelineError
 
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             time.sleep(3)
         return error.exit_code
+    stop_with_launcher()
     from pipeline.running import run  # torch comes in here
 
     return run(settings, ranks)

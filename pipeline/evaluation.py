@@ -15,7 +15,7 @@ from pipeline.objectives import Objective
 
 
 def evaluate(
-    engine: Engine, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal
+    engine: Engine, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal | None = None
 ) -> dict[str, float] | None:
     """eval/loss, the exact mean over all sets of `loader.total` together, as if they were one; with it
     eval/perplexity for tokens, eval/accuracy for classes. Where there are several sets, eval/<name>/loss (and
@@ -23,16 +23,20 @@ def evaluate(
 
     The same on any number of ranks. Collective: every rank goes through the same number of batches.
 
+    Args:
+        stop: What may end it early: the time until a kill is for the checkpoint.
+
     Returns:
-        None: a stop was agreed before the end. The time until a kill is for the checkpoint.
+        None: a stop was agreed before the end.
     """
     keys = ("loss", "count", *objective.extra_keys)
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
     agreement = Agreement(engine.device)
     for name, batch, is_real in loader:
-        vote = torch.tensor(float(STOP_VOTE * stop.requested), dtype=torch.float64)
-        if agreement.submit(job.all_reduce_sum(vote.to(engine.device, non_blocking=True))).stop:
-            return None
+        if stop is not None:
+            vote = torch.tensor(float(STOP_VOTE * stop.requested), dtype=torch.float64)
+            if agreement.submit(job.all_reduce_sum(vote.to(engine.device, non_blocking=True))).stop:
+                return None
         loss = engine.eval_step(batch, objective)
         if not is_real:  # a rank that ran out of samples still takes part in the forward's collectives
             continue

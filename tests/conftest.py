@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,16 @@ os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests o
 
 import pytest
 from support.ranks import RankPool
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """A command run in this process sets up its console; the next test has none."""
+    logger = logging.getLogger("pipeline")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(before[0])
+    _, logger.propagate, logger.handlers[:] = before
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.distributed.stopping import StopOnSignal
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.evaluation import evaluate
 from pipeline.objectives import build_objective
@@ -35,7 +34,7 @@ def rows_of(job: Job, tree, data):
     engine = make_engine(job, tree, None, data)
     loader = build_eval_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
     assert loader is not None
-    return evaluate(engine, build_objective(config), loader, job, StopOnSignal())
+    return evaluate(engine, build_objective(config), loader, job)
 
 
 def tokens(dataset):

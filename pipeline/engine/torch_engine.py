@@ -150,6 +150,23 @@ class _Reducing:
         )
         # DDP refuses a hook whose annotations are postponed; a lambda has none.
         self.wrapper.register_comm_hook(None, lambda _, bucket: self._send(bucket))
+        if not config.find_unused_parameters:
+            self._settle_buckets()
+
+    def _settle_buckets(self) -> None:
+        """Has DDP choose its buckets now, from a backward of zeros, and not after the first real one.
+
+        Where an element lies in a bucket decides in which order three or more ranks add it up. A run that
+        goes on would add up its first step otherwise than the run that was never broken.
+        """
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        self.wrapper.reducer.prepare_for_forward()
+        self.wrapper.reducer.prepare_for_backward([])
+        # What is made last comes first in a backward: here as in the model, the last layer's.
+        torch.stack([0 * p.flatten()[:1].sum() for p in parameters]).sum().backward()
+        for p in parameters:
+            p.grad = None
+        self._is_complete = False
 
     def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         self._is_complete = bucket.is_last()

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM
 from pipeline.assemble import build_eval_loader
 from pipeline.checkpoint.export import export
 from pipeline.checkpoint.folders import check
-from pipeline.distributed.stopping import StopOnSignal
 from pipeline.engine.fragments import Fragment, Region
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import CheckpointError
@@ -41,8 +40,7 @@ GPT2 = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 2, "num_heads
 def eval_loss(run) -> float:
     config, resolved = resolve(run.tree, run.split, run.job.ranks.world_size)
     loader = build_eval_loader(config, resolved.plan, token_bundle(), run.engine)
-    with StopOnSignal() as stop:
-        return evaluate(run.engine, CausalLM(), loader, run.job, stop)["eval/loss"]
+    return evaluate(run.engine, CausalLM(), loader, run.job)["eval/loss"]
 
 
 def made_run(job, model, split, folder):
@@ -89,7 +87,14 @@ def loss_of(folder: Path) -> float:
     return eval_loss(run)
 
 
-@pytest.mark.parametrize("model", [LLAMA, TIED, GPT2], ids=["llama", "tied", "gpt2"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(TIED, id="tied"),
+        pytest.param(LLAMA, id="llama", marks=pytest.mark.slow),
+        pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow),
+    ],
+)
 def test_transformers_opens_it_and_the_loss_is_the_runs_bit_for_bit(model, saved, tmp_path):
     run, loss = saved(model)
     counts = []

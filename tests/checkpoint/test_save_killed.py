@@ -95,14 +95,13 @@ def fresh(folder: Path, steps: list[int]) -> Path:
 
 
 def trials():
-    """Everyday: a kill at every seventh call of a save in the background. Slow: everything everywhere."""
+    """Everyday: a kill at every seventh call of a save in the background. Slow: something at every call."""
     yield pytest.param(False, None, 7, [1], id="kill-some")
-    for error, name in ((None, "kill"), (errno.ENOSPC, "no-space"), (errno.EIO, "io-error")):
-        for wait in (True, False):
-            name_of_wait = "waiting" if wait else "background"
-            yield pytest.param(wait, error, 1, [1], id=f"{name}-{name_of_wait}", marks=pytest.mark.slow)
-        # Step 2 is there already: the run went on from step 1, and repeats it.
-        yield pytest.param(True, error, 1, [1, 2], id=f"{name}-repeated", marks=pytest.mark.slow)
+    every_call = pytest.mark.slow
+    yield pytest.param(False, None, 1, [1], id="kill-background", marks=every_call)
+    yield pytest.param(True, errno.ENOSPC, 1, [1], id="no-space-waiting", marks=every_call)
+    # Step 2 is there already: the run went on from step 1, and repeats it.
+    yield pytest.param(True, errno.EIO, 1, [1, 2], id="io-error-repeated", marks=every_call)
 
 
 @pytest.mark.parametrize(("wait", "error", "every", "there"), trials())
