@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.engine.fragments import WEIGHT, Scalars
 from pipeline.engine.held import Held, State, shared_out
+from pipeline.engine.optimizer import take_steps_again
 from pipeline.engine.torch_state import (
     ADAM_STEP,
     Named,
@@ -107,4 +108,5 @@ class PartitionState:
         """See State.settle."""
         for flat in self._flats():
             set_steps(self._adam, flat, int(scalars[ADAM_STEP]))
+        take_steps_again(self._adam, int(scalars[ADAM_STEP]))
         self._optimizer.update_lp_params()

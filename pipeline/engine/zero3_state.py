@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.engine.fragments import WEIGHT, Scalars
 from pipeline.engine.held import Held
+from pipeline.engine.optimizer import take_steps_again
 from pipeline.engine.torch_state import ADAM_STEP, Named, held_buffers, moments, set_steps, steps_taken
 from pipeline.errors import CheckpointError
 
@@ -116,4 +117,6 @@ class Zero3State:
         """See State.settle."""
         for adam, flat in self._flats():
             set_steps(adam, flat, int(scalars[ADAM_STEP]))
+        for adam in {id(adam): adam for adam, _ in self._flats()}.values():
+            take_steps_again(adam, int(scalars[ADAM_STEP]))
         self._optimizer.checkpoint_event_epilogue()
