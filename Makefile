@@ -31,8 +31,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json
 
+# The quick tests keep two processes busy; the slow ones start processes of their own, and some measure them.
+QUICK := python -m pytest -n 2 --dist loadfile -m 'not slow and not gpu and not matrix'
+
 test: setup-dev
-	python -m pytest -m 'not matrix'
+	$(QUICK)
+	python -m pytest -m '(slow or gpu) and not matrix'
 
 test-matrix: setup-dev
 	python -m pytest tests/checkpoint/test_any_to_any.py $(PYTEST_ARGS)
@@ -46,7 +50,7 @@ lint: setup-dev
 	mypy
 
 check: lint
-	python -m pytest -m 'not slow and not gpu and not matrix'
+	$(QUICK)
 
 bench: setup
 	python benchmarks/throughput.py
