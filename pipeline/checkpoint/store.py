@@ -27,6 +27,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.fragments import EngineState
 from pipeline.errors import CheckpointError
 
+LONG = 2e9  # bytes that take some seconds to read
 log = logging.getLogger(__name__)
 
 
@@ -272,6 +273,8 @@ class CheckpointStore:
         for file in manifest.files:
             if file.name not in there:
                 return f"{path.name} is passed over: no machine has {file.name}, written on {file.host}"
+        if manifest.num_bytes > LONG:
+            log.info("verifying %s, %.1f GB", path.name, manifest.num_bytes / 1e9)
         neighbours = peers.neighbours
         mine = here[neighbours.index(peers.rank) :: len(neighbours)]
         found = peers.gather([str(damage) for damage in check_content(path, manifest, mine)])
