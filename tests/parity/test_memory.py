@@ -73,7 +73,9 @@ def most_held(job: Job, tree, deepspeed) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.matrix), pytest.param(2, marks=pytest.mark.matrix), 4]
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_holds_what_the_zero_paper_says(ranks, stage, world_size):
     for held in ranks(world_size).run(most_held, TREE, zero(stage, "bf16")):
