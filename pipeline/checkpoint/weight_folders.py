@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.checkpoint.folders import steps_in
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.verify import look, verify
+from pipeline.checkpoint.verify import check_content, check_sizes, look
 from pipeline.checkpoint.weight_files import (
     PICKLES,
     OwnCheckpoint,
@@ -82,22 +82,22 @@ def _of_deepspeed(path: Path, folder: Path) -> ModelError:
 
 
 def _open_newest(folder: Path, newest_first: list[Path]) -> WeightFile:
+    problems = []
     for path in newest_first:
         try:
             return _open_checkpoint(path)
         except ModelError as error:
             log.warning("%s; an older checkpoint is looked for", error)
-            newest = error
-    raise refusal(folder, f"holds no whole checkpoint; the newest: {newest}")
+            problems.append(error)
+    raise refusal(folder, f"holds no whole checkpoint; the newest: {problems[0]}")
 
 
 def _open_checkpoint(folder: Path) -> WeightFile:
     try:
         manifest = read_manifest(folder)
-        damages = verify(folder)
     except CheckpointError as error:
         raise ModelError(f"model.weights: {error}") from None
-    if damages:
+    if damages := check_sizes(folder, manifest) or check_content(folder, manifest):
         raise refusal(folder, f"is damaged: {damages[0]}")
     if absent := look(folder, manifest)[1]:
         elsewhere = next(file for file in manifest.files if file.name in absent)
