@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-from pipeline.checkpoint.files import BLOCK, as_bytes, opened, read_exactly, synchronise
+from pipeline.checkpoint.files import as_bytes, opened
 from pipeline.checkpoint.layout import DTYPE_NAMES
 from pipeline.checkpoint.layout import DTYPES as SAVED_DTYPES
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.verify import hash_stretch
+from pipeline.durable import synchronise
 from pipeline.engine.fragments import BUFFER, WEIGHT, Region
 from pipeline.errors import CheckpointError
 
@@ -103,7 +104,6 @@ def _verify(folder: Path, manifest: Manifest, advance: Callable[[int], object]) 
     Raises:
         CheckpointError: a value is not what was written, or cannot be read.
     """
-    buffer = memoryview(bytearray(BLOCK))
     for file in manifest.files:
         path, about = folder / file.name, f"rank {file.rank} wrote it on {file.host}"
         wanted = [
@@ -114,11 +114,7 @@ def _verify(folder: Path, manifest: Manifest, advance: Callable[[int], object]) 
         try:
             with opened(path) if wanted else nullcontext(-1) as descriptor:
                 for piece, offset in wanted:
-                    checksum, end = xxhash.xxh3_64(), offset + piece.slot.num_bytes
-                    for start in range(offset, end, BLOCK):
-                        block = buffer[: min(BLOCK, end - start)]
-                        read_exactly(descriptor, start, block)
-                        checksum.update(block)
+                    checksum = hash_stretch(descriptor, offset, piece.slot.num_bytes)
                     if checksum.hexdigest() != piece.xxh3_64:
                         raise CheckpointError(
                             f"{path} is damaged: {piece.title} is not what was written, by its checksum "

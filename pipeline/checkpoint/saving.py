@@ -16,11 +16,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.checkpoint.files import LayoutChangedError, synchronise, write_durably, write_file
+from pipeline.checkpoint.files import LayoutChangedError, write_durably, write_file
 from pipeline.checkpoint.folders import PARTIAL, clear_partial, folder_name, remove
 from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece
 from pipeline.checkpoint.peers import Peers
+from pipeline.durable import synchronise
 from pipeline.engine.fragments import Fragment, Scalars
 
 MANIFEST_BYTES = 300  # of a fragment in the manifest, about

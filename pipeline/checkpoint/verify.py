@@ -105,8 +105,8 @@ def _check_content(folder: Path, file: FileRecord) -> Damage | None:
                 between = bytearray(offset - at)
                 read_exactly(descriptor, at, memoryview(between))
                 whole.update(between)
-                own, at = xxhash.xxh3_64(), offset + piece.slot.num_bytes
-                _hash(descriptor, offset, piece.slot.num_bytes, own)
+                own = hash_stretch(descriptor, offset, piece.slot.num_bytes)
+                at = offset + piece.slot.num_bytes
                 whole.update(own.digest())
                 if own.hexdigest() != piece.xxh3_64:
                     damaged.append(piece.title)
@@ -119,9 +119,16 @@ def _check_content(folder: Path, file: FileRecord) -> Damage | None:
         return Damage(file.name, file.host, (), error.strerror or str(error))
 
 
-def _hash(descriptor: int, offset: int, length: int, checksum: xxhash.xxh3_64) -> None:
+def hash_stretch(descriptor: int, offset: int, length: int) -> xxhash.xxh3_64:
+    """The checksum of `length` bytes of an open file.
+
+    Raises:
+        OSError: the file ends before that, or cannot be read.
+    """
+    checksum = xxhash.xxh3_64()
     buffer = memoryview(bytearray(min(length, BLOCK)))
     for start in range(0, length, BLOCK):
         block = buffer[: min(BLOCK, length - start)]
         read_exactly(descriptor, offset + start, block)
         checksum.update(block)
+    return checksum

@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 from filelock import FileLock, Timeout
 
+from pipeline.durable import synchronise
 from pipeline.errors import DataError
 
 CHECKED = "checked.json"  # times of last change for which the content is known to be right
@@ -99,15 +100,6 @@ def finish_folder(temporary: Path, folder: Path) -> None:
 
 def abandon_folder(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
-
-
-def synchronise(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: Path, content: Any) -> None:
