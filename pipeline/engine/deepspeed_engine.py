@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,15 +23,12 @@ from torch import Tensor, nn
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.deepspeed_state import state_of
-from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
-from pipeline.engine.held import State, fragments, restore
+from pipeline.engine.deepspeed_state import DeepSpeedState, state_of
+from pipeline.engine.held import State
 from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
 from pipeline.engine.loss_scale import (
     go_on_at_the_minimum,
-    go_on_searching,
     loss_scale_left_to_us,
-    loss_scale_state,
 )
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.nvme import keep_misaligned_gradients
@@ -81,7 +78,7 @@ def check_configuration(config: dict[str, Any], split: Split) -> None:
         raise ConfigError(f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}") from None
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(DeepSpeedState):
     """Steps a model through deepspeed.initialize; the JSON decides the ZeRO stage and the precision."""
 
     def __init__(
@@ -217,16 +214,5 @@ class DeepSpeedEngine:
         sharers = (ranks.rank // degree, ranks.world_size // degree)
         return state_of(self._zero_optimizer, self._named, kept_buffers(self.module), sharers)
 
-    def fragments(self) -> Iterator[Fragment]:
-        """See EngineState.fragments."""
-        return fragments(self._state())
-
-    def scalars(self) -> Scalars:
-        """See EngineState.scalars."""
-        return self._state().steps() | loss_scale_state(self._zero_optimizer)
-
-    @torch.no_grad()
-    def restore(self, source: FragmentSource) -> None:
-        """See EngineState.restore."""
-        restore(self._state(), source, names_of(self.module))
-        go_on_searching(self._zero_optimizer, source.scalars)
+    def _names(self) -> list[str]:
+        return names_of(self.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from pipeline.engine.fragments import WEIGHT, Scalars
-from pipeline.engine.held import Held, State, shared_out
+from pipeline.engine.fragments import WEIGHT, Fragment, FragmentSource, Scalars
+from pipeline.engine.held import Held, State, fragments, restore, shared_out
+from pipeline.engine.loss_scale import go_on_searching, loss_scale_state
 from pipeline.engine.optimizer import take_steps_again
 from pipeline.engine.torch_state import (
     ADAM_STEP,
@@ -26,6 +28,34 @@ from pipeline.engine.torch_state import (
     steps_taken,
 )
 from pipeline.engine.zero3_state import Zero3State
+
+
+class DeepSpeedState(ABC):
+    """The EngineState of an engine around deepspeed.initialize, whatever that made of the optimizer."""
+
+    _zero_optimizer: Any
+
+    @abstractmethod
+    def _state(self) -> State:
+        """What this rank holds."""
+
+    @abstractmethod
+    def _names(self) -> list[str]:
+        """Of all that a checkpoint keeps of the whole model."""
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See EngineState.fragments."""
+        return fragments(self._state())
+
+    def scalars(self) -> Scalars:
+        """See EngineState.scalars."""
+        return self._state().steps() | loss_scale_state(self._zero_optimizer)
+
+    @torch.no_grad()
+    def restore(self, source: FragmentSource) -> None:
+        """See EngineState.restore."""
+        restore(self._state(), source, self._names())
+        go_on_searching(self._zero_optimizer, source.scalars)
 
 
 def state_of(

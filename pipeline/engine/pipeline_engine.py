@@ -21,14 +21,12 @@ from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_engine import DTYPES, check_configuration
-from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
-from pipeline.engine.held import State, fragments, restore
+from pipeline.engine.deepspeed_state import DeepSpeedState
+from pipeline.engine.held import State
 from pipeline.engine.interface import StepResult, count_and_vote, to_device
 from pipeline.engine.loss_scale import (
     go_on_at_the_minimum,
-    go_on_searching,
     loss_scale_left_to_us,
-    loss_scale_state,
 )
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.pipeline_state import stage_state
@@ -41,7 +39,7 @@ from pipeline.optim import build_adamw, parameter_groups
 INPUT_KEYS = ("input_ids", "position_ids")
 
 
-class PipelineEngine:
+class PipelineEngine(DeepSpeedState):
     """Each rank holds one stage; the ranks of one stage share their samples out among themselves."""
 
     def __init__(
@@ -85,7 +83,7 @@ class PipelineEngine:
         self._last = _LastStage()
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = Stages(model, bounds, self._last)
-        self._names = model.names()
+        self._whole_names = model.names()
         trained = [p for p in module.parameters() if p.requires_grad]
         groups = _two_groups(trained, self._optimizer_config.weight_decay)
         # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
@@ -199,19 +197,8 @@ class PipelineEngine:
     def _state(self) -> State:
         return stage_state(self._zero_optimizer, self.module, (self.dp_rank, self.dp_world_size))
 
-    def fragments(self) -> Iterator[Fragment]:
-        """See EngineState.fragments. A tied weight is written by one of its stages."""
-        return fragments(self._state())
-
-    def scalars(self) -> Scalars:
-        """See EngineState.scalars."""
-        return self._state().steps() | loss_scale_state(self._zero_optimizer)
-
-    @torch.no_grad()
-    def restore(self, source: FragmentSource) -> None:
-        """See EngineState.restore. Whatever stages the source had."""
-        restore(self._state(), source, self._names)
-        go_on_searching(self._zero_optimizer, source.scalars)
+    def _names(self) -> list[str]:
+        return self._whole_names
 
 
 class _LastStage:
