@@ -56,7 +56,7 @@ class Saver:
     quiet: list[float]
     """Ours: a save with no training beside, from the first byte to the rename."""
     checksums: list[float]
-    """Ours: processor time of hashing in it."""
+    """Ours: how long writing stood still for hashing in it."""
     disk: list[float]
     """Ours: plain write and fsync of as many bytes, in as many files and processes, before or after."""
 
@@ -86,7 +86,7 @@ def main() -> int:
             part = measure_group(arguments, split, int(ranks), Path(folder), failures)
         savers += part
         claims += claims_of(group, part)
-    print_savers(console, savers, arguments)
+        print_savers(console, part, arguments)
     print_claims(console, claims)
     failures += [
         f"not reached: {claim.what}, {claim.group}: {claim.measured:.4g}, wanted {claim.wanted}"
@@ -196,8 +196,7 @@ def print_savers(console: Console, savers: list[Saver], arguments: argparse.Name
     columns = ["ranks", "stall  (min-max)", "first stall", "until it counts", "on the disk", "training lost"]
     for column in [*columns, "GB"]:
         table.add_column(column, justify="right", no_wrap=True)
-    for index, saver in enumerate(savers):
-        last = index + 1 == len(savers) or savers[index + 1].peer == "ours"
+    for saver in savers:
         table.add_row(
             saver.name,
             str(saver.ranks),
@@ -207,7 +206,6 @@ def print_savers(console: Console, savers: list[Saver], arguments: argparse.Name
             f"{median(saver.durable):.2f}",
             f"{median(saver.lost):.2f}",
             f"{saver.num_bytes / 1e9:.4f}",
-            end_section=last,
         )
     console.print(table)
 

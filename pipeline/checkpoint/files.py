@@ -1,4 +1,4 @@
-"""Files of a checkpoint at the level of the operating system: written in one pass, hashed on the way.
+"""Files of a checkpoint at the level of the operating system: written in one pass, hashed beside it.
 
 Nothing here holds more than one fragment. Files are opened only where they are plain files: no links.
 """
@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,7 @@ from pipeline.checkpoint.layout import Layout, Slot
 from pipeline.engine.fragments import Fragment
 
 BLOCK = 1 << 24
-# What has just been written is then still in the processor's cache: hashing takes a fourth of the time.
-HASHED_AT_ONCE = 1 << 18
+HASHED_BESIDE = 1 << 20  # bytes; handing over fewer takes longer than hashing them
 FLUSH_EVERY = 1 << 26
 
 
@@ -52,14 +52,15 @@ def write_file(path: Path, layout: Layout, values: Iterable[Iterable[memoryview]
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        writer = _Writer(descriptor)
-        writer.write(memoryview(layout.header))
-        sums = []
-        for slot, offset, views in zip(layout.slots, layout.offsets, values, strict=True):
-            writer.write(memoryview(bytes(offset - writer.position)))
-            sums.append(writer.write_slot(views))
-            if writer.position != offset + slot.num_bytes:
-                raise LayoutChangedError(f"{slot.kind} of {slot.name}")
+        with ThreadPoolExecutor(1, "checksums") as beside:
+            writer = _Writer(descriptor, beside)
+            writer.write(memoryview(layout.header))
+            sums = []
+            for slot, offset, views in zip(layout.slots, layout.offsets, values, strict=True):
+                writer.write(memoryview(bytes(offset - writer.position)))
+                sums.append(writer.write_slot(views))
+                if writer.position != offset + slot.num_bytes:
+                    raise LayoutChangedError(f"{slot.kind} of {slot.name}")
         os.fsync(descriptor)
         if os.fstat(descriptor).st_size != layout.num_bytes:
             raise OSError(errno.EIO, "fewer bytes are in the file than were written")
@@ -69,12 +70,13 @@ def write_file(path: Path, layout: Layout, values: Iterable[Iterable[memoryview]
 
 
 class _Writer:
-    """Appends to a file, and hashes what it has appended."""
+    """Appends to a file, and hashes what it appends."""
 
-    def __init__(self, descriptor: int):
+    def __init__(self, descriptor: int, beside: ThreadPoolExecutor):
         self.position = 0
         self.checksum = xxhash.xxh3_128()
         self._descriptor = descriptor
+        self._beside = beside
         self._flushed = 0
 
     def write(self, view: memoryview) -> None:
@@ -84,10 +86,15 @@ class _Writer:
     def write_slot(self, views: Iterable[memoryview]) -> str:
         own = xxhash.xxh3_64()
         for view in views:
-            for start in range(0, len(view), HASHED_AT_ONCE):
-                block = view[start : start + HASHED_AT_ONCE]
-                self._put(block)
-                own.update(block)
+            for start in range(0, len(view), BLOCK):
+                block = view[start : start + BLOCK]
+                if len(block) < HASHED_BESIDE:
+                    self._put(block)
+                    own.update(block)
+                else:  # the write waits for the disk or copies: hashing costs no time beside it
+                    hashing = self._beside.submit(own.update, block)
+                    self._put(block)
+                    hashing.result()
         self.checksum.update(own.digest())
         return own.hexdigest()
 
@@ -178,15 +185,6 @@ def write_durably(path: Path, content: bytes) -> None:
         view = memoryview(content)
         while len(view):
             view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def synchronise(folder: Path) -> None:
-    """Waits until a folder's list of names is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
