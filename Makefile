@@ -1,5 +1,6 @@
 # make train   set everything up and train the default model; a second call skips what is done
-# make test    set everything up and run every test
+# make test    set everything up and run every test, long ones with some of their cases
+# make test-all every case of every test: hours
 # make test-matrix a run saved under every split, resumed under every other
 # make parity every split x precision x number of ranks against one process
 # make check   ruff, mypy --strict and the quick tests, in under two minutes
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 # The venv's bin first: DeepSpeed's launcher starts "python3" and finds ninja through PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: train test test-matrix parity lint check bench setup setup-dev clean
+.PHONY: train test test-all test-matrix parity lint check bench setup setup-dev clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -31,12 +32,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json
 
-# The quick tests keep two processes busy; the slow ones start processes of their own, and some measure them.
-QUICK := python -m pytest -n 2 --dist loadfile -m 'not slow and not gpu and not matrix'
+PARALLEL := python -m pytest -n 2 --dist loadfile
 
 test: setup-dev
-	$(QUICK)
-	python -m pytest -m '(slow or gpu) and not matrix'
+	$(PARALLEL) --thin -m 'not matrix' --ignore tests/multinode
+	python -m pytest tests/multinode -m 'not matrix'
+
+test-all: setup-dev
+	python -m pytest
 
 test-matrix: setup-dev
 	python -m pytest tests/checkpoint/test_any_to_any.py $(PYTEST_ARGS)
@@ -50,7 +53,7 @@ lint: setup-dev
 	mypy
 
 check: lint
-	$(QUICK)
+	$(PARALLEL) -m 'not slow and not gpu and not matrix'
 
 bench: setup
 	python benchmarks/throughput.py

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from zlib import crc32
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -10,6 +12,29 @@ os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests o
 
 import pytest
 from support.ranks import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thin", action="store_true", help="of each slow test's cases only some: marker `thin`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --thin a slow test keeps one of its cases, or what its marker says, spread over all of them."""
+    if not config.getoption("--thin"):
+        return
+    tests = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("matrix"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    dropped = set[pytest.Item]()
+    for name, cases in tests.items():
+        marker = cases[0].get_closest_marker("thin")
+        number = min(len(cases), marker.args[0] if marker else 1)
+        first = crc32(name.encode())  # not the same case of all tests
+        kept = {cases[(first + i * len(cases) // number) % len(cases)] for i in range(number)}
+        dropped |= set(cases) - kept
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture(autouse=True)

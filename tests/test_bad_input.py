@@ -277,6 +277,7 @@ def test_a_value_that_deepspeed_refuses_is_one_line(home, tmp_path):
     assert "reduce_bucket_size" in message
 
 
+@pytest.mark.thin(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),

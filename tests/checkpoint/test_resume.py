@@ -75,6 +75,7 @@ def splits():
         yield pytest.param(fp16_search(stage), 1, id=f"zero{stage}-fp16-1", marks=marks)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("deepspeed", "world_size"), splits())
 def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, deepspeed, world_size):
     if deepspeed is None:

@@ -94,6 +94,7 @@ def test_zero3_shards_have_the_plain_models_values(ranks, folder):
     check(ranks, folder, "zero3")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "split", ["ddp", "zero3-bf16", "zero3-all-cpu", "zero3-hpz", "pipeline-zero1", "tensor-zero1"]

@@ -65,6 +65,7 @@ def pairs(*names: tuple[str, str]):
         yield pair(saved, resumed, *(() if (saved, resumed) in every_day else (slow,)))
 
 
+@pytest.mark.thin(6)
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -83,6 +84,7 @@ def test_another_split_goes_on_as_if_nothing_was(ranks, saved, resumed):
     exchange(ranks, saved, resumed)
 
 
+@pytest.mark.thin(6)
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -105,6 +107,7 @@ def test_masters_carry_over_between_precisions(ranks, saved, resumed):
     exchange(ranks, saved, resumed, band=5e-3)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -121,6 +124,7 @@ def test_what_lies_on_a_disk_is_kept_too(ranks, saved, resumed):
     exchange(ranks, saved, resumed, model=WIDE, rate=3e-4)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -148,6 +152,7 @@ SPLITS |= {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cut"),
@@ -167,6 +172,7 @@ def test_tied_fused_and_biased_weights(ranks, model, cut):
     exchange(ranks, SPLITS[cut], SPLITS[cut], model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"),

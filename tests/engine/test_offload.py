@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from support.launch import ROOT, launch, write_recipe
+from support.saved import store_in
 from support.tiny import BANDS, deepspeed_json, make_engine, recipe, token_bundle, train_curve
 from test_step import good_bad_good
 
@@ -86,10 +86,11 @@ def four_and_two_and_two(job: Job, tree, deepspeed, folder: str):
     unbroken = train(make_engine(job, tree, deepspeed, data), batches)
     first = make_engine(job, tree, deepspeed, data)
     resumed = train(first, batches[:2])
-    first.save(Path(folder))
-    job.barrier()
+    store = store_in(folder, job)
+    store.save_final(first, {"global_step": 2})
     second = make_engine(job, tree, deepspeed, data)
-    second.load(Path(folder))
+    assert store.resume(second) == {"global_step": 2}
+    store.close()
     return unbroken, resumed + train(second, batches[2:])
 
 

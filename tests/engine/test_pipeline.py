@@ -142,6 +142,7 @@ def good_bad_good(job: Job, tree, deepspeed_tree, factor: float):
     )
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1])

@@ -134,6 +134,7 @@ def engines():
     yield from itertools.product([0, 1, 2, 3], ["fp32", "bf16", "fp16"], [1, 2])
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("factor", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("stage", "precision", "world_size"), engines())
 def test_a_bad_batch_changes_no_parameter(ranks, stage, precision, world_size, factor):

@@ -131,6 +131,7 @@ def one_micro_batch(model: str):
     return tree_of(model) | {"batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 1}}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (0, "fp16"), (1, "bf16"), (1, "fp32"), (2, "fp16")]

@@ -271,6 +271,7 @@ def watched(job: Job, deepspeed, always_both: bool):
     return names, watch.unused()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_watch_finds_them_under_deepspeed_and_then_looks_away(ranks, stage, precision):

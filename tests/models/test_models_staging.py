@@ -44,6 +44,7 @@ def run(layered: LayeredModel, inputs: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", [*UNTIED, *TIED])
 def test_the_layers_in_a_row_give_the_models_logits(kind):
     model = small(kind)

@@ -73,6 +73,7 @@ def band(ranks, case: Case) -> list[float]:
     return _bands[key]
 
 
+@pytest.mark.thin(14)
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases()])
 @pytest.mark.timeout(PATIENCE + 60)
 def test_the_curve_is_the_oracles(ranks, case):
