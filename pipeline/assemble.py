@@ -23,6 +23,7 @@ from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.mixture import MixtureOrder
 from pipeline.data.prefetch import DevicePrefetcher
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
+from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import Engine, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.metrics import Meters, Workload
@@ -61,13 +62,14 @@ def assemble(
         write_description(engine.module, data.tokenizer, directory.path / "model")
     checkpoints = build_store(config, resolved, job, directory)
     start = TrainState.start(engine.device)
+    job.progress.at("resuming")
     if (state := checkpoints.resume(engine)) is not None:
         loader.load_state_dict(state)
         start = TrainState.start(
             engine.device, int(state["global_step"]), state["tokens_seen"], state["skipped_steps"]
         )
-    workload = describe_workload(resolved, engine, objective, job, config.loader.num_workers)
-    meters = Meters(workload, job, engine.precision, time.perf_counter, lowest_loss_scale(resolved.deepspeed))
+    job.progress.at("starting")
+    meters = build_meters(config, resolved, engine, objective, job)
     sinks = build_sinks(
         config,
         run_dir=directory.path,
@@ -224,6 +226,18 @@ def build_store(config: RunConfig, resolved: Resolved, job: Job, directory: RunD
     keep = config.checkpoint
     retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best)
     return CheckpointStore(directory.path / "checkpoints", retention, job, str(resolved.split))
+
+
+def build_meters(
+    config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job
+) -> Meters:
+    """What is measured of the run."""
+    workload = describe_workload(resolved, engine, objective, job, config.loader.num_workers)
+    stragglers = None
+    if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
+        stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
+    lowest = lowest_loss_scale(resolved.deepspeed)
+    return Meters(workload, job, engine.precision, time.perf_counter, lowest, stragglers)
 
 
 def describe_workload(

@@ -18,8 +18,9 @@ from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.settings import Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
 from pipeline.distributed.orphans import stop_with_launcher
-from pipeline.distributed.ranks import Ranks, read_ranks
+from pipeline.distributed.ranks import Ranks, read_ranks, tell_end
 from pipeline.errors import PipelineError
+from pipeline.launching.environment import take_up
 
 DEFAULT_RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "python_stdlib.yaml"
 
@@ -53,8 +54,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns the process's exit code."""
+    ranks = Ranks(0, 0, 1, 1)
+    try:
+        handed_over = take_up(os.environ)
+        ranks = read_ranks(os.environ)
+    except PipelineError as error:
+        return _refuse(error, ranks)
     parser = build_parser()
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_args([*(sys.argv[1:] if argv is None else argv), *handed_over])
     for argument in unknown:
         if argument.startswith("--") and "." in argument:
             parser.error(f"{argument}: overrides are written without dashes: {argument.lstrip('-')}")
@@ -64,26 +71,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized argument {argument}")
     if arguments.world_size is not None and (not arguments.dry_run or arguments.world_size < 1):
         parser.error("--world-size is a positive number and goes with --dry-run")
-    ranks = Ranks(0, 0, 1, 1)
     try:
-        ranks = read_ranks(os.environ)
         settings = load_settings(arguments.config, arguments.deepspeed, arguments.overrides)
         if arguments.dry_run:
             if ranks.is_main_process:
                 print(describe(settings, arguments.world_size or ranks.world_size))
             return 0
     except PipelineError as error:
-        # Every rank finds the same mistake; one a machine tells it, and the others leave it the time to,
-        # since the launcher ends all ranks with the first that exits.
-        if ranks.local_rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(3)
-        return error.exit_code
-    stop_with_launcher()
+        return _refuse(error, ranks)
+    stop_with_launcher(ranks)
     from pipeline.running import run  # torch comes in here
 
-    return run(settings, ranks)
+    code = run(settings, ranks)
+    tell_end(ranks.rank, ranks.world_size, code)
+    return code
+
+
+def _refuse(error: PipelineError, ranks: Ranks) -> int:
+    """Every rank finds the same mistake; one a machine tells it, and the others leave it the time to.
+
+    The launcher ends all ranks with the first that exits.
+    """
+    tell_end(ranks.rank, ranks.world_size, error.exit_code)
+    if ranks.local_rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)
+    return error.exit_code
 
 
 def describe(settings: Settings, world_size: int) -> str:

@@ -33,6 +33,7 @@ def evaluate(
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
     agreement = Agreement(engine.device)
     for name, batch, is_real in loader:
+        job.progress.at("evaluation")
         if stop is not None:
             vote = torch.tensor(float(STOP_VOTE * stop.requested), dtype=torch.float64)
             if agreement.submit(job.all_reduce_sum(vote.to(engine.device, non_blocking=True))).stop:

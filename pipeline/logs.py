@@ -38,6 +38,8 @@ def log_to_console(ranks: Ranks) -> None:
 
 def log_to_file(run_dir: Path, ranks: Ranks) -> None:
     """Adds `logs/rank00000.log`, with times."""
-    file = logging.FileHandler(run_dir / "logs" / f"rank{ranks.rank:05d}.log")
+    path = run_dir / "logs" / f"rank{ranks.rank:05d}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own machine
+    file = logging.FileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.getLogger("pipeline").addHandler(file)

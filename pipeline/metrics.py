@@ -10,13 +10,17 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import StepResult
 from pipeline.engine.normalize import mean_loss
 from pipeline.errors import NonFiniteLossError
+from pipeline.objectives import Batch, LossSum, Objective
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +61,22 @@ class Meters:
         precision: str,
         clock: Callable[[], float],
         lowest_scale: float | None = None,
+        stragglers: Stragglers | None = None,
     ):
-        """`lowest_scale`: the fp16 loss scale below which DeepSpeed does not go, or the fixed one."""
+        """What is measured of which run.
+
+        Args:
+            lowest_scale: The fp16 loss scale below which DeepSpeed does not go, or the fixed one.
+            stragglers: Compares the ranks; None: they do not all do the same work, or there is one.
+        """
         self._workload = workload
         self._job = job
         self._precision = precision
         self._lowest_scale = lowest_scale
         self._clock = clock
-        self._data_wait = DataWait(clock, job.device)
+        self._data_wait = Span(clock, job.device)
+        self._forward = Span(clock, job.device)
+        self._stragglers = stragglers
         self._starvation = Starvation(workload.num_workers)
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
@@ -79,8 +91,13 @@ class Meters:
         self._saves: dict[str, float] = {}
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
-        """Measures the time that the step waits for its next batch. See DataWait."""
+        """Measures the time that the step waits for its next batch. See Span."""
         return self._data_wait.measured()
+
+    def timed(self, objective: Objective) -> Objective:
+        """The objective, its forwards measured: with the wait for data the part of a step that a rank spends
+        alone, where its forward enters no collective."""
+        return objective if self._stragglers is None else TimedObjective(objective, self._forward)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -115,7 +132,8 @@ class Meters:
         """
         result = self._last
         assert result is not None, "summary before the first step"
-        total = self._job.all_reduce_sum(result.loss_sum.to(torch.float64))
+        data_seconds = self._data_wait.take()
+        total, own = self._from_all(result.loss_sum, data_seconds + self._forward.take())
         row = {"train/loss": float(mean_loss(total, result.global_count))}
         if result.grad_norm is not None:
             row["train/grad_norm"] = float(result.grad_norm)
@@ -130,9 +148,27 @@ class Meters:
                 "skipped; the parameters are those of the last good step. Look at the data, lower "
                 "optimizer.learning_rate, or raise schedule.warmup_steps"
             )
-        row.update(self._rates() | self._saves)
+        rates = self._rates(data_seconds)
+        row.update(rates | self._saves)
+        if self._stragglers is not None:
+            row.update(self._stragglers.row(own))
+            line = self._stragglers.look(self._steps, own, rates["perf/step_time_seconds"])
+            if line is not None:
+                log.warning("%s", line)
         self._restart()
         return row
+
+    def _from_all(self, loss_sum: Tensor, own_seconds: float) -> tuple[Tensor, list[float]]:
+        """The loss over all ranks, and every rank's own seconds a step, by one collective."""
+        if self._stragglers is None:
+            return self._job.all_reduce_sum(loss_sum.to(torch.float64)), []
+        ranks = self._job.ranks
+        sums = torch.zeros(1 + ranks.world_size, dtype=torch.float64)
+        sums[1 + ranks.rank] = own_seconds / self._steps
+        sums = sums.to(loss_sum.device)
+        sums[0] = loss_sum
+        self._job.all_reduce_sum(sums)
+        return sums[0], sums[1:].tolist()
 
     def _what_was_skipped(self, skipped: int, scale: float | None) -> str:
         line = f"{skipped} of {self._steps} steps skipped: the gradient was infinite or NaN"
@@ -145,9 +181,8 @@ class Meters:
             )
         return f"{line}; the fp16 loss scale is now {scale:g}"
 
-    def _rates(self) -> dict[str, float]:
+    def _rates(self, data_seconds: float) -> dict[str, float]:
         work, seconds = self._workload, max(1e-9, self._clock() - self._start - self._excluded)
-        data_seconds = self._data_wait.take()
         warning = self._starvation.look(self._steps, data_seconds, seconds)
         if warning is not None:
             log.warning("%s", warning)
@@ -169,11 +204,11 @@ class Meters:
         return rates
 
 
-class DataWait:
-    """Seconds that training stood still for data.
+class Span:
+    """Seconds between two places in the code, as the device sees them.
 
-    On a GPU: those in which the device had nothing to do. It works on while the host reads, and only what it
-    waits between two events of its own is lost.
+    On a GPU it works on while the host reads data, and only what it waits between two events of its own is
+    lost; in a forward it is what it computes, and waits for the host.
     """
 
     def __init__(self, clock: Callable[[], float], device: torch.device):
@@ -184,7 +219,7 @@ class DataWait:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around everything that may wait for data."""
+        """Around what is measured."""
         if self._is_gpu:
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             events[0].record()
@@ -204,6 +239,25 @@ class DataWait:
         seconds, self._seconds = self._seconds, 0.0
         self._events.clear()
         return seconds
+
+
+class TimedObjective:
+    """An objective whose forwards are measured."""
+
+    def __init__(self, objective: Objective, span: Span):
+        self._objective = objective
+        self._span = span
+        self.unit = objective.unit
+        self.extra_keys = objective.extra_keys
+
+    def count(self, batch: Batch) -> Tensor:
+        """See Objective.count."""
+        return self._objective.count(batch)
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        """See Objective."""
+        with self._span.measured():
+            return self._objective(model, batch)
 
 
 class Starvation:

@@ -29,8 +29,12 @@ log = logging.getLogger(__name__)
 
 # Sections that do not change what is trained: a run goes on though they differ. What they say of the batch is
 # compared by what it comes to.
-BESIDE_THE_POINT = {"checkpoint", "wandb", "sample", "runs_dir", "run_dir", "engine", "batch", "loader"}
+BESIDE_THE_POINT = {
+    *("checkpoint", "wandb", "sample", "runs_dir", "run_dir"),
+    *("engine", "batch", "loader", "distributed"),
+}
 DECISIVE = ("data", "global_batch_size")  # of what stands in split.json
+RESTART_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
             )
     else:
         found = None if resume == "never" else _newest_unfinished(config, split)
-    lock = _lock(found) if found is not None else None
+    lock = _lock(found, _patience()) if found is not None else None
     if found is not None and lock is not None:
         return _go_on(found, config, split), lock
     if config.run_dir is not None:
@@ -73,6 +77,11 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
         raise CheckpointError(
             f"checkpoint.resume is required, but in {config.runs_dir} {busy} of this recipe "
             f"named {config.name!r}"
+        )
+    if found is not None and _patience():
+        raise CheckpointError(
+            f"{found} is still in use by another process after {RESTART_SECONDS:.0f} s; end that process, or "
+            "start a new run with checkpoint.resume=never"
         )
     if found is not None:
         log.info("%s is being trained by another process; this is a new run", found)
@@ -104,11 +113,17 @@ def _fresh(config: RunConfig) -> tuple[Path, FileLock]:
     raise AssertionError("unreachable")
 
 
-def _lock(path: Path) -> FileLock | None:
+def _patience() -> float:
+    """Seconds to wait for the lock: where a launcher starts jobs again, the last one may still be ending."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+    return RESTART_SECONDS if restarts or "SLURM_RESTART_COUNT" in os.environ else 0.0
+
+
+def _lock(path: Path, patience: float = 0.0) -> FileLock | None:
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
         lock = FileLock(path / ".lock")
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=patience)
         return lock
     except Timeout:
         return None

@@ -6,25 +6,33 @@ import json
 import logging
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 from filelock import FileLock
 
 from pipeline.config.settings import Resolved, Settings
-from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.ranks import Ranks, tell_end
 from pipeline.errors import DataError, PipelineError
 from pipeline.logs import log_to_console, log_to_file
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed then says nothing of a missing GPU
+# Where the store's process was killed, torch's C++ prints a stack for every call to it.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from pipeline.assemble import assemble
+from pipeline.checkpoint.folders import steps_in
 from pipeline.data import DataBundle, prepare_data
 from pipeline.distributed.process_group import Job, describe_device, start_job
+from pipeline.distributed.progress import Limits
+from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
 from pipeline.run_directory import RunDirectory, open_run_directory
 from pipeline.sampling import sample_text
 from pipeline.training import Run, TrainState, train
@@ -32,21 +40,42 @@ from pipeline.training import Run, TrainState, train
 log = logging.getLogger(__name__)
 
 
+class Terminated(BaseException):
+    """SIGTERM before training or after it. The launcher sends it where another rank has ended."""
+
+
 def run(settings: Settings, ranks: Ranks) -> int:
-    """Trains as the settings say. Exit code: 0 finished, 2 bad input, 128 + n stopped by signal n."""
+    """Trains as the settings say. Exit code: 0 finished, 2 bad input, 128 + n stopped by signal n, 124 hung
+    or lost a rank (see distributed.watchdog).
+    """
     log_to_console(ranks)
     job: Job | None = None
+    waits = settings.config.distributed
     try:
         # Before the process group exists: preparing data may take longer than its timeout.
         data = prepare_data(settings.config.data)
-        job = start_job(ranks, distributed=settings.deepspeed is not None or ranks.world_size > 1)
+        job = start_job(
+            ranks,
+            distributed=settings.deepspeed is not None or ranks.world_size > 1,
+            timeout=timedelta(seconds=waits.timeout_seconds),
+            bound=waits.bind_cores,
+        )
+        if ranks.world_size > 1:
+            job.watch(Limits(waits.timeout_seconds, waits.hang_seconds))
+            signal.signal(signal.SIGTERM, _terminate)
         return _run(settings, job, data)
     except PipelineError as error:
         return _end(job, ranks, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         return _end(job, ranks, "stopped at once, without a checkpoint", 130)
-    except Exception:
-        return _end(job, ranks, traceback.format_exc(), 1)
+    except Terminated as error:
+        return _end(job, ranks, "stopped at once, without a checkpoint", 128 + signal.SIGTERM, error)
+    except Exception as error:
+        return _end(job, ranks, traceback.format_exc(), 1, error)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _run(settings: Settings, job: Job, data: DataBundle) -> int:
@@ -57,11 +86,19 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
         if lock is not None:
             stack.callback(lock.release)
         log_to_file(directory.path, job.ranks)
+        if job.watchdog is not None:
+            job.watchdog.write_to(directory.path)
         prepared = assemble(config, resolved, job, data, directory)
         stack.callback(prepared.loader.close)
         stack.enter_context(prepared.sinks)
         _announce(settings, resolved, prepared, directory)
-        state, signal_number = train(prepared)
+        try:
+            state, signal_number = train(prepared)
+        except BaseException:
+            # The launcher's SIGTERM, for a rank that has ended, must not cut off the word on why.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise
+        job.progress.at("ending")
         text = None
         if signal_number is None and data.tokenizer is not None and config.sample.max_new_tokens:
             model = prepared.engine.generator()
@@ -131,7 +168,10 @@ def _conclude(path: Path, state: TrainState, signal_number: int | None, text: st
         }
         (path / "summary.json").write_text(json.dumps(summary, indent=2))
     else:
-        print(f"stopped at step {state.global_step}; the same command goes on from there")
+        # The last save may have been left out for want of time.
+        saved = max(steps_in(path / "checkpoints"), default=None)
+        goes_on = "starts again" if saved is None else f"goes on from step {saved}"
+        print(f"stopped at step {state.global_step}; the same command {goes_on}")
     if text is not None:
         print(f"\nthe model wrote:\n\n{text}\n")
     print(f"metrics     {path / 'metrics.jsonl'}")
@@ -139,13 +179,18 @@ def _conclude(path: Path, state: TrainState, signal_number: int | None, text: st
     print(f"settings    {path / 'recipe.yaml'}", flush=True)
 
 
-def _end(job: Job | None, ranks: Ranks, message: str, code: int) -> int:
+def _end(job: Job | None, ranks: Ranks, message: str, code: int, error: BaseException | None = None) -> int:
     """Shows a failure once for the whole job, keeps it in every rank's log, and leaves without waiting.
 
     The ranks that fail because another one did would bury its message under their own.
     """
+    watchdog = job.watchdog if job is not None else None
+    if ranks.world_size > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.getLogger("pipeline.failure").error("%s", message)
-    first = ranks.local_rank == 0 if job is None else job.claim_failure()
+    if watchdog is not None and (isinstance(error, Terminated) or (error and is_from_peers(error))):
+        watchdog.look_for_lost(error)  # does not return where another rank is to blame
+    first = ranks.local_rank == 0 if job is None else job.claim_failure(code)
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + message.rstrip(), file=sys.stderr, flush=True)
@@ -153,9 +198,12 @@ def _end(job: Job | None, ranks: Ranks, message: str, code: int) -> int:
         # The launcher ends every rank with the first that exits: let the one that speaks finish, and do not
         # wait for peers in the process group's destructor.
         if not first:
-            time.sleep(3)
+            time.sleep(3 if watchdog is None else LONGEST_END)  # the watchdog leaves, with the job's code
+        elif job is not None:
+            job.wait_for_leavers()
         logging.shutdown()
         sys.stdout.flush()
+        tell_end(ranks.rank, ranks.world_size, code)
         os._exit(code)
     if job is not None:
         job.close()

@@ -110,11 +110,13 @@ def train(run: Run) -> tuple[TrainState, int | None]:
     alarm = Alarm(60 * run.save_minutes if run.job.ranks.is_main_process else 0)
     stopped = False
     measured = Measured()
+    objective = run.meters.timed(run.objective)
     write_seconds = 0.0
     with StopOnSignal() as stop:
         if state.global_step == 0:
             measured = _evaluate(run, 0, stop)
         while state.global_step < run.max_steps and not stopped:
+            run.job.progress.at("step", state.global_step)
             with run.meters.waiting_for_data():
                 micro_batches = run.loader.next_group()
             seed_step(run.seed, state.global_step, run.engine.seed_rank)
@@ -122,7 +124,7 @@ def train(run: Run) -> tuple[TrainState, int | None]:
                 run.schedule, state.global_step, run.max_steps
             )
             vote = STOP_VOTE if stop.requested else SAVE_VOTE if alarm.due() else 0
-            result = run.engine.train_step(micro_batches, run.objective, learning_rate, vote)
+            result = run.engine.train_step(micro_batches, objective, learning_rate, vote)
             with run.meters.waiting_for_data():
                 run.loader.fetch_ahead()
             state = state.after(result)
@@ -135,15 +137,27 @@ def train(run: Run) -> tuple[TrainState, int | None]:
                 measured = _evaluate(run, state.global_step, stop)
             if not stopped and (wished.save or run.save.due(state.global_step)):
                 alarm.restart()
-                with run.meters.paused():
-                    run.checkpoints.save(run.engine, _remembered(run, state, measured))
-            for outcome in run.checkpoints.poll():
-                write_seconds = outcome.write_seconds or 0.0
-                run.meters.observe_save(outcome.stall_seconds, write_seconds)
+                _save(run, state, measured)
+            write_seconds = _saved(run, write_seconds)
+        run.job.progress.at("saving", state.global_step)
         if not stopped or _has_time_to_save(run, stop, write_seconds):
             run.checkpoints.save_final(run.engine, _remembered(run, state, measured))
         run.checkpoints.close()
         return state, (stop.signal_number or signal.SIGTERM) if stopped else None
+
+
+def _save(run: Run, state: TrainState, measured: Measured) -> None:
+    run.job.progress.at("saving", state.global_step)
+    with run.meters.paused():
+        run.checkpoints.save(run.engine, _remembered(run, state, measured))
+
+
+def _saved(run: Run, write_seconds: float) -> float:
+    """Measures the saves that have ended; how long the last one was written."""
+    for outcome in run.checkpoints.poll():
+        write_seconds = outcome.write_seconds or 0.0
+        run.meters.observe_save(outcome.stall_seconds, write_seconds)
+    return write_seconds
 
 
 def _has_time_to_save(run: Run, stop: StopOnSignal, write_seconds: float) -> bool:
@@ -183,6 +197,7 @@ def _row(run: Run, state: TrainState, learning_rate: float) -> dict[str, float]:
 def _evaluate(run: Run, step: int, stop: StopOnSignal) -> Measured:
     if run.eval_loader is None:
         return Measured()
+    run.job.progress.at("evaluation", step)
     with run.meters.paused():
         row = evaluate(run.engine, run.objective, run.eval_loader, run.job, stop)
         if row is None:

@@ -14,8 +14,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers first; a module imports from its own layer or from lower ones.
 LAYERS = [
     ["errors"],
-    ["config", "importing"],
+    ["config", "importing", "durable"],
     ["distributed", "logs"],
+    ["launching"],
+    ["doctor"],
     ["cross_entropy", "objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
     ["checkpoint", "metrics", "evaluation", "inspection"],
@@ -33,7 +35,7 @@ WALLS = {
     "wandb": ["sinks"],
     "transformers": ["models", "data"],
 }
-TORCH_FREE = ["errors", "config", "cli", "commands", "__main__", "importing", "logs"]
+TORCH_FREE = ["errors", "config", "cli", "commands", "__main__", "importing", "logs", "launching", "doctor"]
 
 
 def part_of(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -102,8 +103,9 @@ def test_killed_and_gone_on_with_under_another_split(tmp_path):
     assert [(row["step"], set(row)) for row in rows] == [(row["step"], set(row)) for row in expected]
     for row, other in zip(rows, expected, strict=True):
         for key, value in other.items():
-            # Step, tokens and samples to the last digit; the order of the samples shows in the losses.
-            band = {"train/loss": 2e-6, "eval/loss": 2e-6, "eval/perplexity": 2e-5, "train/grad_norm": 1e-5}
+            # Step, tokens and samples to the last digit; the order of the samples shows in the losses. A norm
+            # feels the parameters' differences, which grow over the steps, ten times as much as a loss.
+            band = {"train/loss": 2e-6, "eval/loss": 2e-6, "eval/perplexity": 2e-5, "train/grad_norm": 3e-5}
             assert row[key] == pytest.approx(value, rel=band.get(key, 0), abs=0), (row["step"], key)
     (run_id,) = server.runs()
     arrived = [row["_step"] for row in server.rows(run_id) if "train/loss" in row]
@@ -143,7 +145,8 @@ def test_a_killed_rank_ends_the_others_without_their_tracebacks(tmp_path):
     recipe = fault_recipe(tmp_path, "kill", rank=1)
     result = launch("--config", str(recipe), "--deepspeed", str(CONFIGS / "zero2.json"), ranks=2, **FAULTS)
     assert result.returncode != 0
-    assert (result.stdout + result.stderr).count("Traceback") <= 1
+    assert "Traceback" not in result.stdout + result.stderr
+    assert re.search(r"^rank 1 on \S+ \(pid \d+\) is gone: last sign", result.stderr, re.M), result.stderr
 
 
 def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):

@@ -166,6 +166,23 @@ class SampleConfig(Closed):
     """Tokens it writes; 0: none."""
 
 
+class DistributedConfig(Closed):
+    """Several ranks: how long they wait for each other, and what is said of one that hangs, is lost or is
+    slow."""
+
+    timeout_seconds: float = Field(1800, gt=0)
+    """Seconds that a collective waits for the other ranks, in every process group. Also the watchdog's limit
+    while a run starts, resumes, saves or ends, and for its first step, which may compile."""
+    hang_seconds: float | None = Field(None, gt=0)
+    """Seconds without a step after which the watchdog writes down where every rank stands, names those that
+    are behind, and ends the job with code 124. Default: ten times the recent median step, at least 60."""
+    straggler_share: float = Field(0.25, gt=0)
+    """A rank whose own part of a step (reading data, the forward) takes longer than the median rank's by
+    this share is named."""
+    bind_cores: bool = False
+    """Bind each rank to its share of the machine's cores, those next to its GPU first."""
+
+
 class RunConfig(Closed):
     """A whole run. How the work is split, and the precision, stand in the DeepSpeed JSON instead."""
 
@@ -194,3 +211,4 @@ class RunConfig(Closed):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
+    distributed: DistributedConfig = DistributedConfig()

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+
+from pipeline.distributed.ranks import Ranks
 
 PERIOD = 1.0  # seconds
 log = logging.getLogger(__name__)
 
 
-def stop_with_launcher(period: float = PERIOD) -> None:
+def stop_with_launcher(ranks: Ranks, period: float = PERIOD) -> None:
     """Watches the processes above this one from now on; when one ends, SIGTERM comes to this process.
 
     Above a rank of the deepspeed launcher there are two: launch.py, and `deepspeed` which started that. Any
     other launcher is its ranks' parent. Does nothing where a process was not started by a launcher.
     """
-    if "LOCAL_RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ and ranks.world_size == 1:  # srun and mpirun have other names for it
         return
     parent = os.getppid()
     above = None
@@ -36,7 +40,10 @@ def stop_with_launcher(period: float = PERIOD) -> None:
         # None: not to be told just now, by a process out of file descriptors.
         while os.getppid() == parent and (above is None or _parent_of(parent) in (above, None)):
             time.sleep(period)
-        log.warning("the launcher is gone")
+        line = f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()}): its launcher is gone; it stops"
+        log.warning("%s", line)
+        if not ranks.is_main_process:  # whose console shows warnings
+            print(line, file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()

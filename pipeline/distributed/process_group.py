@@ -6,6 +6,8 @@ One process without DeepSpeed needs none; `Job` then answers for a world of one.
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -16,7 +18,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from pipeline.config.split import Device
+from pipeline.distributed.cores import bind_cores
+from pipeline.distributed.lines import Failure, claim, everyone, introduce
+from pipeline.distributed.progress import Limits, Progress
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
+from pipeline.distributed.verdict import Who
+from pipeline.distributed.watchdog import Watchdog
 from pipeline.errors import LaunchError
 
 
@@ -27,6 +34,11 @@ class Job:
     ranks: Ranks
     device: torch.device
     store: distributed_c10d.Store | None = field(default=None, repr=False)
+    everyone: list[Who] = field(default_factory=list, repr=False)
+    """All ranks, in order; empty without a group."""
+    progress: Progress = field(default_factory=Progress, repr=False)
+    """Where the training thread says what it does."""
+    watchdog: Watchdog | None = field(default=None, repr=False)
 
     @property
     def is_distributed(self) -> bool:
@@ -51,29 +63,63 @@ class Job:
         if self.is_distributed:
             dist.barrier()
 
-    def claim_failure(self) -> bool:
-        """True on the first rank that fails: the one whose error is shown. The others end because of it."""
+    def watch(self, limits: Limits) -> None:
+        """Has a watchdog end the job where it hangs or loses a rank. Not collective."""
+        if self.store is not None and self.ranks.world_size > 1:
+            self.watchdog = Watchdog(self.store, self.everyone, self.ranks.rank, self.progress, limits)
+            self.watchdog.start()
+
+    def claim_failure(self, code: int) -> bool:
+        """True on the first rank that fails: the one whose error is shown. The others end because of it.
+
+        Args:
+            code: What the job ends with.
+        """
         if self.store is None:
             return True
+        own = Failure(self.ranks.rank, "raised", code)
         try:
-            return self.store.add("pipeline/failures", 1) == 1
+            return claim(self.store, own) == own
         except RuntimeError:  # the store died with its rank, which therefore failed first
             return False
 
+    def wait_for_leavers(self, seconds: float = 3.0) -> None:
+        """After a failure: leaves the others, whose store dies with rank 0, the time to know of it."""
+        if self.store is None or self.watchdog is None or not self.ranks.is_main_process:
+            return
+        began = time.monotonic()
+        with suppress(RuntimeError):  # the launcher's own store is gone with it
+            while time.monotonic() - began < seconds:
+                if self.store.add("pipeline/left", 0) >= self.ranks.world_size - 1:
+                    return
+                time.sleep(0.05)
+
     def close(self) -> None:
         """Leaves the group. Without this a finished run was seen to abort at exit."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog = None
         if dist.is_initialized():
             dist.destroy_process_group()
         self.store = None
 
 
-def start_job(ranks: Ranks, *, distributed: bool, timeout: timedelta = timedelta(minutes=30)) -> Job:
+def start_job(
+    ranks: Ranks, *, distributed: bool, timeout: timedelta = timedelta(minutes=30), bound: bool = False
+) -> Job:
     """Binds this process to its device and joins the process group.
+
+    Args:
+        timeout: Of every process group: this one, and those that others make later.
+        bound: To its share of the machine's cores.
 
     Raises:
         LaunchError: more ranks on this machine than visible GPUs.
     """
-    torch.set_num_threads(cpu_threads(ranks, os.environ))
+    threads = cpu_threads(ranks, os.environ)  # of all cores that were allowed
+    if bound:
+        bind_cores(ranks.local_rank, ranks.local_world_size)
+    torch.set_num_threads(threads)
     device = _bind_device(ranks)
     if not distributed:
         return Job(ranks, device)
@@ -82,6 +128,11 @@ def start_job(ranks: Ranks, *, distributed: bool, timeout: timedelta = timedelta
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
+    # Groups that are made without a timeout (DeepSpeed's, DDP's, a device mesh's) take torch's defaults.
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
+    _record_collectives(device)
+    introduce(store, rank, os.getpid())
     dist.init_process_group(
         backend,
         store=distributed_c10d.PrefixStore("default_pg", store),
@@ -90,7 +141,16 @@ def start_job(ranks: Ranks, *, distributed: bool, timeout: timedelta = timedelta
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return Job(ranks, device, store)
+    return Job(ranks, device, store, everyone(store, world_size))
+
+
+def _record_collectives(device: torch.device) -> None:
+    """Switches on the flight recorder, which knows what a rank waits in. Before the group is made.
+
+    It costs some microseconds a collective; on a CPU more of them the more it keeps.
+    """
+    size = "2000" if device.type == "cuda" else "256"
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", size)
 
 
 def _bind_device(ranks: Ranks) -> torch.device:

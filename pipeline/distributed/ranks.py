@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.errors import LaunchError
+
+HANDED_OVER = "PIPELINE_ENVIRONMENT"
+"""Set by our launch scripts: a file in a folder of the launch, where each rank's end is told too."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,35 @@ class Ranks:
         return self.rank == 0
 
 
+@dataclass(frozen=True)
+class _Names:
+    """What a launcher calls the four numbers. Of several names for one, any may be set."""
+
+    rank: str
+    world_size: str
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+
+
+OPEN_MPI = _Names(
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
+PMI = _Names(  # MPICH, Intel MPI, Cray
+    "PMI_RANK",
+    "PMI_SIZE",
+    ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+)
+SLURM_RESERVED_STEPS = 0xFFFFFFF0  # the batch script's own step, and an interactive shell's: one process
+
+
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; none of them: one process alone.
+    """This process's place by RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, else by mpirun or srun.
+
+    None of them: one process alone. mpirun goes before srun, which starts its daemons where both are at work.
 
     Raises:
         LaunchError: some are set and others are missing, or a value is not a number.
@@ -33,32 +68,140 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: environment[name] for name in names if name in environment}
     if not given:
-        return Ranks(0, 0, 1, 1)
+        return _read_scheduler(environment)
     missing = [name for name in names if name not in given]
     if missing:
         raise LaunchError(
             f"the environment sets {', '.join(given)} but not {', '.join(missing)}; "
             "start with deepspeed or torchrun, or unset them for one process"
         )
+    # LOCAL_SIZE is the deepspeed launcher's name for it.
+    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or given["WORLD_SIZE"]
+    return _checked(given | {"LOCAL_WORLD_SIZE": local})
+
+
+def _read_scheduler(environment: Mapping[str, str]) -> Ranks:
+    if OPEN_MPI.rank in environment:
+        return _read_mpi(OPEN_MPI, environment)
+    if PMI.rank in environment and any(name in environment for name in PMI.local_rank):
+        return _read_mpi(PMI, environment)
+    if _in_slurm_step(environment):
+        return _read_slurm(environment)
+    if environment.get(PMI.rank, "0") != "0" or environment.get(PMI.world_size, "1") != "1":
+        return _read_mpi(PMI, environment)
+    return Ranks(0, 0, 1, 1)
+
+
+def _read_mpi(names: _Names, environment: Mapping[str, str]) -> Ranks:
+    wanted = ((names.rank,), names.local_rank, (names.world_size,), names.local_world_size)
+    given = {}
+    for choice in wanted:
+        name = next((name for name in choice if name in environment), None)
+        if name is None:
+            raise LaunchError(
+                f"the environment sets {names.rank} but not {' or '.join(choice)}; start with mpirun, "
+                f"srun, torchrun or deepspeed, or unset {names.rank} for one process"
+            )
+        given[name] = environment[name]
+    return _checked(given)
+
+
+def _in_slurm_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process; a batch script, or a shell in an allocation, is one process."""
+    step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
+    if not step.isdecimal() or int(step) >= SLURM_RESERVED_STEPS:
+        return False
+    return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def _read_slurm(environment: Mapping[str, str]) -> Ranks:
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+    missing = [n for n in (*names, "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE") if n not in environment]
+    if missing:
+        raise LaunchError(
+            f"srun started {environment.get('SLURM_STEP_NUM_TASKS')} tasks, but {', '.join(missing)} is not "
+            "set; start with srun, and pass its variables on"
+        )
+    counts: list[str] = []
+    for count, times in re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"]
+    ):  # 2(x3),1
+        counts += [count] * int(times or 1)
+    node = environment["SLURM_NODEID"]
+    local = counts[int(node)] if node.isdecimal() and int(node) < len(counts) else "unknown"
+    return _checked(
+        {name: environment[name] for name in names} | {f"SLURM_STEP_TASKS_PER_NODE[{node}]": local}
+    )
+
+
+def _checked(given: Mapping[str, str]) -> Ranks:
+    """From rank, local rank, world size and local world size, by their names in the environment."""
     try:
-        rank, local_rank, world_size = (int(given[name]) for name in names)
-        # LOCAL_SIZE is the deepspeed launcher's name for it.
-        local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size
-        local_world_size = int(local)
+        rank, local_rank, world_size, local_world_size = (int(value) for value in given.values())
     except ValueError:
-        raise LaunchError(f"the environment's {given} are not all whole numbers") from None
+        raise LaunchError(f"the environment's {dict(given)} are not all whole numbers") from None
     if not 0 <= rank < world_size:
-        raise LaunchError(f"RANK={rank} is outside a job of WORLD_SIZE={world_size}")
+        name_of_rank, _, name_of_size, _ = given
+        raise LaunchError(f"{name_of_rank}={rank} is outside a job of {name_of_size}={world_size}")
     return Ranks(rank, local_rank, world_size, local_world_size)
 
 
-def complete_environment(ranks: Ranks) -> None:
-    """Sets what torch and DeepSpeed look for when there was no launcher, so that neither asks mpi4py."""
-    address = {"MASTER_ADDR": "127.0.0.1"}
-    if "MASTER_PORT" not in os.environ:
+def find_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str, int]:
+    """(address, port) where rank 0 will listen: the same on every rank, without asking any of them.
+
+    Raises:
+        LaunchError: the launcher does not say where rank 0 is.
+    """
+    if ranks.world_size == 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            address["MASTER_PORT"] = str(probe.getsockname()[1])
+            return "127.0.0.1", probe.getsockname()[1]
+    if OPEN_MPI.rank in environment:
+        address, job = _open_mpi_master(ranks, environment)
+    elif "SLURM_STEP_NODELIST" in environment and PMI.local_rank[0] not in environment:
+        address = first_host(environment["SLURM_STEP_NODELIST"])
+        job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
+    else:
+        address, job = None, None
+    if address is None or job is None:
+        raise LaunchError(
+            f"no launcher says where rank 0 of {ranks.world_size} ranks is: set MASTER_ADDR to its host and "
+            "MASTER_PORT to a free port there, the same on every rank (mpirun -x NAME=value, or -genv)"
+        )
+    if ranks.local_world_size == ranks.world_size:
+        address = "127.0.0.1"
+    # Below the ports of outgoing connections; jobs that share a machine differ in it.
+    return address, 12_000 + zlib.crc32(job.encode()) % 20_000
+
+
+def _open_mpi_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Rank 0 is on the machine of mpirun where the hostfile begins with that; rank 0 itself can tell."""
+    job = environment.get("OMPI_MCA_ess_base_jobid")
+    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    match = re.search(r"tcp://([^,:;]+)", uri)
+    elsewhere = ranks.is_main_process and environment.get("OMPI_MCA_orte_local_daemon_uri") != uri
+    is_local = ranks.local_world_size == ranks.world_size
+    if is_local:
+        return "127.0.0.1", job
+    return (match[1] if match is not None and not elsewhere else None), job
+
+
+def first_host(nodelist: str) -> str:
+    """The first name in Slurm's short form: `rack[2-3]-node[01-16,20],login` begins with rack2-node01."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first is not None else "")
+
+
+def complete_environment(ranks: Ranks) -> None:
+    """Sets what torch and DeepSpeed look for where the launcher did not, so that neither asks mpi4py.
+
+    Raises:
+        LaunchError: it cannot be known where rank 0 is.
+    """
+    address = {}
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        host, port = find_master(ranks, os.environ)
+        address = {"MASTER_ADDR": host, "MASTER_PORT": port}
     place = {
         "RANK": ranks.rank,
         "LOCAL_RANK": ranks.local_rank,
@@ -70,6 +213,23 @@ def complete_environment(ranks: Ranks) -> None:
     }
     for name, value in (address | place).items():
         os.environ.setdefault(name, str(value))
+
+
+def tell_end(rank: int, world_size: int, code: int) -> None:
+    """Writes this rank's exit code beside what the launch script handed over: it trusts no launcher's.
+
+    Without one (another launcher) nothing is written. A process's first word stays: what follows is its echo.
+    """
+    handed_over = os.environ.get(HANDED_OVER)
+    if handed_over is None:
+        return
+    word = {"code": code, "world_size": world_size, "pid": os.getpid()}
+    path = Path(handed_over).parent / f"rank-{rank}"
+    with suppress(OSError, ValueError):  # a full disk: a missing word is an end that was not proven
+        if path.exists() and json.loads(path.read_text())["pid"] == word["pid"]:
+            return
+        path.with_suffix(".part").write_text(json.dumps(word))
+        path.with_suffix(".part").replace(path)
 
 
 def cpu_threads(ranks: Ranks, environment: Mapping[str, str]) -> int:

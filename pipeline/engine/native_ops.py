@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed.ops.op_builder
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 from filelock import FileLock
 from torch.utils.cpp_extension import _get_build_directory

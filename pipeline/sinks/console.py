@@ -6,6 +6,7 @@ What is shown is the row that metrics.jsonl has, rounded; nothing is worked out 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -61,7 +62,9 @@ class ConsoleSink:
         self._max_steps = max_steps
         self._min_interval = min_interval
         self._clock = clock
-        self._is_terminal = console.file.isatty() and not console.is_dumb_terminal
+        # Open MPI hands every rank a pty, whatever its own output is.
+        by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ
+        self._is_terminal = console.file.isatty() and not console.is_dumb_terminal and not by_mpirun
         self._live: Live | None = None
         self._first: tuple[int, float] | None = None  # step and time of the first training row
         self._printed_at = -math.inf

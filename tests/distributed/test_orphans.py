@@ -12,13 +12,14 @@ import pytest
 RANK = """
 import signal, time
 from pipeline.distributed.orphans import stop_with_launcher
+from pipeline.distributed.ranks import Ranks
 
 def stop(number, frame):
     print("stopped", flush=True)
     raise SystemExit
 
 signal.signal(signal.SIGTERM, stop)
-stop_with_launcher(period=0.02)
+stop_with_launcher(Ranks(0, 0, 1, 1), period=0.02)
 print("watching", flush=True)
 time.sleep({seconds})
 """

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 
 import pytest
 
-from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads, read_ranks
+from pipeline.distributed.ranks import (
+    Ranks,
+    complete_environment,
+    cpu_threads,
+    find_master,
+    first_host,
+    read_ranks,
+    tell_end,
+)
 from pipeline.errors import LaunchError
 
 PLACE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "401276929",
+    "OMPI_MCA_orte_hnp_uri": "401276928.0;tcp://10.0.0.1,192.168.0.1:51241",
+    "OMPI_MCA_orte_local_daemon_uri": "401276928.1;tcp://10.0.0.2:51242",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07,09]",
+}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -87,6 +116,124 @@ def test_two_processes_without_a_launcher_get_ports_of_their_own(environment):
         complete_environment(Ranks(0, 0, 1, 1))
         ports.add(environment.pop("MASTER_PORT"))
     assert all(1024 <= int(port) < 65536 for port in ports)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        OPEN_MPI,
+        MPICH,
+        SLURM,
+        SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"},  # srun --mpi=pmi2
+        # mpirun in an allocation: srun has started its daemons, one a node.
+        SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"} | OPEN_MPI,
+        SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"} | MPICH,
+        OPEN_MPI | SLURM | {"SLURM_PROCID": "0"} | PLACE,  # torchrun, whatever it was started by
+    ],
+)
+def test_mpirun_and_srun_say_who_a_rank_is(environment):
+    assert read_ranks(environment) == Ranks(rank=3, local_rank=1, world_size=4, local_world_size=2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
+        {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},  # salloc's shell
+        {"SLURM_STEP_ID": "4294967291"},  # the batch script itself
+    ],
+)
+def test_a_shell_in_an_allocation_is_one_process(change):
+    assert read_ranks(SLURM | {"SLURM_PROCID": "0"} | change) == Ranks(0, 0, 1, 1)
+    assert read_ranks({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == Ranks(0, 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "node", "expected"), [("4", "0", 4), ("2(x3),1", "2", 2), ("2(x3),1", "3", 1)]
+)
+def test_tasks_of_this_node(per_node, node, expected):
+    place = SLURM | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node}
+    assert read_ranks(place).local_world_size == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing", "message"),
+    [
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "sets OMPI_COMM_WORLD_RANK but not OMPI_COMM_WORLD_SIZE; start"),
+        (MPICH, "MPI_LOCALRANKID", "but not MPI_LOCALRANKID or PALS_LOCAL_RANKID or PMI_LOCAL_RANK; start"),
+        (SLURM, "SLURM_LOCALID", "srun started 4 tasks, but SLURM_LOCALID is not set"),
+    ],
+)
+def test_half_a_schedulers_environment_is_refused(environment, missing, message):
+    with pytest.raises(LaunchError) as caught:
+        read_ranks({name: value for name, value in environment.items() if name != missing})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_scheduler_that_describes_no_job_is_refused():
+    with pytest.raises(LaunchError, match="SLURM_PROCID=4 is outside a job of SLURM_STEP_NUM_TASKS=4"):
+        read_ranks(SLURM | {"SLURM_PROCID": "4"})
+    with pytest.raises(LaunchError, match="not all whole numbers"):
+        read_ranks(SLURM | {"SLURM_NODEID": "2"})  # of two
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("login", "login"),
+        ("a,b", "a"),
+        ("gpu[07,09]", "gpu07"),
+        ("rack[2-3]-node[01-16,20]-ib,login", "rack2-node01-ib"),
+        ("n[1-3].cluster.org", "n1.cluster.org"),
+    ],
+)
+def test_the_first_host_of_slurms_short_form(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+def test_every_rank_finds_the_same_master():
+    for given, host in ((OPEN_MPI, "10.0.0.1"), (SLURM, "gpu07")):
+        rank_key = "OMPI_COMM_WORLD_RANK" if given is OPEN_MPI else "SLURM_PROCID"
+        first = given | {rank_key: "0"}
+        if given is OPEN_MPI:
+            first["OMPI_MCA_orte_local_daemon_uri"] = given["OMPI_MCA_orte_hnp_uri"]
+        places = [find_master(read_ranks(each), each) for each in (given, given | {rank_key: "1"}, first)]
+        assert len(set(places)) == 1
+        assert places[0][0] == host
+        assert 12_000 <= places[0][1] < 32_000
+    other = SLURM | {"SLURM_JOB_ID": "78"}
+    assert find_master(read_ranks(other), other) != find_master(read_ranks(SLURM), SLURM)
+    alone = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
+    assert find_master(read_ranks(alone), alone)[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        PLACE,
+        MPICH,
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"},  # mpirun runs on another machine than rank 0
+        {n: v for n, v in OPEN_MPI.items() if not n.startswith("OMPI_MCA")},  # Open MPI 5
+    ],
+)
+def test_a_master_that_nobody_names_is_asked_for(environment):
+    with pytest.raises(LaunchError, match="set MASTER_ADDR to its host and MASTER_PORT to a free port there"):
+        find_master(read_ranks(environment), environment)
+
+
+def test_a_rank_tells_its_end_once(tmp_path, environment, monkeypatch):
+    ranks = Ranks(3, 1, 4, 2)
+    tell_end(ranks.rank, ranks.world_size, 1)
+    monkeypatch.setenv("PIPELINE_ENVIRONMENT", str(tmp_path / "environment.json"))
+    tell_end(ranks.rank, ranks.world_size, 124)
+    tell_end(ranks.rank, ranks.world_size, 1)  # what came of it
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-3"]
+    word = json.loads((tmp_path / "rank-3").read_text())
+    assert (word["code"], word["world_size"]) == (124, 4)
+    (tmp_path / "rank-3").write_text(json.dumps(word | {"pid": 0}))  # before a restart
+    tell_end(ranks.rank, ranks.world_size, 0)
+    assert json.loads((tmp_path / "rank-3").read_text())["code"] == 0
 
 
 @pytest.mark.parametrize(

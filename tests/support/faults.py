@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Faulty(nn.Module):
                 raise ZeroDivisionError("a programmer's mistake")
             if self.fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "sleep":
+                time.sleep(600)
             if self.fault == "terminate":
                 os.kill(os.getpid(), signal.SIGTERM)
         logits: Tensor = self.linear(inputs)

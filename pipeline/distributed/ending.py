@@ -1,0 +1,166 @@
+"""The last seconds of a job that hangs, or that failed on another rank: who stands where, said once."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.distributed.lines import HANG_EXIT_CODE, Failure, Lines
+from pipeline.distributed.progress import Progress
+from pipeline.distributed.ranks import tell_end
+from pipeline.distributed.signs import Signs
+from pipeline.distributed.stacks import Frame, in_flight_now, main_frames, standing, write_stacks
+from pipeline.distributed.verdict import Who, Witness, sentence_of_hang, sentence_of_lost
+
+STDERR = 2
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds."""
+
+    period: float = 1.0
+    """Between two beats."""
+    silence: float = 15.0
+    """Without a sign after which a rank, or the store, counts as lost."""
+    soon: float = 3.0
+    """The same once a collective has failed."""
+    answer: float = 5.0
+    """That ranks have to say where they stand."""
+    deadline: float = 20.0
+    """After which a rank leaves, whatever is still to be said."""
+
+
+class Ending:
+    """Never waits for the training thread; for other ranks only so long."""
+
+    def __init__(
+        self,
+        lines: Lines,
+        signs: Signs,
+        everyone: Sequence[Who],
+        rank: int,
+        progress: Progress,
+        pace: Pace,
+    ):
+        self.folder: Path | None = None
+        """Where stacks are written; None: nowhere yet."""
+        self.frames: list[Frame] = []
+        """Where the training thread was, if it has left there by an exception."""
+        self._lines, self._signs = lines, signs
+        self._everyone, self._rank = everyone, rank
+        self._progress, self._pace = progress, pace
+
+    def together(self, failure: Failure) -> None:
+        """With the others, over the store.
+
+        Raises:
+            RuntimeError: it is gone.
+        """
+        if failure.why == "raised":
+            # Its rank shows what it was; what this rank's training thread makes of it belongs in its log.
+            self._lines.mark("left")
+            time.sleep(self._pace.soon)
+            return
+        self._last_resort()
+        self._lines.testify(self._look(failure.why))
+        if failure.rank == self._rank:
+            self._say(self._sentence(failure))
+            self._lines.mark("told")
+        else:
+            self._until(lambda: self._lines.marks("told") > 0, 2 * self._pace.answer)
+        self._lines.mark("left")
+        if self._rank == 0:  # the others read all this in its store
+            self._until(lambda: self._lines.marks("left") >= len(self._everyone), self._pace.soon)
+
+    def alone(self, silent: float) -> None:
+        """Without the store, which has not answered for so many seconds. Does not return."""
+        self._last_resort()
+        with suppress(RuntimeError):
+            self._look("lost")
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if by_launcher or self._rank == 0:
+            line = (
+                f"the launcher on {os.environ.get('MASTER_ADDR')} is gone, or the link to it: its store gave "
+                f"no answer for {silent:.1f} s"
+            )
+        else:
+            line = sentence_of_lost([self._signs.describe(0, silent)])
+        if self._is_first_to_say():
+            self._say(line)
+        self.leave(HANG_EXIT_CODE)
+
+    def _last_resort(self) -> None:
+        # A thread of C: it needs no lock of Python's, should even this thread get stuck.
+        faulthandler.dump_traceback_later(self._pace.deadline + 5, exit=True, file=STDERR)
+
+    def _look(self, why: str) -> Witness:
+        """Where this rank stands; its stacks are written."""
+        activity = self._progress.activity
+        in_flight = in_flight_now()
+        now = standing(self.frames or main_frames(), in_flight)
+        who = self._everyone[self._rank]
+        number = in_flight[0].number if in_flight and in_flight[0].name == now.collective else None
+        if self.folder is not None:
+            with suppress(OSError):
+                write_stacks(self.folder, who.rank, f"{why}: {who}, {activity.doing}, step {activity.step}")
+        return Witness(who, activity.doing, activity.step, now.place, now.collective, number)
+
+    def _sentence(self, failure: Failure) -> str:
+        ranks = range(len(self._everyone))
+        began = last = time.monotonic()
+        while True:
+            self._signs.hear(ranks, self._lines.beats(ranks), time.monotonic() - last)
+            last = time.monotonic()
+            self._signs.look()
+            witnesses = self._lines.witnesses(ranks)
+            heard = {w.who.rank for w in witnesses}
+            lost = [r for r in self._signs.lost(self._pace.soon, ranks, looks=1) if r.who.rank not in heard]
+            if len(heard) + len(lost) == len(ranks) or last - began > self._pace.answer:
+                break
+            time.sleep(self._pace.period / 5)
+        known = heard | {each.who.rank for each in lost}
+        lost += [self._signs.describe(rank) for rank in ranks if rank not in known]
+        if failure.why == "lost" and lost:
+            return sentence_of_lost(lost)
+        return sentence_of_hang(witnesses, failure.seconds, lost)
+
+    def _say(self, line: str) -> None:
+        # Not through logging or rich: the training thread may be stuck with their locks.
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / "verdict.txt").write_text(line + "\n")
+            line += f"; stacks: {self.folder}"
+        with suppress(OSError):
+            os.write(STDERR, f"{os.linesep if os.isatty(STDERR) else ''}{line}\n".encode())
+
+    def _is_first_to_say(self) -> bool:
+        """Whether this rank is the one that speaks where no store agrees on it: one a file system."""
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    (self.folder / f".told-{self._everyone[0].pid}").touch(exist_ok=False)
+                except FileExistsError:
+                    return False
+                return True
+        return self._rank == min({self._rank, *self._signs.neighbours} - {0}, default=0)
+
+    def _until(self, is_so: Callable[[], bool], seconds: float) -> None:
+        began = time.monotonic()
+        while not is_so() and time.monotonic() - began < seconds:
+            time.sleep(self._pace.period / 10)
+
+    def leave(self, code: int) -> None:
+        """Ends this process and its data workers at once; no destructor and no other thread is waited for."""
+        tell_end(self._rank, len(self._everyone), code)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(code)

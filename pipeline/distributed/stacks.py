@@ -1,0 +1,141 @@
+"""Where the threads of this process stand: in which collective, called from which line; written to a file.
+
+Reads Python's frames and the flight recorder of torch's collectives; touches no device and no other rank.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch._C import _distributed_c10d
+
+# Frames in these files are a collective's own; the functions around it that say nothing.
+_COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
+_WRAPPERS = {"wrapper", "log_wrapper", "inner", "_fn", "<lambda>", "fn"}
+# A line of Python that waits for the device, and with it for the collective that the device is in.
+_WAITS = (".wait(", ".item(", "float(", "int(", "bool(", "synchronize(", ".tolist(", ".cpu(")
+_HERE = os.path.dirname(__file__)
+_STDLIB = sysconfig.get_paths()["stdlib"]
+
+
+class Frame(NamedTuple):
+    """One line of a thread's stack; the file as Python knows it."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+    @property
+    def is_library(self) -> bool:
+        """Not the user's; of this project what only hands on to a collective counts as one too."""
+        return self.file.startswith((_STDLIB, _HERE, "<")) or "site-packages" in self.file
+
+    def __str__(self) -> str:
+        file = os.path.relpath(self.file) if self.file.startswith(os.getcwd()) else self.file
+        return f"{file}:{self.line} in {self.function}" + (f" ({self.text})" if self.text else "")
+
+
+class Standing(NamedTuple):
+    """What a thread is at."""
+
+    collective: str | None
+    """`all_reduce`, `barrier`, ...; None: it waits for no other rank."""
+    place: str
+    """The innermost line that is no library's."""
+
+
+class InFlight(NamedTuple):
+    """A collective that this rank has entered and not left: its name and its number in its group."""
+
+    name: str
+    number: int
+
+
+def standing(frames: Sequence[Frame], in_flight: Sequence[InFlight] = ()) -> Standing:
+    """What a thread with this stack (innermost last) is at."""
+    inner: list[Frame] = []
+    mine = None
+    for frame in reversed(frames):
+        if not frame.is_library:
+            mine = frame
+            break
+        inner.append(frame)
+    place = str(mine or (frames[-1] if frames else Frame("?", 0, "?")))
+    for frame in reversed(inner):  # from the outside: all_gather_object, and not the all_gather in it
+        if any(part in frame.file for part in _COLLECTIVES) and frame.function not in _WRAPPERS:
+            return Standing(frame.function, place)
+    # Autograd, and whatever else waits outside Python, is seen by the flight recorder alone. What the
+    # user's own line is busy with may have a collective under way beside it.
+    if in_flight and (inner or (mine is not None and any(word in mine.text for word in _WAITS))):
+        return Standing(in_flight[0].name, place)
+    return Standing(None, place)
+
+
+def main_frames() -> list[Frame]:
+    """The main thread's stack, innermost last. For other threads."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frames_of(traceback.extract_stack(frame)) if frame is not None else []
+
+
+def frames_of(summary: traceback.StackSummary) -> list[Frame]:
+    """A stack, or an exception's traceback, as frames."""
+    return [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in summary]
+
+
+def in_flight_now() -> list[InFlight]:
+    """What training has entered and not left, by the flight recorder; the first one first.
+
+    What a thread of ours does beside training (a checkpoint being written) is left out.
+    """
+    # Autograd's own threads show up as dummies where a hook of theirs was Python.
+    beside = {
+        str(thread.ident)
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
+    }
+    found = []
+    for entry in _recorded(only_active=True).get("entries", []):
+        if entry.get("retired") or entry.get("state") == "completed" or entry.get("thread_id") in beside:
+            continue
+        name = entry["profiling_name"].rpartition(":")[2]
+        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        found.append(InFlight(name, int(number)))
+    return found
+
+
+def write_stacks(folder: Path, rank: int, headline: str) -> None:
+    """`rank-00001.txt`: every thread's Python stack; beside it what the flight recorder holds, if anything.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank-{rank:05d}.txt").open("w") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline}\n\n")
+        file.flush()
+        faulthandler.dump_traceback(file=file, all_threads=True)
+    recorded = _recorded(only_active=False)
+    if recorded.get("entries"):
+        (folder / f"rank-{rank:05d}.collectives.json").write_text(json.dumps(recorded))
+
+
+def _recorded(only_active: bool) -> dict[str, Any]:
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:  # a torch without it
+        return {}
+    try:
+        recorded: dict[str, Any] = json.loads(dump(True, only_active))
+    except (RuntimeError, ValueError):
+        return {}
+    return recorded

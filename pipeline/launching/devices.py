@@ -1,0 +1,110 @@
+"""Which devices of which machines a run takes: --include, --exclude, --num_nodes, --num_gpus.
+
+The words are the deepspeed launcher's; what it would take in silence for something else is an error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.errors import LaunchError
+from pipeline.launching.hostfile import Host
+
+Devices = dict[str, list[int]]
+"""Machine -> numbers of its devices, in the order of the ranks."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What of the hostfile is wanted, as it was given."""
+
+    include: str = ""
+    exclude: str = ""
+    num_nodes: int | None = None
+    num_gpus: int | None = None
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES of the shell: the same devices on every machine."""
+
+
+def choose_devices(hosts: Sequence[Host], wanted: Selection) -> Devices:
+    """The devices of the run.
+
+    Raises:
+        LaunchError: two ways to choose at once, a machine or device that the hostfile has not, or none left.
+    """
+    counted = wanted.num_nodes is not None or wanted.num_gpus is not None
+    ways = {
+        "--include": bool(wanted.include),
+        "--exclude": bool(wanted.exclude),
+        "--num_nodes/--num_gpus": counted,
+        f"CUDA_VISIBLE_DEVICES={wanted.visible} (of this shell)": bool(wanted.visible),
+    }
+    given = [name for name, is_given in ways.items() if is_given]
+    if len(given) > 1:
+        raise LaunchError(f"{' and '.join(given)} both choose the devices; give one of them")
+    every = {host.name: list(range(host.slots)) for host in hosts}
+    if wanted.include:
+        chosen = _parse("--include", wanted.include, every)
+        return {name: chosen[name] for name in every if name in chosen}
+    if wanted.exclude:
+        without = _parse("--exclude", wanted.exclude, every)
+        left = {name: [n for n in every[name] if n not in without.get(name, [])] for name in every}
+        left = {name: devices for name, devices in left.items() if devices}
+        if not left:
+            raise LaunchError(f"--exclude {wanted.exclude} leaves no device of the hostfile's")
+        return left
+    if wanted.visible:
+        return _visible(wanted.visible, every)
+    return _first(every, wanted.num_nodes, wanted.num_gpus)
+
+
+def _first(every: Devices, num_nodes: int | None, num_gpus: int | None) -> Devices:
+    if num_nodes is not None and not 1 <= num_nodes <= len(every):
+        raise LaunchError(f"--num_nodes {num_nodes}: the hostfile has {len(every)} machines")
+    left = dict(list(every.items())[:num_nodes])
+    for name, devices in left.items():
+        if num_gpus is not None and not 1 <= num_gpus <= len(devices):
+            raise LaunchError(f"--num_gpus {num_gpus}: {name} has slots={len(devices)} in the hostfile")
+    return {name: devices[:num_gpus] for name, devices in left.items()}
+
+
+def _visible(text: str, every: Devices) -> Devices:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={text}: several machines' devices are chosen by number, as 0,2; "
+            "unset it, or give --include NAME:0,2@NAME:0,2"
+        )
+    numbers = [int(word) for word in words]
+    for name, devices in every.items():
+        _check(f"CUDA_VISIBLE_DEVICES={text}", name, numbers, devices)
+    return dict.fromkeys(every, numbers)
+
+
+def _parse(option: str, text: str, every: Devices) -> Devices:
+    chosen: Devices = {}
+    for spec in text.split("@"):
+        name, colon, listed = spec.partition(":")
+        if name not in every:
+            raise LaunchError(f"{option} {text}: {name!r} is not in the hostfile, but {', '.join(every)}")
+        numbers = every[name]
+        if colon:
+            words = listed.split(",")
+            if not all(word.isdecimal() for word in words):
+                raise LaunchError(f"{option} {text}: write it as NAME or NAME:0,2, with @ between several")
+            numbers = [int(word) for word in words]
+            _check(f"{option} {text}", name, numbers, every[name])
+        chosen[name] = sorted({*chosen.get(name, []), *numbers})
+    return chosen
+
+
+def _check(given: str, name: str, numbers: list[int], devices: list[int]) -> None:
+    for number in numbers:
+        if number not in devices:
+            raise LaunchError(
+                f"{given}: {name} has no device {number}; the hostfile gives it slots={len(devices)}, "
+                f"0 to {len(devices) - 1}"
+            )
+    if len(set(numbers)) < len(numbers):
+        raise LaunchError(f"{given}: a device is named twice for {name}")

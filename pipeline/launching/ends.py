@@ -1,0 +1,39 @@
+"""The exit code of a run, by what its ranks said of their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+HUNG, BAD_INPUT = 124, 2
+SIGTERM = 143
+STOPS = {130, 138, SIGTERM}  # with a checkpoint, by Ctrl-C, SIGUSR1, SIGTERM
+
+Words = Mapping[int, Mapping[str, int]]
+"""Rank -> its `code` and the `world_size` it knew of; a rank that was killed said nothing."""
+
+
+def silent_ranks(words: Words, ranks: Iterable[int]) -> list[int]:
+    """The ranks that said nothing, of those that were to run; `ranks` empty: of those the words tell of."""
+    known = range(max((word["world_size"] for word in words.values()), default=0))
+    return [rank for rank in list(ranks) or known if rank not in words]
+
+
+def exit_code(words: Words, ranks: Iterable[int], launcher: int) -> int:
+    """0 only where every rank has said so; their common code; a hang or bad input whatever came of it; else
+    the launcher's.
+
+    Args:
+        ranks: Those that were to run; empty where only the launcher knew.
+        launcher: Its exit code; negative: the signal that killed it.
+    """
+    codes = {word["code"] for word in words.values()}
+    launched = launcher if launcher >= 0 else 128 - launcher
+    if codes <= STOPS and len(codes) == 2:
+        codes -= {SIGTERM}  # the launcher's, for ranks that were just leaving
+    if len(codes) == 1 and not silent_ranks(words, ranks):
+        # Finished, and then the launcher was ended: nothing was lost.
+        return codes.pop() or max(launcher, 0)
+    for code in (HUNG, BAD_INPUT):
+        if code in codes:
+            return code
+    return launched or max(codes | {1})

@@ -1,0 +1,106 @@
+"""What of this shell's environment reaches the nodes, and how a rank takes it up.
+
+It travels through ssh's standard input into a file of mode 600: what pdsh is given stands on command lines
+and in logs, and is expanded by a shell on the node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.distributed.ranks import HANDED_OVER
+from pipeline.errors import LaunchError
+from pipeline.launching.arguments import is_plain
+
+PREFIXES = (
+    *("WANDB_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_"),
+    *("NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "NVIDIA_", "UCX_", "FI_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "DS_", "DEEPSPEED_"),
+)
+# Each node's own, or of this launch alone.
+NOT = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "DS_ENV_FILE"}
+# Python and the loader read them before any of our code runs: they go the launcher's way, or not at all.
+EARLY_PREFIX = "PYTHON"
+EARLY = ("LD_LIBRARY_PATH",)
+# What deepspeed sends to the nodes by itself, in double quotes, which a shell looks into.
+SENT_BY_DEEPSPEED = ("MLFLOW", "MV2", "UCX", "NCCL")
+
+
+def choose_environment(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that training needs on every node: by their first letters, and those named in `also`.
+
+    Raises:
+        LaunchError: one of `also` is not set.
+    """
+    chosen = {name: value for name, value in environment.items() if name.startswith(PREFIXES)}
+    for name in also:
+        if name not in environment:
+            raise LaunchError(f"--export {name}: it is not set in this shell; set it, or leave this out")
+        chosen[name] = environment[name]
+    return {name: value for name, value in chosen.items() if name not in NOT}
+
+
+def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """This shell's environment for deepspeed itself: without what it would send on unasked.
+
+    Raises:
+        LaunchError: a variable that Python needs from its start has a value that a shell would change.
+    """
+    for name, value in environment.items():
+        if (name.startswith(EARLY_PREFIX) or name in EARLY) and value and not is_plain(value):
+            raise LaunchError(
+                f"{name}={value!r} cannot be sent to the nodes unchanged: a shell there would read it; use "
+                "letters, digits and @+=:,./- or set it on the nodes"
+            )
+    return {k: v for k, v in environment.items() if not k.startswith(SENT_BY_DEEPSPEED) and k != HANDED_OVER}
+
+
+def early_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What deepspeed does not send by itself and must be there before Python starts."""
+    return {name: environment[name] for name in EARLY if environment.get(name)}
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a new file that only this user may read (mode 600).
+
+    Raises:
+        FileExistsError: there is one already.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(document, file)  # ASCII: bytes that are not UTF-8 come through as what they are
+
+
+def take_up(environment: MutableMapping[str, str]) -> list[str]:
+    """Sets what a launch script handed over, if one did, and returns the arguments it handed over.
+
+    The venv's programs come first in PATH, as they do where the launch script was started.
+
+    Raises:
+        LaunchError: the file that PIPELINE_ENVIRONMENT names is not there, not ours alone, or not whole.
+    """
+    name = environment.get(HANDED_OVER)
+    if name is None:
+        return []
+    try:
+        with open(name) as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise LaunchError(f"{HANDED_OVER}={name}: others may write or read it; chmod 600")
+            document = json.load(file)
+        environment.update(document["environment"])
+        arguments = [str(argument) for argument in document["arguments"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not what a launch script writes"
+        raise LaunchError(
+            f"{HANDED_OVER}={name}: {reason}; start with launch/multi_node.sh, or unset it"
+        ) from None
+    first = os.path.dirname(sys.executable)
+    if environment.get("PATH", "").split(os.pathsep)[0] != first:
+        environment["PATH"] = os.pathsep.join([first, environment.get("PATH", os.defpath)])
+    return arguments

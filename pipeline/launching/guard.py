@@ -1,0 +1,219 @@
+"""python -m pipeline.launching.guard: on a node, beside the ranks of one run; a launch script starts it.
+
+It writes down what is handed over, passes signals on, tells how each rank ended, and ends what is left of the
+run when it is told to, or when the launch script is not heard any more: killed, or cut off. It touches no
+process but those that were started with this run's PIPELINE_ENVIRONMENT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Container
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline.distributed.ranks import HANDED_OVER
+from pipeline.launching.environment import write_document
+
+SILENCE = 30.0  # seconds without a word from the launch script, which speaks every five
+TICK = 1.0
+POLL = 0.1
+LAST = 3.0  # that a rank's children, and the launcher above it, have after it
+RANK_NAMES = (b"RANK=", b"OMPI_COMM_WORLD_RANK=")
+
+
+class Line:
+    """Standard input and output, a JSON object a line."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ)
+        self.heard_at = time.monotonic()
+        self.is_open = True
+
+    def read(self, seconds: float) -> list[dict[str, Any]]:
+        """What has come within so many seconds; `is_open` turns False where nothing will come any more."""
+        if not self.is_open:
+            time.sleep(seconds)
+            return []
+        if self._selector.select(seconds):
+            data = os.read(0, 1 << 16)
+            self.heard_at = time.monotonic()
+            self.is_open = bool(data)
+            self._buffer += data
+        elif time.monotonic() - self.heard_at > SILENCE:
+            self.is_open = False
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tells the launch script; nothing happens where it is gone."""
+        with suppress(OSError):
+            os.write(1, json.dumps({"guard": message}).encode() + b"\n")
+
+
+class Guard:
+    """The processes of one run on this machine."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._marker = f"{HANDED_OVER}={path}".encode()
+        self._known: list[psutil.Process] = []
+
+    def find(self) -> list[psutil.Process]:
+        """Every process of the run, from /proc."""
+        self._known = [process for process in psutil.process_iter() if self._marker in _environment(process)]
+        return self._known
+
+    def is_running(self) -> bool:
+        """Whether any process of the run is there; looks for new ones only once the known ones are gone."""
+        return any(_lives(process) for process in self._known) or bool(self.find())
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks among them: not the launcher above, nor a rank's own children."""
+        marked = [p for p in self.find() if any(v.startswith(RANK_NAMES) for v in _environment(p))]
+        pids = {process.pid for process in marked}
+        found = []
+        for process in marked:
+            with suppress(psutil.Error):
+                if process.ppid() not in pids:
+                    found.append(process)
+        return found
+
+    def send(self, number: int, told: Container[int] = ()) -> list[int]:
+        """A signal to each rank but those already told; the pids of all that are there."""
+        ranks = self.ranks()
+        for process in ranks:
+            if process.pid not in told:
+                with suppress(psutil.Error):
+                    process.send_signal(number)
+        return [process.pid for process in ranks]
+
+    def kill(self) -> int:
+        """Ends all that is left, at once; how many that were."""
+        killed = set()
+        for _ in range(10):  # what waits for a dead disk cannot be killed
+            for process in self.find():
+                with suppress(psutil.Error):
+                    process.kill()
+                    killed.add(process.pid)
+            if not self._known:
+                break
+            psutil.wait_procs(self._known, timeout=TICK)
+        return len(killed)
+
+    def words(self) -> dict[str, Any]:
+        """What the ranks said of their end."""
+        found = {}
+        for file in self.path.parent.glob("rank-*"):
+            if file.suffix != ".part":
+                found[file.name.removeprefix("rank-")] = json.loads(file.read_text())
+        return found
+
+
+def _environment(process: psutil.Process) -> list[bytes]:
+    """The variables a process was started with."""
+    try:
+        return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or another user's
+        return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def greeting() -> dict[str, Any]:
+    """Where this machine can be reached, and a free port on it."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    address = words[2] if len(words) == 4 else ""
+    if not address or address.startswith(("127.", "::1")):
+        # The launch script runs on this very machine: what deepspeed itself would ask.
+        with suppress(OSError, subprocess.SubprocessError):
+            answer = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5, check=True)
+            address = (answer.stdout.split() or [""])[0]
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return {"address": address or socket.gethostname(), "port": probe.getsockname()[1]}
+
+
+def watch(guard: Guard, line: Line) -> dict[str, Any]:
+    """Until the launch script says that the run is over, or is gone; what is left to tell it then."""
+    started = gone = False
+    while True:
+        for message in line.read(TICK):
+            if "signal" in message:
+                guard.send(message["signal"])
+            if "end" in message:
+                killed = end(guard, message["end"])
+                return {"ended": guard.words(), "killed": killed}
+        if not line.is_open:
+            end(guard, SILENCE)
+            return {}
+        if not gone:
+            running = guard.is_running()
+            started = started or running
+            if started and not running:
+                gone = True
+                line.say({"gone": guard.words()})
+
+
+def end(guard: Guard, seconds: float) -> int:
+    """Asks the ranks to save and leave, and after so many seconds ends what is left; how many were killed."""
+    deadline = time.monotonic() + seconds
+    told: list[int] = []
+    while (ranks := guard.send(signal.SIGTERM, told)) and time.monotonic() < deadline:
+        told += ranks  # a launcher may just be starting more
+        time.sleep(POLL)
+    deadline = min(deadline, time.monotonic() + LAST)
+    while guard.is_running() and time.monotonic() < deadline:
+        told += guard.send(signal.SIGTERM, told)
+        time.sleep(POLL)
+    return guard.kill()
+
+
+def main() -> int:
+    """Reads the document to hand over from standard input, and stands by."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # standard input tells when to go
+    line = Line()
+    messages: list[dict[str, Any]] = []
+    while not messages and line.is_open:
+        messages = line.read(TICK)
+    if not messages:
+        return 1
+    document = messages[0]
+    folder = Path(document["folder"])
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        line.say({"problem": f"{folder}: {error.strerror}"})
+        return 1
+    try:
+        path = folder / "environment.json"
+        write_document(path, document)
+        line.say({"ready": greeting()})
+        last = watch(Guard(path), line)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    line.say(last)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

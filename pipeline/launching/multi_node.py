@@ -1,0 +1,267 @@
+"""python -m pipeline.launching.multi_node HOSTFILE ...: what launch/multi_node.sh hands over to.
+
+The hostfile, the doctor, the environment and the exit code are seen to here; the ranks are the deepspeed
+launcher's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipeline.distributed.ranks import HANDED_OVER
+from pipeline.errors import LaunchError, PipelineError
+from pipeline.launching.arguments import is_plain, split_arguments
+from pipeline.launching.devices import Devices, Selection, choose_devices
+from pipeline.launching.environment import choose_environment, early_variables, launcher_environment
+from pipeline.launching.hostfile import read_hostfile
+from pipeline.launching.supervise import Post, Supervisor
+
+TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
+REFUSED = {
+    "no_ssh": "start launch/torchrun.sh on each node instead",
+    "node_rank": "start launch/torchrun.sh on each node instead",
+    "module": "launch/train.py is what is started",
+    "no_python": "launch/train.py is what is started",
+    "no_local_rank": "launch/train.py is what is started",
+    "autotuning": "start `deepspeed --autotuning` by hand",
+    "bind_core_list": "--bind_cores_to_rank divides the cores that each node has",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message}; see launch/multi_node.sh --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The hostfile, our own options, and the deepspeed launcher's."""
+    parser = _Parser(prog="multi_node.sh", add_help=False, allow_abbrev=False)
+    parser.add_argument("hostfile", type=Path)
+    parser.add_argument("--no-doctor", action="store_true")
+    parser.add_argument("--export", action="append", default=[], metavar="NAME")
+    parser.add_argument("-i", "--include", default="")
+    parser.add_argument("-e", "--exclude", default="")
+    parser.add_argument("--num_nodes", type=int)
+    parser.add_argument("--num_gpus", "--num_accelerators", type=int)
+    parser.add_argument("--master_addr")
+    parser.add_argument("--master_port", type=int)
+    parser.add_argument("--launcher", choices=["pdsh", "openmpi"], default="pdsh")
+    parser.add_argument("--launcher_args", default="")
+    parser.add_argument("--log_level", default="warning")
+    parser.add_argument("--ssh_port", type=int)
+    parser.add_argument("--bind_cores_to_rank", action="store_true")
+    parser.add_argument("--force_multi", action="store_true")  # always
+    parser.add_argument("--no_ssh_check", action="store_true")  # the guards are the check
+    for name in ("--save_pid", "-q", "--quiet"):
+        parser.add_argument(name, dest="passed_on", action="append_const", const=name)
+    for name in ("--venv_script", "--enable_each_rank_log"):
+        parser.add_argument(name)
+    for name in REFUSED:
+        parser.add_argument(f"--{name}", nargs="?", const="", default=argparse.SUPPRESS)
+    return parser
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run over several machines, checked: nothing in it means anything to a shell."""
+
+    options: argparse.Namespace
+    devices: Devices
+    folder: str
+    """On every node: the environment, and the ranks' ends."""
+    document: dict[str, Any]
+    """What the guards are handed: with secrets."""
+    arguments: list[str]
+    """train.py's that stand on the command line."""
+
+    @property
+    def over_mpi(self) -> bool:
+        return bool(self.options.launcher == "openmpi")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some node's devices are not its first ones."""
+        return any(numbers != list(range(len(numbers))) for numbers in self.devices.values())
+
+    def hostfile(self) -> str:
+        """The machines and slots of this run alone."""
+        counts = {n: len(d) if self.over_mpi else max(d) + 1 for n, d in self.devices.items()}
+        return "".join(f"{name} slots={count}\n" for name, count in counts.items())
+
+    def listed(self) -> str:
+        """The devices as the launcher's --include has them."""
+        return "@".join(f"{name}:{','.join(map(str, ns))}" for name, ns in self.devices.items())
+
+    def places(self) -> dict[int, str]:
+        """Rank -> its node."""
+        return dict(enumerate(name for name, numbers in self.devices.items() for _ in numbers))
+
+    def guards(self) -> list[Post]:
+        """A guard for each node, through ssh."""
+        port = [] if self.options.ssh_port is None else ["-p", str(self.options.ssh_port)]
+        command = f"cd {os.getcwd()} && exec {sys.executable} -m pipeline.launching.guard"
+        ssh = ["ssh", *SSH_OPTIONS, "-o", "ConnectTimeout=10", *port]
+        return [Post(name, [*ssh, name, command]) for name in self.devices]
+
+    def command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:
+        """The deepspeed launcher's command line."""
+        options = self.options
+        address = options.master_addr or master["address"]
+        words = {
+            "--hostfile": hostfile,
+            "--master_addr": address if is_plain(address) else next(iter(self.devices)),
+            "--master_port": options.master_port or master["port"],
+            "--launcher": options.launcher,
+            "--launcher_args": _launcher_arguments(options),
+            "--ssh_port": options.ssh_port,
+            "--venv_script": options.venv_script,
+            "--enable_each_rank_log": options.enable_each_rank_log,
+            "--log_level": options.log_level,
+        }
+        if self.chooses and not self.over_mpi:
+            words["--include"] = self.listed()
+        # With an equals sign: a value may begin with a dash.
+        given = [f"{name}={value}" for name, value in words.items() if value not in (None, "")]
+        flags = ["--force_multi", "--no_ssh_check", *(options.passed_on or [])]
+        return [program("deepspeed"), *given, *flags, str(TRAIN), *self.arguments]
+
+
+def plan(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
+    """What the command line means.
+
+    Raises:
+        LaunchError: it is wrong, or cannot be carried out as it stands.
+    """
+    launcher, arguments = split_arguments(argv)
+    options = build_parser().parse_args(launcher)
+    for name, instead in REFUSED.items():
+        if name in options:
+            raise LaunchError(f"--{name} does not go with multi_node.sh: {instead}")
+    fixed = {"the folder": os.getcwd(), "Python": sys.executable, "the project": str(TRAIN)}
+    for what, text in fixed.items():
+        if not is_plain(text):
+            raise LaunchError(f"{what}, {text}, has characters that a shell on the nodes would read; move it")
+    for name in ("master_addr", "venv_script", "enable_each_rank_log"):
+        if (text := getattr(options, name)) and not is_plain(text):
+            raise LaunchError(f"--{name} {text!r}: a shell on the nodes would read it; use plain characters")
+    if options.ssh_port is not None and not options.no_doctor:
+        raise LaunchError(
+            f"--ssh_port {options.ssh_port}: put `Port {options.ssh_port}` into ~/.ssh/config, where the "
+            "doctor finds it too, or add --no-doctor"
+        )
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    wanted = Selection(options.include, options.exclude, options.num_nodes, options.num_gpus, visible)
+    devices = choose_devices(read_hostfile(options.hostfile), wanted)
+    if options.bind_cores_to_rank:
+        arguments = [*arguments, "distributed.bind_cores=true"]  # pdsh would drop it
+    is_safe = all(is_plain(argument) for argument in arguments)
+    folder = f"/tmp/pipeline-{secrets.token_hex(8)}"
+    document = {
+        "folder": folder,
+        "environment": choose_environment(environment, options.export),
+        "arguments": [] if is_safe else arguments,
+    }
+    launch = Launch(options, devices, folder, document, arguments if is_safe else [])
+    if launch.over_mpi and launch.chooses:
+        _same_devices(launch)
+    return launch
+
+
+def _same_devices(launch: Launch) -> None:
+    """mpirun knows counts only; where all nodes give the same devices, a variable can choose them."""
+    first, *others = launch.devices.values()
+    if any(numbers != first for numbers in others):
+        raise LaunchError(
+            "--launcher openmpi: mpirun can choose other devices than the first ones only if they are the "
+            "same on every node; use --launcher pdsh"
+        )
+    launch.document["environment"]["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, first))
+
+
+def _launcher_arguments(options: argparse.Namespace) -> str:
+    if options.launcher == "pdsh":
+        return str(options.launcher_args)
+    # mpirun binds each rank to one core, and waits for ever for a node that is cut off.
+    return f"--bind-to none --mca plm_rsh_args '{' '.join(SSH_OPTIONS)}' {options.launcher_args}".strip()
+
+
+def program(name: str) -> str:
+    """Where it is: beside Python, else in PATH.
+
+    Raises:
+        LaunchError: nowhere.
+    """
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise LaunchError(f"{name} is not on this machine: install it (apt-get install {name})")
+    return found
+
+
+def run(launch: Launch, environment: Mapping[str, str]) -> int:
+    """Starts the run and waits for it; its exit code."""
+    child = launcher_environment(environment)
+    append = f"{child.get('PDSH_SSH_ARGS_APPEND', '')} {' '.join(SSH_OPTIONS)}".strip()
+    with tempfile.TemporaryDirectory(prefix="pipeline-") as name:  # mode 700
+        hostfile, sent = Path(name) / "hostfile", Path(name) / "deepspeed_env"
+        hostfile.write_text(launch.hostfile())
+        variables = early_variables(environment) | {HANDED_OVER: f"{launch.folder}/environment.json"}
+        sent.touch(mode=0o600)
+        sent.write_text("".join(f"{key}={value}\n" for key, value in variables.items()))
+        # An absolute name: deepspeed then looks neither into the home nor the working directory.
+        child |= {"DS_ENV_FILE": str(sent), "PDSH_SSH_ARGS_APPEND": append}
+        if not launch.options.no_doctor and (code := _doctor(launch, environment)):
+            return code
+        supervisor = Supervisor(launch.guards(), launch.document, launch.places())
+
+        def start(master: Mapping[str, Any]) -> list[str]:
+            command = launch.command(hostfile, master)
+            if launch.over_mpi:  # mpirun tells the ranks their numbers, but not where rank 0 is
+                named = dict(word.split("=", 1) for word in command if word.startswith("--master_"))
+                with sent.open("a") as file:
+                    file.write(
+                        f"MASTER_ADDR={named['--master_addr']}\nMASTER_PORT={named['--master_port']}\n"
+                    )
+            return command
+
+        return asyncio.run(supervisor.run(start, child))
+
+
+def _doctor(launch: Launch, environment: Mapping[str, str]) -> int:
+    chosen = ["--hostfile", str(launch.options.hostfile), f"--include={launch.listed()}", "--force_multi"]
+    command = [sys.executable, "-m", "pipeline", "doctor", *chosen, "--quick"]
+    # It would choose devices a second time.
+    left = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return subprocess.run(command, env=left, check=False).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: the run's; 2 bad input or a node that cannot take part."""
+    try:
+        launch = plan(sys.argv[1:] if argv is None else argv, os.environ)
+        program("pdsh" if launch.options.launcher == "pdsh" else "mpirun")
+        for folder in (Path.cwd(), Path.home()):
+            if (file := folder / ".deepspeed_env").exists():
+                print(f"{file} is not read; name variables with --export", file=sys.stderr)
+        return run(launch, os.environ)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""python -m pipeline.launching.torchrun ...: what launch/torchrun.sh hands over to.
+
+Adds to torchrun's options what a run over machines needs, looks at the recipe, and takes this process's place
+with it: torchrun would start a mistake again and again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.errors import LaunchError, PipelineError
+from pipeline.launching.arguments import split_arguments
+from pipeline.launching.multi_node import TRAIN, program
+
+RESTARTS = 3
+FEW = 8  # numbers of machines that are planned for: a third of a second each
+
+
+def command(argv: Sequence[str]) -> list[str]:
+    """torchrun's command line.
+
+    Raises:
+        LaunchError: several machines, and nowhere to meet.
+    """
+    options, arguments = split_arguments(argv)
+    given = _values(options)
+    nodes = given.get("nnodes", "1")
+    added = [] if "nproc_per_node" in given else [f"--nproc-per-node={_devices()}"]
+    if nodes in ("1", "1:1"):
+        if not {"rdzv_endpoint", "master_port", "standalone"} & set(given):
+            added.append("--standalone")  # a free port
+    elif "rdzv_endpoint" in given:
+        if "rdzv_backend" not in given:
+            added.append("--rdzv-backend=c10d")
+        if "rdzv_id" not in given:
+            added.append("--rdzv-id=pipeline")
+    elif "master_addr" not in given:
+        raise LaunchError(
+            f"--nnodes {nodes}: where the machines meet is missing; give every machine the same "
+            "--rdzv-endpoint HOST:PORT, of one of them"
+        )
+    if ":" in nodes and "max_restarts" not in given:
+        added.append(f"--max-restarts={RESTARTS}")
+    return [program("torchrun"), *added, *options, str(TRAIN), *arguments]
+
+
+def _values(options: Sequence[str]) -> dict[str, str]:
+    """Option -> its value, in torchrun's spelling with underscores; a flag's value means nothing."""
+    found = {}
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        if option.startswith("--"):
+            name, equals, value = option[2:].partition("=")
+            found[name.replace("-", "_")] = value if equals else following
+    return found
+
+
+def _devices() -> int:
+    """GPUs of this machine without torch, which torchrun loads anyway; 1 on CPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([word for word in visible.split(",") if word.strip()]) or 1
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or 1
+
+
+def check_sizes(words: Sequence[str]) -> int:
+    """Plans the run (train.py --dry-run) for every number of machines that it may have.
+
+    What does not fit the most machines is an error; for fewer it is said: a restart would end there.
+
+    Returns:
+        The exit code of the plan for the most: 2 where it is wrong.
+    """
+    place = words.index(str(TRAIN))
+    given = _values(words[1:place])
+    least, _, most = given.get("nnodes", "1").partition(":")
+    per_node = given["nproc_per_node"]
+    if not (per_node + least + most).isdecimal():
+        return 0  # `gpu`, `auto`: torchrun will count
+    sizes = range(int(most or least), int(least) - 1, -1)
+    for nodes in sizes[:FEW]:
+        size = str(nodes * int(per_node))
+        plan = [sys.executable, *words[place:], "--dry-run", "--world-size", size]
+        done = subprocess.run(plan, capture_output=True, text=True, check=False, env=_alone())
+        problem = done.stderr.strip()
+        if done.returncode and nodes == sizes[0]:
+            print(problem, file=sys.stderr, flush=True)
+            return done.returncode
+        if done.returncode:
+            reason = problem.removeprefix("error: ")
+            print(
+                f"with {nodes} of {sizes[0]} machines it could not go on: {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return 0
+
+
+def _alone() -> dict[str, str]:
+    """This shell's environment for a process that no launcher started."""
+    return {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does not return where torchrun could be started; else 2."""
+    try:
+        words = command(sys.argv[1:] if argv is None else argv)
+        if code := check_sizes(words):
+            return code
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    os.execv(words[0], words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""What may take how long, by what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.distributed.progress import Limits, Progress
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stepped(seconds, steps=5):
+    clock = Clock()
+    progress = Progress(clock)
+    for step in range(steps):
+        progress.at("step", step)
+        clock.now += seconds
+    progress.at("step", steps)
+    return progress
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.1, 60), (30.0, 300)])
+def test_ten_steps_and_at_least_a_minute(seconds, limit):
+    assert stepped(seconds).limit(Limits()) == limit
+
+
+def test_a_stated_number_is_taken_as_it_is():
+    assert stepped(30.0).limit(Limits(hang=7.0)) == 7.0
+
+
+def test_the_first_of_its_kind_may_compile():
+    limits = Limits(timeout=900, hang=7.0)
+    progress = Progress()
+    assert progress.limit(limits) == 900
+    progress.at("evaluation")
+    assert progress.limit(limits) == 900
+    progress.at("evaluation")
+    assert progress.limit(limits) == 7.0
+    progress.at("step", 0)
+    assert progress.limit(limits) == 900
+
+
+@pytest.mark.parametrize("doing", ["saving", "resuming", "starting", "ending"])
+def test_what_is_not_a_step_has_the_timeout(doing):
+    progress = stepped(0.1)
+    progress.at(doing)
+    progress.at(doing)
+    assert progress.limit(Limits(timeout=900, hang=7.0)) == 900
+    assert progress.activity.step == 5
+
+
+def test_evaluations_and_saves_are_not_steps():
+    clock = Clock()
+    progress = Progress(clock)
+    for step in range(5):
+        progress.at("step", step)
+        clock.now += 10.0
+        progress.at("saving", step)
+        clock.now += 500.0
+    progress.at("step", 5)
+    assert progress.limit(Limits()) == 100.0

@@ -1,0 +1,53 @@
+"""Every process group waits as long as the recipe says, whoever made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import json, os
+from datetime import timedelta
+import deepspeed, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from pipeline.distributed.process_group import start_job
+from pipeline.distributed.ranks import read_ranks
+from pipeline.engine.deepspeed_engine import start_deepspeed
+
+job = start_job(read_ranks({}), distributed=True, timeout=timedelta(seconds=77))
+start_deepspeed(job)
+groups = {
+    "default": dist.group.WORLD,
+    "new_group": dist.new_group([0]),
+    "deepspeed.comm": deepspeed.comm.new_group([0]),
+    "deepspeed.utils.groups": deepspeed.utils.groups._get_data_parallel_group(),
+    "device mesh": init_device_mesh("cpu", (1,)).get_group(),
+}
+timeouts = {
+    name: group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    for name, group in groups.items()
+}
+print(json.dumps(timeouts))
+job.close()
+"""
+
+
+@pytest.mark.slow
+def test_every_group_has_the_timeout():
+    place = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    alone = {name: value for name, value in os.environ.items() if name not in place}
+    result = subprocess.run(
+        [sys.executable, "-c", CODE],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=alone | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert result.returncode == 0, result.stderr
+    timeouts = json.loads(result.stdout.splitlines()[-1])
+    assert len(timeouts) == 5
+    assert set(timeouts.values()) == {77.0}, timeouts

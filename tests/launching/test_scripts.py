@@ -1,0 +1,170 @@
+"""The scripts of launch/: each says how it is used, refuses what cannot work in one line, and trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import warnings
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from support.launch import ROOT, environment, numbers, run_directories, write_recipe
+
+from pipeline.config.settings import load_settings
+from pipeline.errors import LaunchError
+from pipeline.launching.arguments import split_arguments
+from pipeline.launching.hostfile import read_hostfile
+from pipeline.launching.torchrun import check_sizes, command
+
+LAUNCH = ROOT / "launch"
+SCRIPTS = ["multi_gpu.sh", "multi_node.sh", "torchrun.sh", "slurm.sbatch"]
+
+
+def start(script, *arguments, cwd=ROOT, **variables):
+    return subprocess.run(
+        ["bash", str(LAUNCH / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_says_how_it_is_used(script):
+    done = start(script, "--help")
+    assert done.returncode == 0
+    assert f"launch/{script} " in done.stdout
+    assert "set -euo" not in done.stdout
+    assert "#" not in done.stdout
+    lines = (LAUNCH / script).read_text().splitlines()
+    assert "set -euo pipefail" in lines
+    assert max(map(len, lines)) <= 125
+
+
+def test_a_batch_script_started_by_hand_says_so(tmp_path):
+    done = start("slurm.sbatch", "name=x")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: not in a Slurm job; start with: sbatch launch/slurm.sbatch\n",
+    )
+    elsewhere = start("slurm.sbatch", cwd=tmp_path)
+    assert elsewhere.returncode == 2
+    assert "is not the project's folder" in elsewhere.stderr
+
+
+def test_a_missing_hostfile_is_an_error(tmp_path):
+    done = start("multi_node.sh", tmp_path / "hosts", "--no-doctor", "name=x")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: hostfile {tmp_path}/hosts: No such file or directory; give")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_example_is_a_hostfile():
+    assert len(read_hostfile(LAUNCH / "hostfile.example")) == 2
+
+
+def test_kubernetes(monkeypatch):
+    """Against the schemas of its newest version, and as far as this project's own words go."""
+    monkeypatch.chdir(ROOT)
+    service, job = documents = list(yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text()))
+    for document in documents:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (program,) = container["command"]
+    assert os.access(ROOT / program, os.X_OK)
+    words = command(container["args"])
+    assert "--rdzv-backend=c10d" in words
+    launcher, training = split_arguments(container["args"])
+    assert f"--nnodes=1:{job['spec']['completions']}" in launcher
+    assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']}" in launcher
+    # The first pod's name, as the headless service gives it.
+    assert f"--rdzv-endpoint={job['metadata']['name']}-0.{service['metadata']['name']}:29400" in launcher
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    overrides = [word for word in training if "=" in word]
+    recipe, split = (Path(training[training.index(name) + 1]) for name in ("--config", "--deepspeed"))
+    config = load_settings(recipe, split, overrides).config
+    assert config.batch.global_batch_size == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "added"),
+    [
+        (["--nproc-per-node=2"], ["--standalone"]),
+        (["--nproc-per-node", "2", "--master-port", "7"], []),
+        (
+            ["--nnodes=2", "--nproc_per_node=2", "--rdzv_endpoint=a:1"],
+            ["--rdzv-backend=c10d", "--rdzv-id=pipeline"],
+        ),
+        (
+            ["--nnodes", "1:2", "--nproc-per-node=2", "--rdzv-endpoint", "a:1", "--rdzv-id=7"],
+            ["--rdzv-backend=c10d", "--max-restarts=3"],
+        ),
+        (["--nnodes=2", "--nproc-per-node=2", "--master-addr=a"], []),
+    ],
+)
+def test_what_torchrun_is_given_besides(arguments, added):
+    words = command([*arguments, "name=x"])
+    place = words.index(str(LAUNCH / "train.py"))
+    assert words[1:place] == [*added, *arguments]
+    assert words[place + 1 :] == ["name=x"]
+
+
+def test_machines_that_do_not_know_where_to_meet():
+    with pytest.raises(LaunchError, match=r"--nnodes 2: where the machines meet is missing"):
+        command(["--nnodes", "2", "name=x"])
+
+
+@pytest.mark.slow
+def test_sizes_that_a_restart_could_not_have_are_said_before(tmp_path, capfd):
+    recipe = write_recipe(tmp_path, batch={"global_batch_size": 8})
+    words = command([*("--nnodes=3:4", "--nproc-per-node=2", "--rdzv-endpoint=a:1"), f"--config={recipe}"])
+    assert check_sizes(words) == 0
+    said = capfd.readouterr().err
+    assert said.startswith("with 3 of 4 machines it could not go on: batch: global_batch_size = 8 on 6 ")
+    assert "a global_batch_size of 6 or 12 divides" in said
+    assert check_sizes([*words, "model.num_layers=x"]) == 2
+    assert "num_layers" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_scripts_of_one_machine_train_alike(tmp_path):
+    """Two ranks each; the second goes on with the first one's run, which SIGUSR1 of a scheduler stopped."""
+    recipe = write_recipe(tmp_path, max_steps=5000, eval={"max_samples": 8})
+    first = subprocess.Popen(
+        [str(LAUNCH / "multi_gpu.sh"), "--num_gpus", "2", "--config", str(recipe)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    said = ""
+    for line in first.stdout:
+        said += line
+        if "saved" in line and first.poll() is None and "SIGUSR1" not in said:
+            first.send_signal(10)
+            break
+    said += first.stdout.read()
+    assert first.wait(60) == 138, said
+    assert not [path for path in Path("/tmp").glob("pipeline-*") if str(path) in said]
+    (run,) = run_directories(tmp_path)
+    rows = numbers(run)
+    stopped = rows[-1]["step"]
+    done = start(
+        "torchrun.sh", "--nproc-per-node=2", "--config", recipe, f"run_dir={run}", f"max_steps={stopped + 2}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"going on with {run} from step-" in done.stderr
+    assert numbers(run)[-1]["step"] == stopped + 2
+    assert json.loads((run / "summary.json").read_text())["global_step"] == stopped + 2

@@ -1,0 +1,111 @@
+"""A guard and a launcher, for real: how a run ends, that nothing stays, that signals reach the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.errors import LaunchError
+from pipeline.launching.supervise import Post, Supervisor
+
+GUARD = [sys.executable, "-m", "pipeline.launching.guard"]
+SAY = """
+folder=$(dirname $PIPELINE_ENVIRONMENT)
+say() { echo "{\\"code\\": $2, \\"world_size\\": 2}" > $folder/rank-$1; }
+"""
+
+
+@pytest.fixture
+def folder():
+    return Path(f"/tmp/pipeline-{secrets.token_hex(8)}")
+
+
+def supervise(folder, script, *posts):
+    """The exit code of a run whose launcher is a shell script."""
+    document = {"folder": str(folder), "environment": {}, "arguments": []}
+    environment = os.environ | {"PIPELINE_ENVIRONMENT": str(folder / "environment.json")}
+    supervisor = Supervisor(posts or [Post("here", GUARD)], document, {0: "here", 1: "here"})
+    code = asyncio.run(supervisor.run(lambda first: ["sh", "-c", SAY + script], environment))
+    assert not folder.exists()
+    assert processes(folder) == []
+    return code
+
+
+def processes(folder):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except psutil.Error:
+            continue
+        if environment.get("PIPELINE_ENVIRONMENT", "").startswith(str(folder)):
+            found.append(process)
+    return found
+
+
+def test_a_launcher_that_ends_well_with_ranks_that_did_not(folder, capfd):
+    """One is left behind as well: launch.py killed, its rank training on."""
+    assert supervise(folder, "say 0 0; RANK=1 setsid sleep 60 & exit 0") == 1
+    said = capfd.readouterr().err
+    assert "ended without a word, as if killed: rank 1 on here" in said
+
+
+def test_signals_reach_the_ranks_and_decide_the_exit_code(folder, tmp_path):
+    """A rank that takes the signal as ours do; the launcher makes another code of it."""
+    rank = tmp_path / "rank.sh"
+    rank.write_text(
+        f"{SAY} trap 'say $RANK 138; exit 138' USR1; touch $folder/up$RANK; while :; do sleep 0.05; done"
+    )
+    ready = "until [ -e $folder/up0 ] && [ -e $folder/up1 ]; do sleep 0.05; done"
+    script = f"for n in 0 1; do RANK=$n sh {rank} & done; {ready}; kill -USR1 {os.getpid()}; wait; exit 241"
+    assert supervise(folder, script) == 138
+
+
+def test_a_guard_alone_ends_the_ranks(folder):
+    """As when the launch script is killed, or its machine: the connection closes."""
+    guard = subprocess.Popen(GUARD, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    guard.stdin.write(
+        json.dumps({"folder": str(folder), "environment": {}, "arguments": []}).encode() + b"\n"
+    )
+    guard.stdin.flush()
+    assert b"ready" in guard.stdout.readline()
+    variables = os.environ | {"PIPELINE_ENVIRONMENT": str(folder / "environment.json"), "RANK": "0"}
+    rank = subprocess.Popen(["sleep", "60"], env=variables)
+    other = subprocess.Popen(["sleep", "60"], env=variables | {"PIPELINE_ENVIRONMENT": f"{folder}x/y"})
+    guard.stdin.close()
+    assert rank.wait(20) == -15
+    assert guard.wait(20) == 0
+    assert not folder.exists()
+    assert other.poll() is None  # another run
+    other.kill()
+    other.wait()
+
+
+def test_a_node_that_is_lost_ends_the_run(folder, capfd):
+    """The second node's connection breaks while the launcher waits for its ranks."""
+    lost = 'read line; echo \'{"guard": {"ready": {}}}\'; sleep 0.2; echo broken pipe >&2'
+    posts = [Post("here", GUARD), Post("there", ["sh", "-c", lost])]
+    assert supervise(folder, "RANK=0 sleep 60", *posts) != 0
+    assert "there is lost: broken pipe" in capfd.readouterr().err
+
+
+def test_a_node_that_does_not_answer_is_named_and_nothing_is_started(folder, tmp_path):
+    """A login shell that talks is no answer; a folder that is there already is a machine named twice."""
+    failed = "echo welcome; echo Permission denied '(publickey)' >&2; exit 255"
+    posts = [Post("here", GUARD), Post("there", ["sh", "-c", failed])]
+    with pytest.raises(LaunchError) as caught:
+        supervise(folder, f"touch {tmp_path}/started", *posts)
+    assert "not started: there: Permission denied (publickey)" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    folder.mkdir()
+    with pytest.raises(LaunchError, match=r"here: /tmp/pipeline-\w+: File exists"):
+        supervise(folder, "exit 0")
+    folder.rmdir()

@@ -1,0 +1,57 @@
+"""A rank that does nothing but steps of one collective, and to which something happens in the sixth.
+
+RANK=0 ... python -m support.watched FAULT RANK_IT_HAPPENS_TO FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+
+import torch
+import torch.distributed as dist
+
+from pipeline.distributed.process_group import Job, start_job
+from pipeline.distributed.progress import Limits
+from pipeline.distributed.ranks import read_ranks
+
+HANG_SECONDS = 3.0
+
+
+def something_happens(fault: str) -> None:
+    if fault == "sleep":
+        time.sleep(600)
+    if fault == "another collective":
+        dist.broadcast(torch.ones(1), 0)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
+
+
+def steps(job: Job, fault: str, victim: int) -> None:
+    for step in range(1000):
+        job.progress.at("step", step)
+        if step == 5 and job.ranks.rank == victim:
+            something_happens(fault)
+        job.all_reduce_sum(torch.ones(3))
+        time.sleep(0.01)
+
+
+def main(fault: str, victim: str, folder: str) -> None:
+    job = start_job(read_ranks(os.environ), distributed=True, timeout=timedelta(minutes=10))
+    job.watch(Limits(600.0, HANG_SECONDS))
+    assert job.watchdog is not None
+    job.watchdog.write_to(Path(folder))
+    try:
+        steps(job, fault, int(victim))
+    except RuntimeError as error:
+        job.watchdog.look_for_lost(error)
+        raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
