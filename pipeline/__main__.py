@@ -6,13 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipeline.commands import checkpoints, export, inspect, prepare
+from pipeline.commands import checkpoints, doctor, export, inspect, prepare
 
 COMMANDS = {
     "prepare": prepare,
     "checkpoints": checkpoints,
     "export": export,
     "inspect": inspect,
+    "doctor": doctor,
 }
 
 

@@ -1,0 +1,267 @@
+"""The machines, judged one by one and against the one the job starts on. Pure: facts -> rows."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pipeline.doctor.facts import Disk
+from pipeline.doctor.probe import Answered
+from pipeline.doctor.rows import HOST, Fault, Row, Seen, Verdict, rows_of
+from pipeline.doctor.session import NO_FOLDER, NO_PYTHON, SilentError
+
+GIB = 1 << 30
+MEMORY_A_RANK = (1 * GIB, 2 * GIB)
+"""Bytes below which there is a failure, a warning: torch and DeepSpeed alone take about one."""
+DISK = (1 * GIB, 10 * GIB)
+SMALL_DISK = {"/tmp": (GIB // 4, GIB), "/dev/shm": (GIB // 16, GIB)}
+"""NCCL and the loader's workers exchange through /dev/shm; containers often get 64 MiB of it."""
+CLOCK = (2.0, 0.5)
+"""Seconds."""
+MUST_AGREE = ("torch", "CUDA", "NCCL", "deepspeed")
+
+
+def silence(host: str, error: SilentError, folder: Path, python: str) -> Row:
+    """Why a host did not answer, by what ssh said."""
+    said = error.said
+    known = {
+        "Permission denied": ("asks for a password, or refuses the key", f"ssh-copy-id {host}"),
+        "Host key verification failed": (
+            "its host key is not known here",
+            f"compare the fingerprint, then: ssh-keyscan -H {host} >> ~/.ssh/known_hosts",
+        ),
+        "Could not resolve hostname": (
+            "unknown host",
+            f"correct the name in the hostfile, or give {host} an address in /etc/hosts or ~/.ssh/config",
+        ),
+        "Connection refused": ("no ssh server answers", f"start it there: systemctl start ssh; on {host}"),
+        "timed out": ("does not answer", f"is {host} up? ping {host}; open port 22 in its firewall"),
+        "No route to host": ("there is no way to it", f"is {host} up and on this network? ping {host}"),
+        "No module named": (
+            f"{python} lacks a package of the project: {said.rpartition('named ')[2].splitlines()[0]}"
+            if "named " in said
+            else "",
+            f"ssh {host} 'cd {folder} && {python} -m pip install -e .'",
+        ),
+    }
+    check = "ssh" if error.code in (None, 255) else "python"
+    found, fix = next((meaning for words, meaning in known.items() if words in said), ("", ""))
+    if error.code == NO_FOLDER:
+        check, found, fix = "folder", f"no folder {folder}", f"rsync -a {folder}/ {host}:{folder}/"
+    elif error.code == NO_PYTHON:
+        found, fix = f"no program {python}", f"make the same environment on {host}, at the same path"
+    elif not found:
+        last = (said.splitlines() or ["it said nothing"])[-1]
+        found = last if error.code is None else f"ended with code {error.code}: {last}"
+        fix = f"try it by hand: ssh {host} {python} -c pass"
+    return Row(check, "fail", found, fix, (host,))
+
+
+def check_machines(seen: Seen) -> list[Row]:
+    """Everything that can be said without the network between the hosts."""
+    rows = []
+    for needs, check in CHECKS.items():
+        faults: dict[str, list[Fault]] = {}
+        known = {}
+        for host, facts in seen.facts.items():
+            if needs in facts:
+                known[host] = facts
+            else:
+                reason = facts["unknown"].get(needs, "not asked")
+                look = "a file server or name server that is gone" if "no answer" in reason else "the machine"
+                faults[host] = [("fail", f"could not be found out: {reason}", f"look for {look} on {HOST}")]
+        rows += rows_of(needs, faults, "") if faults else []
+        if known:
+            rows += check(seen, known)
+    return rows
+
+
+def _project(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
+    here = seen.here["project"]
+    faults: dict[str, list[Fault]] = {}
+    for host, each in facts.items():
+        there = each["project"]
+        if there["commit"] != here["commit"] and None not in (there["commit"], here["commit"]):
+            found = f"commit {_short(there['commit'])}, here {_short(here['commit'])}"
+        elif there["digest"] != here["digest"]:
+            found = "other source files than here, at the same commit"
+        else:
+            continue
+        root = Path(__file__).parents[2]
+        faults[host] = [("fail", found, f"rsync -a --delete --exclude runs {root}/ {HOST}:{root}/")]
+    return rows_of(
+        "project", faults, f"commit {_short(here['commit'])}" if here["commit"] else "the same files"
+    )
+
+
+def _short(commit: str | None) -> str:
+    return (commit or "none")[:10]
+
+
+def _versions(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
+    here = seen.here["versions"]
+    faults: dict[str, list[Fault]] = {}
+    for host, each in facts.items():
+        there = each["versions"]
+        found = faults.setdefault(host, [])
+        for name, version in there.items():
+            wanted = here.get(name)
+            if version is None and name in ("torch", "deepspeed"):
+                found.append(
+                    ("fail", f"no {name}", seen.on_host(f"{sys.executable} -m pip install {name}=={wanted}"))
+                )
+            elif version != wanted:
+                minor = [str(v).rpartition(".")[0] for v in (version, wanted)]
+                serious = name in MUST_AGREE or (name == "python" and minor[0] != minor[1])
+                install = f"{sys.executable} -m pip install {name.lower()}=={wanted}"
+                fix = {
+                    "python": f"make the environment on {HOST} with Python {wanted}",
+                    "CUDA": f"install the torch of CUDA {wanted} on {HOST}",
+                    "NCCL": f"install the same torch on {HOST}, with what it depends on",
+                }.get(name, seen.on_host(install))
+                found.append(("fail" if serious else "warning", f"{name} {version}, here {wanted}", fix))
+    return rows_of("versions", faults, ", ".join(f"{k} {v}" for k, v in here.items() if v is not None))
+
+
+def _devices(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
+    faults: dict[str, list[Fault]] = {}
+    some_gpu = any(each["devices"]["gpus"] for each in facts.values())
+    kinds: Counter[str] = Counter()
+    for host, each in facts.items():
+        gpus, cores, wanted = each["devices"]["gpus"], each["devices"]["cores"], seen.devices[host]
+        kinds[f"{len(gpus)} x {gpus[0]['name']}" if gpus else f"{cores} cores"] += 1
+        slots, highest = (len(wanted), max(wanted)) if wanted else (0, -1)
+        found = faults.setdefault(host, [])
+        if some_gpu and not gpus:
+            fix = seen.on_host("nvidia-smi") + " says why; or leave the host out (--exclude)"
+            found.append(("fail", "no GPU, where other hosts have some", fix))
+        elif gpus and highest >= len(gpus):
+            line = f"write {HOST} slots={len(gpus)} in the hostfile"
+            found.append(("fail", f"device {highest} is asked for and there are {len(gpus)} GPUs", line))
+        elif not gpus and slots > cores:
+            line = f"write {HOST} slots={cores} in the hostfile"
+            found.append(("warning", f"{slots} slots on {cores} cores: they share", line))
+        if gpus and each.get("versions", {}).get("CUDA", "") is None:
+            found.append(("fail", "GPUs, and a torch without CUDA", "install torch's CUDA build"))
+        for position in wanted if wanted is not None else range(len(gpus)):
+            gpu = gpus[position] if position < len(gpus) else None
+            if gpu is not None and gpu["used"] > max(GIB, gpu["total"] // 20):
+                taken = f"GPU {gpu['index']}: {_size(gpu['used'])} of {_size(gpu['total'])} is in use"
+                fix = seen.on_host("nvidia-smi") + " names the process: end it, or leave the GPU out"
+                found.append(("fail" if gpu["used"] > gpu["total"] // 2 else "warning", taken, fix))
+    names = [f"{count} hosts of {kind}" if count > 1 else kind for kind, count in kinds.items()]
+    return rows_of("devices", faults, "; ".join(names))
+
+
+def _memory(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
+    faults: dict[str, list[Fault]] = {}
+    for host, each in facts.items():
+        wanted = seen.devices[host]
+        ranks = len(wanted) if wanted is not None else len(each.get("devices", {}).get("gpus", [])) or 1
+        verdict = _judge(each["memory"] / ranks, MEMORY_A_RANK)
+        if verdict is not None:
+            found = f"{_size(each['memory'])} free for {ranks} rank{'s' * (ranks > 1)}"
+            fix = seen.on_host("ps -eo rss,user,comm --sort=-rss") + " | head; or raise the job's limit"
+            faults[host] = [(verdict, found, fix)]
+    least = min(facts, key=lambda host: facts[host]["memory"])
+    return rows_of("memory", faults, f"at least {_size(facts[least]['memory'])} free")
+
+
+def _disks(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
+    faults: dict[str, list[Fault]] = {}
+    least: dict[str, int] = {}
+    for host, each in facts.items():
+        for disk in each["disks"]:
+            least[disk["path"]] = min(disk["free"], least.get(disk["path"], disk["free"]))
+            fault = _disk(seen, host, disk)
+            if fault is not None:
+                faults.setdefault(host, []).append(fault)
+    free = "; ".join(f"{path} {_size(free)}" for path, free in least.items())
+    return rows_of("disk", faults, f"free: {free}")
+
+
+def _disk(seen: Seen, host: str, disk: Disk) -> Fault | None:
+    fix = seen.on_host(f"df -h {disk['path']}") + "; make room, or name another folder"
+    if disk["path"] == "/dev/shm":
+        fix = seen.on_host("'mount -o remount,size=16G /dev/shm'") + " (docker: --shm-size=16g)"
+    verdict = _judge(disk["free"], SMALL_DISK.get(disk["path"], DISK))
+    if verdict is not None:
+        return verdict, f"{disk['path']}: {_size(disk['free'])} free", fix
+    if disk["files_left"] is not None and disk["files_left"] < 1000:
+        return "fail", f"{disk['path']}: room for {disk['files_left']} more files", fix
+    return None
+
+
+def _folders(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
+    faults: dict[str, list[Fault]] = {}
+    for host, each in facts.items():
+        for folder in each["folders"]:
+            if folder["problem"] is not None:
+                fix = (
+                    seen.on_host(f"ls -ld {folder['path']}")
+                    + "; give this user the right to write, or free the disk"
+                )
+                found = f"{folder['path']} cannot be written: {folder['problem']}"
+                faults.setdefault(host, []).append(("fail", found, fix))
+    return rows_of("folders", faults, "can be written")
+
+
+def _ops(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
+    builds: dict[str, list[Fault]] = {}
+    stale: dict[str, list[Fault]] = {}
+    built, missing = set(), set()
+    held = {lock["path"] for each in facts.values() for lock in each["ops"]["locks"] if lock["is_held"]}
+    for host, each in facts.items():
+        ops = each["ops"]
+        built |= set(ops["built"])
+        if not ops["libaio"] and "async_io" not in ops["built"]:
+            missing.add(host)
+        if ops["compiler"] is None and "cpu_adam" not in ops["built"]:
+            builds[host] = [
+                ("warning", "no C++ compiler: no offloading", seen.on_host("apt-get install g++"))
+            ]
+        elif ops["ninja"] is None and "cpu_adam" not in ops["built"]:
+            install = seen.on_host(f"{sys.executable} -m pip install ninja")
+            builds[host] = [("warning", "no ninja: no offloading", install)]
+        for lock in ops["locks"]:
+            if lock["path"] not in held:  # of another host's build, where they share the folder
+                found = f"a killed build left {lock['path']}: the next one waits for ever"
+                stale.setdefault(host, []).append(("fail", found, seen.on_host(f"rm {lock['path']}")))
+    fine = f"built: {', '.join(sorted(built))}" if built else "will be built when they are needed"
+    if missing:
+        fine += "; async_io (NVMe) needs libaio-dev"
+    return rows_of("native ops", builds, fine) + rows_of("build locks", stale, "none is stale")
+
+
+def check_clocks(seen: Seen) -> list[Row]:
+    """The clocks, against the one here."""
+    faults: dict[str, list[Fault]] = {}
+    for host, offset in seen.offsets.items():
+        if abs(offset) > CLOCK[1]:
+            found = f"{abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}"
+            fix = seen.on_host("timedatectl set-ntp true") + " (or chronyc makestep)"
+            faults[host] = [("fail" if abs(offset) > CLOCK[0] else "warning", found, fix)]
+    most = max(map(abs, seen.offsets.values()), default=0.0)
+    return rows_of("clock", faults, f"within {max(most, 0.001):.3f} s")
+
+
+def _judge(value: float, limits: tuple[float, float]) -> Verdict | None:
+    return "fail" if value < limits[0] else "warning" if value < limits[1] else None
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.0f} MiB"
+
+
+CHECKS: dict[str, Callable[[Seen, Mapping[str, Answered]], list[Row]]] = {
+    "project": _project,
+    "versions": _versions,
+    "devices": _devices,
+    "memory": _memory,
+    "disks": _disks,
+    "folders": _folders,
+    "ops": _ops,
+}
+"""By the fact that a check cannot do without."""

@@ -1,0 +1,257 @@
+"""What a machine says of itself: project, versions, devices, memory, disks, folders, native ops.
+
+Runs on the machine itself. Imports no torch: its versions are read from its files. What the machine knows of
+the network stands in network.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata, util
+from pathlib import Path
+from typing import TypedDict
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {"pipeline": {".py"}, "launch": {".py", ".sh", ".yaml"}, "ds_configs": {".json"}}
+# Seconds a lock must have stood still, as in engine/native_ops.py: its owner holds it for a moment before
+# ninja starts and for a moment after it ends.
+QUIET = 10.0
+
+
+class Project(TypedDict):
+    """The source that would run."""
+
+    commit: str | None
+    """None: not a repository, or no git."""
+    digest: str
+    """Of the files themselves, committed or not."""
+
+
+class Gpu(TypedDict):
+    """A GPU as the driver knows it. Bytes."""
+
+    index: int
+    name: str
+    total: int
+    used: int
+
+
+class Devices(TypedDict):
+    """What a slot can be."""
+
+    cores: int
+    gpus: list[Gpu]
+
+
+class Disk(TypedDict):
+    """The file system a folder lies on, or will. Bytes."""
+
+    path: str
+    free: int
+    files_left: int | None
+    """None: without a limit."""
+
+
+class Folder(TypedDict):
+    """A folder that the run writes to."""
+
+    path: str
+    problem: str | None
+
+
+class Lock(TypedDict):
+    """The lock of a native op's build."""
+
+    path: str
+    is_held: bool
+
+
+class Ops(TypedDict):
+    """What compiles DeepSpeed's native ops, and what is compiled."""
+
+    compiler: str | None
+    ninja: str | None
+    libaio: bool
+    built: list[str]
+    locks: list[Lock]
+
+
+def read_project() -> Project:
+    """The commit, and a digest of what the commit may not hold."""
+    digest = hashlib.sha256()
+    for folder, endings in SOURCES.items():
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in endings and path.is_file():
+                digest.update(f"{path.relative_to(ROOT)}\0".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    commit = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        commit = answer.stdout.strip()
+    return Project(commit=commit, digest=digest.hexdigest())
+
+
+def read_versions() -> dict[str, str | None]:
+    """By name; None: not installed, or a build without it."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "torch": None, "CUDA": None}
+    spec = util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
+        # torch/version.py is assignments only; importing torch takes seconds.
+        with contextlib.suppress(OSError):
+            stated = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+            found |= {"torch": stated.get("__version__"), "CUDA": stated.get("cuda")}
+    packages = {
+        "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+        "deepspeed": ("deepspeed",),
+        "transformers": ("transformers",),
+    }
+    for name, candidates in packages.items():
+        found[name] = None
+        for package in candidates:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(package)
+                break
+    return found
+
+
+def read_devices() -> Devices:
+    """GPUs that CUDA_VISIBLE_DEVICES leaves, and cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Devices(cores=cores, gpus=_visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _gpus() -> list[tuple[Gpu, str]]:
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,name,memory.total,memory.used,uuid",
+        "--format=csv,noheader,nounits",
+    ]
+    found = []
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        for index, name, total, used, uuid in csv.reader(answer.splitlines(), skipinitialspace=True):
+            gpu = Gpu(index=int(index), name=name, total=int(total) << 20, used=int(used) << 20)
+            found.append((gpu, uuid))
+    return found
+
+
+def _visible(gpus: list[tuple[Gpu, str]], chosen: str | None) -> list[Gpu]:
+    if chosen is None:
+        return [gpu for gpu, _ in gpus]
+    found = []
+    for word in map(str.strip, chosen.split(",")):
+        match = [gpu for gpu, uuid in gpus if word and (str(gpu["index"]) == word or uuid.startswith(word))]
+        if not match:  # CUDA stops at the first that is none
+            break
+        found += match[:1]
+    return found
+
+
+def read_memory() -> int:
+    """Bytes that processes may still take: of the machine, or of the control group they are in."""
+    available: int = psutil.virtual_memory().available
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                root = Path("/sys/fs/cgroup/memory")
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else:
+                continue
+            folder = root / group.lstrip("/")
+            for level in (folder, *folder.parents):
+                if level.is_relative_to(root):
+                    available = min(available, _left_in_group(level, names))
+    return available
+
+
+def _left_in_group(folder: Path, names: tuple[str, str, str]) -> int:
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in names[:2])
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # The page cache counts as used and is given back when it is asked for.
+        return max(0, int(limit) - int(used) + int(statistics.get(names[2], 0)))
+    except (OSError, ValueError):  # `max`: no limit
+        return sys.maxsize
+
+
+def existing(path: Path) -> Path:
+    """The folder, or the one above it that is there: where it would be made."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def read_disks(folders: list[str]) -> list[Disk]:
+    """The file systems of the folders, of /tmp and of /dev/shm."""
+    found = []
+    for path in [*folders, "/tmp", "/dev/shm"]:
+        with contextlib.suppress(OSError):
+            state = os.statvfs(existing(Path(path).expanduser().absolute()))
+            files_left = state.f_favail if state.f_files else None
+            found.append(Disk(path=path, free=state.f_bavail * state.f_frsize, files_left=files_left))
+    return found
+
+
+def read_folders(folders: list[str], marker: str) -> list[Folder]:
+    """Whether each can be written; the marker stays in the first, for other machines to look for."""
+    found = []
+    for number, path in enumerate(folders):
+        problem = None
+        try:
+            # Several may be missing in the same folder.
+            name = marker if not number else f"{marker}.{number}"
+            file = existing(Path(path).expanduser().absolute()) / name
+            with file.open("x") as stream:
+                stream.write("made by python -m pipeline doctor; may be deleted\n")
+            if number:
+                file.unlink()
+        except OSError as error:
+            problem = error.strerror or str(error)
+        found.append(Folder(path=path, problem=problem))
+    return found
+
+
+def read_ops() -> Ops:
+    """The compiler, and torch's extensions directory."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
+    roots = [Path(given)] if given else sorted(cache.glob("*"))
+    beside_python = Path(sys.executable).parent / "ninja"
+    prefixes = [Path("/usr"), Path("/usr/local"), Path(sys.prefix)]
+    return Ops(
+        compiler=shutil.which(os.environ.get("CXX", "c++")),
+        ninja=shutil.which("ninja") or (str(beside_python) if beside_python.exists() else None),
+        libaio=any((prefix / "include/libaio.h").exists() for prefix in prefixes),
+        built=sorted({library.stem for root in roots for library in root.glob("*/*.so")}),
+        locks=[
+            Lock(path=str(lock), is_held=_is_held(lock))
+            for root in roots
+            for lock in sorted(root.glob("*/lock"))
+        ],
+    )
+
+
+def _is_held(lock: Path) -> bool:
+    """ninja and the compilers it starts have the build folder as their working directory."""
+    with contextlib.suppress(OSError):  # released meanwhile
+        newest = max(path.stat().st_mtime for path in (lock, lock.parent, *lock.parent.iterdir()))
+        folder = str(lock.parent.resolve())
+        return time.time() - newest < QUIET or any(
+            process.info["cwd"] == folder for process in psutil.process_iter(["cwd"])
+        )
+    return True

@@ -1,0 +1,74 @@
+"""What the doctor says: a row for each check, or for each thing that a check finds wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.doctor.network import Connection
+from pipeline.doctor.probe import Answered
+
+HOST = "<host>"
+Verdict = Literal["ok", "warning", "fail"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    """What to do: a command or a variable."""
+    hosts: tuple[str, ...] = ()
+    """Those it is about; none: all."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that the checks look at. Keys are hosts, in the job's order, but for those that did not answer."""
+
+    devices: Mapping[str, list[int] | None]
+    """The job: every host, and which of its devices; None: all it has."""
+    here: Answered
+    """The machine that the job is started on, which the others are compared with."""
+    facts: Mapping[str, Answered]
+    offsets: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that the host's clock is ahead of the one here."""
+    links: Mapping[str, list[Connection]] = field(default_factory=dict)
+    """From the host to all others."""
+    sees: Mapping[str, list[str]] = field(default_factory=dict)
+    """Hosts whose marker lies in the host's own run folder."""
+    is_remote: bool = True
+    """False: this machine alone, without ssh."""
+    force_multi: bool = False
+    """The launcher will use ssh also for one host."""
+
+    def on_host(self, command: str) -> str:
+        """The command on the host with the fault, for this shell."""
+        return f"ssh {HOST} {command}" if self.is_remote else command
+
+
+Fault = tuple[Verdict, str, str]
+"""(verdict, what was found, fix), in which HOST stands for the host's name."""
+
+
+def rows_of(check: str, faults: Mapping[str, list[Fault]], fine: str) -> list[Row]:
+    """A row for each fault, with all the hosts that have it; without any, one that says `fine`."""
+    together: dict[Fault, list[str]] = {}
+    for host, each in faults.items():
+        for fault in each:
+            together.setdefault(fault, []).append(host)
+    rows = []
+    for (verdict, found, fix), hosts in together.items():
+        first, *others = hosts
+        more = f" (the same for {', '.join(others)})" if others else ""
+        rows.append(Row(check, verdict, found, fix.replace(HOST, first) + more, tuple(hosts)))
+    return rows or [Row(check, "ok", fine)]
+
+
+def is_red(rows: list[Row]) -> bool:
+    """Whether a launch would fail."""
+    return any(row.verdict == "fail" for row in rows)
