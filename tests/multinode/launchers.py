@@ -1,0 +1,80 @@
+"""The ways to start a job on nodes, as a user types them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from multinode.cluster import Cluster, Launched
+from support.launch import BIN, ROOT, TRAIN
+
+HERE = ROOT / "tests"
+"""Where jobs are started: the modules of the tests are found from there."""
+PYTHON = str(BIN / "python")
+PORT = "29511"
+
+
+class Launcher(Protocol):
+    """Starts launch/train.py with these arguments on these hosts, one rank on each: the commands it takes."""
+
+    def __call__(
+        self, cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str
+    ) -> list[Launched]: ...
+
+
+def deepspeed(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
+    """The launcher of DeepSpeed as it comes, over pdsh."""
+    command = ["deepspeed", "--hostfile", str(cluster.hostfile(*hosts)), "--force_multi", TRAIN]
+    return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **environment)]
+
+
+def multi_node(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
+    command = [str(ROOT / "launch" / "multi_node.sh"), str(cluster.hostfile(*hosts)), "--no-doctor"]
+    return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **environment)]
+
+
+def openmpi(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
+    command = ["mpirun", "--hostfile", str(cluster.hostfile(*hosts)), "-n", str(len(hosts))]
+    command += ["--bind-to", "none", "--mca", "oob_tcp_if_include", "eth0", PYTHON, TRAIN]
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **as_root, **environment)]
+
+
+def srun(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
+    command = ["srun", "--nodelist", ",".join(hosts), "--nodes", str(len(hosts)), "--ntasks-per-node", "1"]
+    return [cluster.start(hosts[0], *command, PYTHON, TRAIN, *arguments, cwd=HERE, **environment)]
+
+
+def sbatch(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
+    """With the exit code and the output of the job."""
+    output = cluster.shared / "slurm.out"
+    command = ["sbatch", "--wait", "--output", str(output), "--nodelist", ",".join(hosts)]
+    command += ["--nodes", str(len(hosts)), "--ntasks-per-node", "1", "launch/slurm.sbatch"]
+    submit = f'"$@"; code=$?; cat {output}; exit $code'
+    words = ["bash", "-c", submit, "submit", *command, *arguments]
+    return [cluster.start(hosts[0], *words, NO_DOCTOR="1", **environment)]
+
+
+def torchrun(
+    cluster: Cluster, hosts: Sequence[str], *arguments: str, least: int | None = None, **environment: str
+) -> list[Launched]:
+    """`least`: hosts that are enough to go on."""
+    nodes = str(len(hosts)) if least is None else f"{least}:{len(hosts)}"
+    command = [
+        str(ROOT / "launch" / "torchrun.sh"),
+        "--nnodes",
+        nodes,
+        "--rdzv-endpoint",
+        f"{hosts[0]}:{PORT}",
+    ]
+    return [cluster.start(host, *command, *arguments, cwd=HERE, **environment) for host in hosts]
+
+
+LAUNCHERS: dict[str, Launcher] = {
+    "deepspeed": deepspeed,
+    "multi_node": multi_node,
+    "openmpi": openmpi,
+    "srun": srun,
+    "sbatch": sbatch,
+    "torchrun": torchrun,
+}

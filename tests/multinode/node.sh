@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# PID 1 of one node: makes its root, serves ssh, and ends, with all that runs in it, when its standard input does.
+#
+#   unshare --net --mount --pid --uts --ipc --fork --kill-child --propagation private node.sh FOLDER NAME HOSTS SHARED
+#
+# Its root is an overlay on this machine's: what is written stays private. SHARED is the same folder on every node.
+# A file changed outside meanwhile may not be seen inside.
+set -euo pipefail
+folder=$1 name=$2 hosts=$3 shared=$4
+home=$folder/$name
+mkdir -p "$home"
+mount -t tmpfs -o size=4g tmpfs "$home"
+mkdir "$home"/{upper,work,root}
+root=$home/root
+mount -t overlay overlay -o "lowerdir=/,upperdir=$home/upper,workdir=$home/work" "$root"
+mount -t proc proc "$root/proc"
+mount --rbind /sys "$root/sys"
+mount --rbind /dev "$root/dev"
+mount -t tmpfs -o size=2g tmpfs "$root/dev/shm"
+mount -t tmpfs tmpfs "$root/run"
+mkdir -p "$root/run/sshd" "$root/run/munge" "$root/private" "$root$shared"
+mount --bind "$shared" "$root$shared"
+hostname "$name"
+echo "$name" >"$root/etc/hostname"
+cp "$hosts" "$root/etc/hosts"
+
+rm -rf "$root/root/.ssh"
+mkdir -m 700 "$root/root/.ssh"
+chmod 700 "$root/root"
+cp "$folder/key" "$root/root/.ssh/id_ed25519"
+cp "$folder/key.pub" "$root/root/.ssh/authorized_keys"
+printf 'Host *\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n' >"$root/root/.ssh/config"
+cp "$folder/key" "$root/etc/ssh/node_host_key"
+chmod 600 "$root"/root/.ssh/* "$root/etc/ssh/node_host_key"
+cat >"$root/etc/ssh/sshd_node" <<-CONF
+	Port 22
+	HostKey /etc/ssh/node_host_key
+	PermitRootLogin yes
+	PasswordAuthentication no
+	UsePAM no
+	MaxStartups 100
+	MaxSessions 100
+	PidFile /run/node_sshd.pid
+	SetEnv OMP_NUM_THREADS=1
+	CONF
+ip link set lo up
+# bash reaps what is orphaned while it waits here.
+exec chroot "$root" /bin/bash -c 'cd /; trap : INT TERM; /usr/sbin/sshd -f /etc/ssh/sshd_node; read -r || true'

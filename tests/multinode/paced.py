@@ -1,0 +1,27 @@
+"""A model whose steps last as long as it is told, and which sleeps in one where a file says so."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from torch import Tensor, nn
+
+
+class Paced(nn.Module):
+    def __init__(self, seconds: float, folder: str):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.seconds = seconds
+        self.asleep = Path(folder) / "asleep"
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        while self.training and self.asleep.exists():
+            time.sleep(0.1)
+        logits: Tensor = self.linear(inputs)
+        return logits
+
+
+def paced(seconds: float, folder: str) -> nn.Module:
+    return Paced(seconds, folder)
