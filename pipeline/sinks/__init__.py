@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ def build_sinks(
             )
             if wandb_sink is not None:
                 sinks.append(wandb_sink)
-        sinks.append(ConsoleSink(Console(), max_steps=max_steps))
+        # Open MPI hands every rank a pty, whatever its own output is.
+        by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ
+        console = Console(force_terminal=False if by_mpirun else None)
+        sinks.append(ConsoleSink(console, max_steps=max_steps))
         undo.pop_all()
     return Sinks(sinks)

@@ -6,7 +6,6 @@ What is shown is the row that metrics.jsonl has, rounded; nothing is worked out 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -62,9 +61,7 @@ class ConsoleSink:
         self._max_steps = max_steps
         self._min_interval = min_interval
         self._clock = clock
-        # Open MPI hands every rank a pty, whatever its own output is.
-        by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ
-        self._is_terminal = console.file.isatty() and not console.is_dumb_terminal and not by_mpirun
+        self._is_terminal = console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
         self._live: Live | None = None
         self._first: tuple[int, float] | None = None  # step and time of the first training row
         self._printed_at = -math.inf

@@ -115,6 +115,15 @@ def test_terminal_line_never_wraps_and_evals_stay(columns: int):
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "the cursor is hidden at the end"
 
 
+def test_what_is_said_to_be_no_terminal_gets_plain_lines():
+    """As mpirun's: a pty that ends in a file."""
+    program = PROGRAM.replace("Console()", "Console(force_terminal=False)")
+    assert program != PROGRAM
+    output = in_terminal(program, 80)
+    assert "\x1b" not in output
+    assert "step" in output
+
+
 def in_terminal(program: str, columns: int) -> str:
     """What the program writes to a terminal of that many columns."""
     ours, theirs = pty.openpty()
