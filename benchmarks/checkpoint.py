@@ -109,7 +109,7 @@ def measure_group(
     """All participants of a split, in turn. One that fails ends the group and is told of."""
     alive: list[Participant] = []
     try:
-        for peer in PEERS.get(split, DEEPSPEED):
+        for peer in ["ours"] if arguments.alone else PEERS.get(split, DEEPSPEED):
             alive.append(Participant(_task(arguments, peer, split, ranks, folder)))
             if not arguments.quick:
                 alive[-1].warm_up()
@@ -229,6 +229,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--precision", choices=["fp32", "bf16"], default="bf16" if on_gpu else "fp32")
     add("--steps", type=int, default=16, help="a burst, with one save half-way; even")
     add("--rounds", type=int, default=5, help="bursts of each participant")
+    add("--alone", action="store_true", help="no peers: the durable save beside the disk, and its checksums")
     add("--quick", action="store_true", help="a tiny model, few rounds: that it runs, not what it takes")
     add("--folder", type=Path, help="where checkpoints are written; default: the system's temporary folder")
     add("--output", type=Path, help="JSON file of all numbers")

@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from pipeline.checkpoint.layout import Layout, Slot
 from pipeline.engine.fragments import Fragment
 
 BLOCK = 1 << 24
-HASHED_BESIDE = 1 << 20  # bytes; handing over fewer takes longer than hashing them
+BESIDE = 1 << 20  # bytes; to hand over fewer takes longer than to hash them
 FLUSH_EVERY = 1 << 26
 
 
@@ -40,78 +40,87 @@ class Written:
     """xxh3_64 of each slot, in order."""
 
 
-def write_file(path: Path, layout: Layout, values: Iterable[Iterable[memoryview]]) -> Written:
+def write_file(
+    path: Path, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool = False
+) -> Written:
     """Writes a file of which nothing may exist yet, and returns once it is on the disk.
 
     Args:
         values: For each slot of the layout, in order, its bytes in one or more views.
+        lasting: The views stay as they are until this returns. Otherwise until the next slot's are asked for.
 
     Raises:
         OSError: it cannot be written: no room, an I/O error, fewer bytes than there should be.
         LayoutChangedError: the values are not as long as the layout says.
     """
+    hashing: list[Future[xxhash.xxh3_64]] = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
+        # Hashing goes on while writes and the disk are waited for.
         with ThreadPoolExecutor(1, "checksums") as beside:
-            writer = _Writer(descriptor, beside)
-            writer.write(memoryview(layout.header))
-            sums = []
-            for slot, offset, views in zip(layout.slots, layout.offsets, values, strict=True):
-                writer.write(memoryview(bytes(offset - writer.position)))
-                sums.append(writer.write_slot(views))
+            writer = _Writer(descriptor)
+            writer.put(memoryview(layout.header))
+            for slot, offset, views in zip(layout.slots, layout.offsets, map(list, values), strict=True):
+                writer.put(memoryview(bytes(offset - writer.position)))
+                hashing.append(_hashed(views) if slot.num_bytes < BESIDE else beside.submit(_hash, views))
+                for view in views:
+                    writer.put(view)
                 if writer.position != offset + slot.num_bytes:
                     raise LayoutChangedError(f"{slot.kind} of {slot.name}")
-        os.fsync(descriptor)
-        if os.fstat(descriptor).st_size != layout.num_bytes:
-            raise OSError(errno.EIO, "fewer bytes are in the file than were written")
-        return Written(writer.checksum.hexdigest(), tuple(sums))
+                if not lasting:
+                    hashing[-1].result()
+            os.fsync(descriptor)
+            if os.fstat(descriptor).st_size != layout.num_bytes:
+                raise OSError(errno.EIO, "fewer bytes are in the file than were written")
+            return _written(layout, [done.result() for done in hashing])
     finally:
         os.close(descriptor)
 
 
-class _Writer:
-    """Appends to a file, and hashes what it appends."""
+def _hash(views: Iterable[memoryview]) -> xxhash.xxh3_64:
+    checksum = xxhash.xxh3_64()
+    for view in views:
+        checksum.update(view)
+    return checksum
 
-    def __init__(self, descriptor: int, beside: ThreadPoolExecutor):
+
+def _hashed(views: Iterable[memoryview]) -> Future[xxhash.xxh3_64]:
+    done = Future[xxhash.xxh3_64]()
+    done.set_result(_hash(views))
+    return done
+
+
+def _written(layout: Layout, sums: list[xxhash.xxh3_64]) -> Written:
+    whole, at = xxhash.xxh3_128(layout.header), len(layout.header)
+    for slot, offset, own in zip(layout.slots, layout.offsets, sums, strict=True):
+        whole.update(bytes(offset - at))
+        whole.update(own.digest())
+        at = offset + slot.num_bytes
+    return Written(whole.hexdigest(), tuple(own.hexdigest() for own in sums))
+
+
+class _Writer:
+    """Appends to a file."""
+
+    def __init__(self, descriptor: int):
         self.position = 0
-        self.checksum = xxhash.xxh3_128()
         self._descriptor = descriptor
-        self._beside = beside
         self._flushed = 0
 
-    def write(self, view: memoryview) -> None:
-        self.checksum.update(view)
-        self._put(view)
-
-    def write_slot(self, views: Iterable[memoryview]) -> str:
-        own = xxhash.xxh3_64()
-        for view in views:
-            for start in range(0, len(view), BLOCK):
-                block = view[start : start + BLOCK]
-                if len(block) < HASHED_BESIDE:
-                    self._put(block)
-                    own.update(block)
-                else:  # the write waits for the disk or copies: hashing costs no time beside it
-                    hashing = self._beside.submit(own.update, block)
-                    self._put(block)
-                    hashing.result()
-        self.checksum.update(own.digest())
-        return own.hexdigest()
-
-    def _put(self, view: memoryview) -> None:
+    def put(self, view: memoryview) -> None:
         while len(view):
-            taken = os.write(self._descriptor, view)  # may be less: the next call then says why
+            taken = os.write(self._descriptor, view[:BLOCK])  # may be less: the next call then says why
             if taken == 0:
                 raise OSError(errno.EIO, "the file takes no more bytes")
             view = view[taken:]
             self.position += taken
-        if self.position - self._flushed >= FLUSH_EVERY and hasattr(os, "posix_fadvise"):
-            # Linux starts to write what is given up: the disk works while the next fragment is fetched, and
-            # the checkpoint does not push the training data out of the page cache.
-            os.posix_fadvise(
-                self._descriptor, self._flushed, self.position - self._flushed, os.POSIX_FADV_DONTNEED
-            )
-            self._flushed = self.position
+            if self.position - self._flushed >= FLUSH_EVERY and hasattr(os, "posix_fadvise"):
+                # Linux starts to write what is given up: the disk works while the next fragment is fetched,
+                # and the checkpoint does not push the training data out of the page cache.
+                os.posix_fadvise(
+                    self._descriptor, self._flushed, self.position - self._flushed, os.POSIX_FADV_DONTNEED
+                )
+                self._flushed = self.position
 
 
 def streamed(layout: Layout, fragments: Iterator[Fragment]) -> Iterator[list[memoryview]]:

@@ -121,18 +121,23 @@ class Saving:
         return None
 
     def write(
-        self, layout: Layout, values: Iterable[Iterable[memoryview]], rest: Iterator[Fragment]
+        self,
+        layout: Layout,
+        values: Iterable[Iterable[memoryview]],
+        rest: Iterator[Fragment],
+        lasting: bool = False,
     ) -> list[Share]:
         """Writes this rank's share; how it went on every rank.
 
         Args:
             values: The bytes of each slot.
+            lasting: See write_file.
             rest: Gone through to the end even where writing failed: fetching fragments may be collective.
         """
         share = Share(None, None)
         try:
             if layout.slots:
-                share = Share(self._write_share(layout, values), None)
+                share = Share(self._write_share(layout, values, lasting), None)
             for _ in rest:
                 raise LayoutChangedError("more fragments than before")
         except LayoutChangedError as error:
@@ -143,9 +148,9 @@ class Saving:
             pass
         return self.peers.gather(share)
 
-    def _write_share(self, layout: Layout, values: Iterable[Iterable[memoryview]]) -> str:
+    def _write_share(self, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool) -> str:
         path = self.partial / f"rank-{self.peers.rank:05d}.safetensors"
-        written = write_file(path, layout, values)
+        written = write_file(path, layout, values, lasting)
         record = FileRecord(
             name=path.name,
             rank=self.peers.rank,

@@ -185,7 +185,8 @@ class CheckpointStore:
         def write() -> None:
             began = time.perf_counter()
             try:
-                problem = saving.conclude(saving.write(snapshot.layout, snapshot.views(), iter(())))
+                shares = saving.write(snapshot.layout, snapshot.views(), iter(()), lasting=True)
+                problem = saving.conclude(shares)
                 seconds = time.perf_counter() - began
                 done = replace(outcome, problem=problem, write_seconds=seconds)
                 self._finished.append(self._report(saving, done))

@@ -87,7 +87,7 @@ def test_a_snapshot_writes_the_same_file(made):
             snapshot.fill(iter(made))
         for fragment in made:
             fragment.tensor.zero_()
-        assert write_file(later, layout, snapshot.views()) == first
+        assert write_file(later, layout, snapshot.views(), lasting=True) == first
         assert live.read_bytes() == later.read_bytes()
 
 
@@ -99,7 +99,7 @@ def test_a_snapshot_of_several_chunks_and_a_file_of_several_blocks(tmp_path):
     layout = layout_of(made)
     snapshot = Snapshot(layout, torch.device("cpu"))
     snapshot.fill(iter(made))
-    written = write_file(tmp_path / "a", layout, snapshot.views())
+    written = write_file(tmp_path / "a", layout, snapshot.views(), lasting=True)
     assert written.xxh3_128 == sum_of(layout, (tmp_path / "a").read_bytes())
     assert written.fragments[1] == xxhash.xxh3_64_hexdigest(tensor.numpy().data)
 
