@@ -1,5 +1,6 @@
 # make train   set everything up and train the default model; a second call skips what is done
 # make test    set everything up and run every test, long ones with some of their cases
+# make test-nodes machines made of namespaces: root, and tests/multinode/install.sh
 # make test-all every case of every test: hours
 # make test-matrix a run saved under every split, resumed under every other
 # make parity every split x precision x number of ranks against one process
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 # The venv's bin first: DeepSpeed's launcher starts "python3" and finds ninja through PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: train test test-all test-matrix parity lint check bench setup setup-dev clean
+.PHONY: train test test-nodes test-all test-matrix parity lint check bench setup setup-dev clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -37,6 +38,9 @@ PARALLEL := python -m pytest -n 2 --dist loadfile
 test: setup-dev
 	$(PARALLEL) --thin -m 'not matrix' --ignore tests/multinode
 	python -m pytest tests/multinode -m 'not matrix'
+
+test-nodes: setup-dev
+	python -m pytest tests/multinode -m 'not matrix' $(PYTEST_ARGS)
 
 test-all: setup-dev
 	python -m pytest
