@@ -62,8 +62,8 @@ class TimedChecksums:
     def xxh3_64(self) -> TimedChecksum:
         return TimedChecksum(xxhash.xxh3_64(), self)
 
-    def xxh3_128(self) -> TimedChecksum:
-        return TimedChecksum(xxhash.xxh3_128(), self)
+    def xxh3_128(self, data: bytes = b"") -> TimedChecksum:
+        return TimedChecksum(xxhash.xxh3_128(data), self)
 
 
 class TimedChecksum:
