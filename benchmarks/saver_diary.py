@@ -36,7 +36,7 @@ class Durable:
     save: float
     """From the first byte to the rename."""
     checksums: float
-    """Processor time of the checksums in it."""
+    """How long writing stood still for the checksums in it."""
     disk: float
     """To write as many bytes to a plain file, and fsync: before or after, the shorter."""
 

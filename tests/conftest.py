@@ -8,6 +8,9 @@ from zlib import crc32
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # Threads of two processes on the same cores wait for each other in every operator: several times slower.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests of the sink set their own
 
 import pytest

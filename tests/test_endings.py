@@ -82,7 +82,9 @@ def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int, **extra
 
 def test_killed_and_gone_on_with_under_another_split(tmp_path):
     """2 ranks of ZeRO-2, then 1 of ZeRO-3: one run, one W&B run, and the curve of plain PyTorch."""
-    recipe = write_recipe(tmp_path, max_steps=16, wandb={"mode": "auto"})
+    # A low rate: rounding that differs between splits is not grown by the steps.
+    slow = {"learning_rate": 1e-3}
+    recipe = write_recipe(tmp_path, max_steps=16, wandb={"mode": "auto"}, optimizer=slow)
     alone = ["--config", str(recipe), "wandb.mode=disabled", f"run_dir={tmp_path / 'alone'}"]
     assert launch(*alone, "engine.precision=fp32").returncode == 0
     server = Server(tmp_path / "server")
@@ -103,9 +105,8 @@ def test_killed_and_gone_on_with_under_another_split(tmp_path):
     assert [(row["step"], set(row)) for row in rows] == [(row["step"], set(row)) for row in expected]
     for row, other in zip(rows, expected, strict=True):
         for key, value in other.items():
-            # Step, tokens and samples to the last digit; the order of the samples shows in the losses. A norm
-            # feels the parameters' differences, which grow over the steps, ten times as much as a loss.
-            band = {"train/loss": 2e-6, "eval/loss": 2e-6, "eval/perplexity": 2e-5, "train/grad_norm": 3e-5}
+            # Step, tokens and samples to the last digit; the order of the samples shows in the losses.
+            band = {"train/loss": 2e-6, "eval/loss": 2e-6, "eval/perplexity": 2e-5, "train/grad_norm": 1e-5}
             assert row[key] == pytest.approx(value, rel=band.get(key, 0), abs=0), (row["step"], key)
     (run_id,) = server.runs()
     arrived = [row["_step"] for row in server.rows(run_id) if "train/loss" in row]
