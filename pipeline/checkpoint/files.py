@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from pipeline.checkpoint.layout import Layout, Slot
 from pipeline.engine.fragments import Fragment
 
 BLOCK = 1 << 24
-BESIDE = 1 << 20  # bytes; to hand over fewer takes longer than to hash them
 FLUSH_EVERY = 1 << 26
 
 
@@ -53,26 +52,29 @@ def write_file(
         OSError: it cannot be written: no room, an I/O error, fewer bytes than there should be.
         LayoutChangedError: the values are not as long as the layout says.
     """
-    hashing: list[Future[xxhash.xxh3_64]] = []
+    slots = map(list, values)
+    kept = list(slots) if lasting else []
+    sums: list[xxhash.xxh3_64] = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        # Hashing goes on while writes and the disk are waited for.
+        # Hashing goes on while writes and the disk are waited for; all at once where that can be.
         with ThreadPoolExecutor(1, "checksums") as beside:
+            of_kept = beside.submit(lambda: [_hash(views) for views in kept])
             writer = _Writer(descriptor)
             writer.put(memoryview(layout.header))
-            for slot, offset, views in zip(layout.slots, layout.offsets, map(list, values), strict=True):
+            for slot, offset, views in zip(layout.slots, layout.offsets, kept or slots, strict=True):
                 writer.put(memoryview(bytes(offset - writer.position)))
-                hashing.append(_hashed(views) if slot.num_bytes < BESIDE else beside.submit(_hash, views))
+                hashed = None if lasting else beside.submit(_hash, views)
                 for view in views:
                     writer.put(view)
                 if writer.position != offset + slot.num_bytes:
                     raise LayoutChangedError(f"{slot.kind} of {slot.name}")
-                if not lasting:
-                    hashing[-1].result()
+                if hashed is not None:
+                    sums.append(hashed.result())
             os.fsync(descriptor)
             if os.fstat(descriptor).st_size != layout.num_bytes:
                 raise OSError(errno.EIO, "fewer bytes are in the file than were written")
-            return _written(layout, [done.result() for done in hashing])
+            return _written(layout, of_kept.result() or sums)
     finally:
         os.close(descriptor)
 
@@ -82,12 +84,6 @@ def _hash(views: Iterable[memoryview]) -> xxhash.xxh3_64:
     for view in views:
         checksum.update(view)
     return checksum
-
-
-def _hashed(views: Iterable[memoryview]) -> Future[xxhash.xxh3_64]:
-    done = Future[xxhash.xxh3_64]()
-    done.set_result(_hash(views))
-    return done
 
 
 def _written(layout: Layout, sums: list[xxhash.xxh3_64]) -> Written:
