@@ -67,6 +67,12 @@ def everyone(store: Store, world_size: int) -> list[Who]:
     return [Who(rank, *json.loads(value)) for rank, value in enumerate(values)]
 
 
+def whoever(store: Store, world_size: int) -> list[Who]:
+    """Those that have introduced themselves so far, in order."""
+    present = _present(store, "who", range(world_size))
+    return [Who(rank, *json.loads(value)) for rank, value in present.items()]
+
+
 class Lines:
     """A connection of the watchdog's own: the training thread may be stuck in the other one."""
 
@@ -82,7 +88,7 @@ class Lines:
 
     def beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
         """The last signs of those that gave any."""
-        return {rank: _beat(value) for rank, value in self._present("beat", ranks).items()}
+        return {rank: _beat(value) for rank, value in _present(self._store, "beat", ranks).items()}
 
     def failure(self) -> Failure | None:
         """What the job ends of, if it does."""
@@ -99,7 +105,7 @@ class Lines:
 
     def witnesses(self, ranks: Sequence[int]) -> list[Witness]:
         """Of those that have testified."""
-        found = [json.loads(value) for value in self._present("witness", ranks).values()]
+        found = [json.loads(value) for value in _present(self._store, "witness", ranks).values()]
         return [Witness(**values | {"who": Who(**values["who"])}) for values in found]
 
     def mark(self, what: str) -> None:
@@ -110,11 +116,12 @@ class Lines:
         """How many ranks have marked it."""
         return int(self._store.add(f"pipeline/{what}", 0))
 
-    def _present(self, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
-        keys = {rank: f"pipeline/{what}/{rank}" for rank in ranks}
-        if keys and not self._store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True)) if keys else {}
+
+def _present(store: Store, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
+    keys = {rank: f"pipeline/{what}/{rank}" for rank in ranks}
+    if keys and not store.check(list(keys.values())):
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
 
 
 def _failure(value: bytes) -> Failure:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
 
 from pipeline.config.split import Device
+from pipeline.distributed.arrival import meet
 from pipeline.distributed.cores import bind_cores
-from pipeline.distributed.lines import Failure, claim, everyone, introduce
+from pipeline.distributed.lines import Failure, claim
 from pipeline.distributed.progress import Limits, Progress
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
 from pipeline.distributed.verdict import Who
@@ -114,7 +114,7 @@ def start_job(
         bound: To its share of the machine's cores.
 
     Raises:
-        LaunchError: more ranks on this machine than visible GPUs.
+        LaunchError: more ranks on this machine than visible GPUs; not all ranks came.
     """
     threads = cpu_threads(ranks, os.environ)  # of all cores that were allowed
     if bound:
@@ -126,22 +126,20 @@ def start_job(
     complete_environment(ranks)
     # The backend is named per device so that CPU tensors can be reduced beside CUDA ones.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
+    store, everyone = meet(ranks, timeout)
     # Groups that are made without a timeout (DeepSpeed's, DDP's, a device mesh's) take torch's defaults.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
     _record_collectives(device)
-    introduce(store, rank, os.getpid())
     dist.init_process_group(
         backend,
         store=distributed_c10d.PrefixStore("default_pg", store),
-        rank=rank,
-        world_size=world_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return Job(ranks, device, store, everyone(store, world_size))
+    return Job(ranks, device, store, everyone)
 
 
 def _record_collectives(device: torch.device) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 
 import pytest
 from multinode.cluster import Cluster, what_is_missing
+from multinode.slurm import start_slurm
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip(reason)
     with Cluster(4, tmp_path_factory.mktemp("nodes")) as four:
         yield four
+
+
+@pytest.fixture(scope="session")
+def slurm(nodes: Cluster) -> None:
+    """A Slurm over the four of them."""
+    start_slurm(nodes)
 
 
 @pytest.fixture

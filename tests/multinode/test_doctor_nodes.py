@@ -66,6 +66,18 @@ def changed(cluster: Cluster, node: str, path: str | Path, text: str) -> Iterato
             file.write_bytes(before)
 
 
+def torch_version() -> Path:
+    """The file that says which version torch is."""
+    spec = util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).with_name("version.py")
+
+
+def older(version: Path) -> str:
+    return version.read_text().replace("__version__ = '2", "__version__ = '1")
+
+
 def test_well_machines_are_green_and_left_as_they_were(cluster):
     report = doctor(cluster)
     assert report.code == 0, report.said
@@ -82,10 +94,7 @@ def test_well_machines_are_green_and_left_as_they_were(cluster):
 
 def test_each_machine_with_a_fault_of_its_own(cluster):
     """Another commit, other sources or torch, a wrong clock, no memory, a full disk, a lock left behind."""
-    spec = util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    version = Path(spec.origin).with_name("version.py")
+    version = torch_version()
     lock = cluster.path("node4", cluster.private / "ops/cpu_adam/lock")
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -99,8 +108,7 @@ def test_each_machine_with_a_fault_of_its_own(cluster):
         stack.enter_context(changed(cluster, "node2", clock, late))
         stack.enter_context(changed(cluster, "node2", ROOT / ".git/HEAD", "1" * 40 + "\n"))
         stack.enter_context(changed(cluster, "node3", source, source.read_text() + "\n"))
-        older = version.read_text().replace("__version__ = '2", "__version__ = '1")
-        stack.enter_context(changed(cluster, "node3", version, older))
+        stack.enter_context(changed(cluster, "node3", version, older(version)))
         memory = re.sub(r"MemAvailable: .*", "MemAvailable: 400000 kB", Path("/proc/meminfo").read_text())
         cluster.path("node3", cluster.private / "meminfo").write_text(memory)
         bind = ("mount", "--bind", cluster.private / "meminfo", "/proc/meminfo")
@@ -200,3 +208,19 @@ def test_a_slow_link_is_named(cluster):
         cluster.run("node3", *["tc", "qdisc", "del", "dev", "eth0", "root"])
     assert report.code == 0
     report.row("links  warning  node3", "slowest node3 -> node4 0.")
+
+
+def test_under_srun(cluster, slurm):
+    """Every task looks at its own machine; the first one tells."""
+    command = ["srun", "--nodes=4", "--ntasks-per-node=1", "python", "-m", "pipeline", "doctor", "--quick"]
+    command += ["--runs-dir", str(cluster.private / "runs"), "--cache-dir", str(cluster.private / "cache")]
+    ops = {"TORCH_EXTENSIONS_DIR": str(cluster.private / "ops")}
+    version = torch_version()
+    with changed(cluster, "node3", version, older(version)):
+        done = cluster.run("node1", *command, timeout=120, **ops)
+    print(done.stdout)
+    report = Report(done.returncode, done.stdout)
+    report.row("versions  fail  node3: torch 1.", "-m pip install torch==")
+    assert report.count("fail") == 1
+    assert report.code == 2
+    assert cluster.left() == {}

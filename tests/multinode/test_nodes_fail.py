@@ -12,9 +12,9 @@ pytestmark = pytest.mark.slow
 HANG = 124
 GONE = r"rank 1 on node2 \(pid \d+\) (is gone|gives no sign)"
 
-# Fault -> exit code (None: any but 0), and what the console says.
+# Fault -> exit code, and what the console says.
 EXPECTED = {
-    "kill -9 of a rank": (None, GONE),
+    "kill -9 of a rank": (HANG, GONE),
     "kill -9 of launch.py": (143, r"rank 1 on node2 \(pid \d+\): its launcher is gone"),
     "kill -9 of the launcher": (-9, ""),
     "a rank asleep in a step": (
@@ -22,9 +22,9 @@ EXPECTED = {
         r"hang: .*rank 1 on node2 \(pid \d+\) is behind: step \d+, at .*paced\.py",
     ),
     "a rank stopped (SIGSTOP)": (HANG, r"rank 1 on node2 \(pid \d+\) (is stopped|gives no sign)"),
-    "link cut": (None, GONE),
-    "power off": (None, GONE),
-    "sshd stopped": (None, "node2 is lost"),
+    "link cut": (HANG, GONE),
+    "power off": (HANG, GONE),
+    "sshd stopped": (255, "node2 is lost"),
 }
 EVERY_DAY = {"kill -9 of a rank", "kill -9 of launch.py", "a rank asleep in a step", "link cut"}
 
@@ -40,7 +40,7 @@ def test_the_job_ends_and_says_where(cluster, fault):
     outcome = suffer(cluster, LAUNCHERS["multi_node"], FAULTS[fault])
     assert outcome.left == {}
     code, words = EXPECTED[fault]
-    assert outcome.code == code if code is not None else outcome.code not in (0, None), outcome.text
+    assert outcome.code == code, outcome.text
     assert re.search(words, outcome.text), outcome.text
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from multinode.cluster import Cluster, Launched, wait_until
 from multinode.launchers import LAUNCHERS, torchrun
-from multinode.slurm import start_slurm
 from support.launch import ROOT, launch, numbers, write_recipe
 
 pytestmark = pytest.mark.slow
@@ -52,11 +51,6 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     done = launch("--config", str(recipe), f"run_dir={folder / 'alone'}", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return losses(folder / "alone")
-
-
-@pytest.fixture(scope="module")
-def slurm(nodes: Cluster) -> None:
-    start_slurm(nodes)
 
 
 def losses(run: Path) -> list[float]:
