@@ -3,6 +3,11 @@
 A programmer's mistake raises anything else and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
 
 class PipelineError(Exception):
     """Something the user gave cannot work. The message says what was given and what to change."""
@@ -32,3 +37,16 @@ class LaunchError(PipelineError):
 
 class NonFiniteLossError(PipelineError):
     """The loss or its gradient stayed infinite or NaN; the parameters were not touched by those steps."""
+
+
+def report_errors(work: Callable[[], int | None], interrupted: str | None = None) -> int:
+    """What a command ends with: what `work` returns or 0, 2 bad input, 130 Ctrl-C (`interrupted` is said)."""
+    try:
+        return work() or 0
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if interrupted is not None:
+            print(interrupted, file=sys.stderr, flush=True)
+        return 130

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from pipeline.doctor.examination import Wanted, examine, this_machine
 from pipeline.doctor.rows import Row, is_red
 from pipeline.doctor.slurm import examine_step, in_step
-from pipeline.errors import LaunchError, PipelineError
+from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.devices import Selection, choose_devices
 from pipeline.launching.hostfile import read_hostfile
 
@@ -50,14 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: 0 all is well or only warned of, 2 a fault was found or bad input, 130 interrupted."""
+    return report_errors(lambda: _examine(arguments))
+
+
+def _examine(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
-    try:
-        rows = _rows(arguments)
-    except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    rows = _rows(arguments)
     if rows is None:
         return 0
     from pipeline.doctor.table import show  # rich: slow to load

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import PipelineError
+from pipeline.errors import report_errors
 from pipeline.logs import log_to_console
 
 
@@ -27,12 +26,6 @@ def run_with_recipe(
 ) -> int:
     """Does `work` with the recipe. Exit code: 0 done, 2 bad input, 130 Ctrl-C (`interrupted` is said)."""
     log_to_console(Ranks(0, 0, 1, 1))
-    try:
-        work(load_settings(arguments.config, None, arguments.overrides).config)
-    except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr, flush=True)
-        return 130
-    return 0
+    return report_errors(
+        lambda: work(load_settings(arguments.config, None, arguments.overrides).config), interrupted
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline import errors
 from pipeline.errors import CheckpointError, PipelineError
 
 if TYPE_CHECKING:
@@ -74,16 +74,13 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
 
 
 def report_errors(work: Callable[[], None]) -> int:
-    """Exit code: 0 done, 2 bad input, 130 Ctrl-C."""
-    try:
-        work()
-    except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except OSError as error:  # a folder that may not be read, a name that is too long
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    """As errors.report_errors; a folder that may not be read, a name that is too long, are bad input too."""
+
+    def named() -> None:
+        try:
+            work()
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise PipelineError(f"{where}{error.strerror or error}") from None
+
+    return errors.report_errors(named)

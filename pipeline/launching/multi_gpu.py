@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.distributed.ranks import HANDED_OVER
-from pipeline.errors import PipelineError
+from pipeline.errors import report_errors
 from pipeline.launching.arguments import split_arguments
 from pipeline.launching.multi_node import TRAIN, program
 from pipeline.launching.supervise import Post, Supervisor
@@ -34,14 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = [f"--master_port={master['port']}", "--log_level=warning"]
         return [program("deepspeed"), *given, *options, str(TRAIN), *arguments]
 
-    try:
-        environment = os.environ | {HANDED_OVER: str(folder / "environment.json")}
-        return asyncio.run(Supervisor([guard], document, {}).run(start, environment))
-    except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    environment = os.environ | {HANDED_OVER: str(folder / "environment.json")}
+    return report_errors(lambda: asyncio.run(Supervisor([guard], document, {}).run(start, environment)))
 
 
 if __name__ == "__main__":

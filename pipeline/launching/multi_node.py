@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.distributed.ranks import HANDED_OVER
-from pipeline.errors import LaunchError, PipelineError
+from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.arguments import is_plain, split_arguments
 from pipeline.launching.devices import Devices, Selection, choose_devices
 from pipeline.launching.environment import choose_environment, early_variables, launcher_environment
@@ -249,18 +249,16 @@ def _doctor(launch: Launch, environment: Mapping[str, str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: the run's; 2 bad input or a node that cannot take part."""
-    try:
-        launch = plan(sys.argv[1:] if argv is None else argv, os.environ)
-        program("pdsh" if launch.options.launcher == "pdsh" else "mpirun")
-        for folder in (Path.cwd(), Path.home()):
-            if (file := folder / ".deepspeed_env").exists():
-                print(f"{file} is not read; name variables with --export", file=sys.stderr)
-        return run(launch, os.environ)
-    except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    return report_errors(lambda: _launch(sys.argv[1:] if argv is None else argv))
+
+
+def _launch(argv: Sequence[str]) -> int:
+    launch = plan(argv, os.environ)
+    program("pdsh" if launch.options.launcher == "pdsh" else "mpirun")
+    for folder in (Path.cwd(), Path.home()):
+        if (file := folder / ".deepspeed_env").exists():
+            print(f"{file} is not read; name variables with --export", file=sys.stderr)
+    return run(launch, os.environ)
 
 
 if __name__ == "__main__":

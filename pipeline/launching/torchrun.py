@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.errors import LaunchError, PipelineError
+from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.arguments import split_arguments
 from pipeline.launching.multi_node import TRAIN, program
 
@@ -108,13 +108,13 @@ def _alone() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Does not return where torchrun could be started; else 2."""
-    try:
-        words = command(sys.argv[1:] if argv is None else argv)
-        if code := check_sizes(words):
-            return code
-    except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+    return report_errors(lambda: _launch(sys.argv[1:] if argv is None else argv))
+
+
+def _launch(argv: Sequence[str]) -> int:
+    words = command(argv)
+    if code := check_sizes(words):
+        return code
     os.execv(words[0], words)
 
 
