@@ -95,8 +95,9 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
         try:
             state, signal_number = train(prepared)
         except BaseException:
-            # The launcher's SIGTERM, for a rank that has ended, must not cut off the word on why.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if job.ranks.world_size > 1:
+                # The launcher's SIGTERM, for a rank that has ended, must not cut off the word on why.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise
         job.progress.at("ending")
         text = None

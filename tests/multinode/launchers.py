@@ -12,6 +12,7 @@ HERE = ROOT / "tests"
 """Where jobs are started: the modules of the tests are found from there."""
 PYTHON = str(BIN / "python")
 PORT = "29511"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 class Launcher(Protocol):
@@ -29,15 +30,22 @@ def deepspeed(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environ
 
 
 def multi_node(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
-    command = [str(ROOT / "launch" / "multi_node.sh"), str(cluster.hostfile(*hosts)), "--no-doctor"]
+    command = [str(ROOT / "launch" / "multi_node.sh"), str(cluster.hostfile(*hosts))]
     return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **environment)]
+
+
+def multi_node_openmpi(
+    cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str
+) -> list[Launched]:
+    """mpirun in pdsh's place."""
+    environment = AS_ROOT | environment
+    return multi_node(cluster, hosts, "--launcher", "openmpi", *arguments, **environment)
 
 
 def openmpi(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
     command = ["mpirun", "--hostfile", str(cluster.hostfile(*hosts)), "-n", str(len(hosts))]
     command += ["--bind-to", "none", "--mca", "oob_tcp_if_include", "eth0", PYTHON, TRAIN]
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **as_root, **environment)]
+    return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **AS_ROOT, **environment)]
 
 
 def srun(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
@@ -52,7 +60,7 @@ def sbatch(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environmen
     command += ["--nodes", str(len(hosts)), "--ntasks-per-node", "1", "launch/slurm.sbatch"]
     submit = f'"$@"; code=$?; cat {output}; exit $code'
     words = ["bash", "-c", submit, "submit", *command, *arguments]
-    return [cluster.start(hosts[0], *words, NO_DOCTOR="1", **environment)]
+    return [cluster.start(hosts[0], *words, **environment)]
 
 
 def torchrun(
@@ -73,6 +81,7 @@ def torchrun(
 LAUNCHERS: dict[str, Launcher] = {
     "deepspeed": deepspeed,
     "multi_node": multi_node,
+    "multi_node_openmpi": multi_node_openmpi,
     "openmpi": openmpi,
     "srun": srun,
     "sbatch": sbatch,

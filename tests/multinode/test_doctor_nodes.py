@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from multinode.cluster import Cluster
-from support.launch import ROOT
+from multinode.launchers import LAUNCHERS
+from support.launch import ROOT, run_directories, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -223,4 +224,17 @@ def test_under_srun(cluster, slurm):
     report.row("versions  fail  node3: torch 1.", "-m pip install torch==")
     assert report.count("fail") == 1
     assert report.code == 2
+    assert cluster.left() == {}
+
+
+def test_a_launch_looks_first(cluster, slurm):
+    """Both scripts: a red node is named and nothing starts."""
+    recipe = write_recipe(cluster.shared)
+    version = torch_version()
+    for start in (LAUNCHERS["multi_node"], LAUNCHERS["sbatch"]):
+        with changed(cluster, "node2", version, older(version)):
+            (job,) = start(cluster, cluster.hosts[:2], "--config", str(recipe))
+            assert job.wait(60) == 2, job.text
+        Report(2, job.text).row("versions  fail  node2: torch 1.")
+        assert run_directories(cluster.shared) == []
     assert cluster.left() == {}
