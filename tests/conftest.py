@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from zlib import crc32
@@ -41,11 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _log_as_it_was() -> Iterator[None]:
-    """A command run in this process sets up its console; the next test has none."""
+def _process_as_it_was() -> Iterator[None]:
+    """A command run in this process sets up its console and its signals; the next test has none of that."""
     logger = logging.getLogger("pipeline")
     before = logger.level, logger.propagate, list(logger.handlers)
+    handler = signal.getsignal(signal.SIGTERM)
     yield
+    signal.signal(signal.SIGTERM, handler)
     logger.setLevel(before[0])
     _, logger.propagate, logger.handlers[:] = before
 

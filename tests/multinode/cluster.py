@@ -26,6 +26,16 @@ PROGRAMS = (
     *("pdsh", "mpirun", "srun", "slurmctld", "slurmd", "munged"),
 )
 SPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork")
+PROBE = """
+mount -t tmpfs tmpfs /mnt
+mkdir /mnt/{upper,work,root}
+mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root
+ip link add br0 type bridge
+ip link add v0 type veth peer name v1
+tc qdisc add dev v0 root tbf rate 200mbit burst 256kbit latency 100ms
+nft add table ip t
+"""
+"""What nodes and the tests on them do to the kernel."""
 SERVICES = ("sshd", "munged", "slurmctld", "slurmscriptd", "slurmd")
 
 
@@ -37,25 +47,23 @@ def what_is_missing() -> str | None:
     if missing:
         return f"nodes need {', '.join(missing)}: tests/multinode/install.sh installs them"
     probe = subprocess.run(
-        [
-            "unshare",
-            "--net",
-            "--mount",
-            "--pid",
-            "--uts",
-            "--ipc",
-            "--fork",
-            "mount",
-            "-t",
-            "tmpfs",
-            "x",
-            "/mnt",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+        ["unshare", *SPACES, "bash", "-ec", PROBE], capture_output=True, text=True, check=False
     )
-    return f"nodes need namespaces and mounts: {probe.stderr.strip()}" if probe.returncode else None
+    if probe.returncode:
+        return f"nodes need namespaces, overlays and virtual networks: {probe.stderr.strip()}"
+    try:
+        group = _cgroups() / f"nodes-{os.getpid()}"
+        group.mkdir()
+        group.rmdir()
+    except OSError as error:
+        return f"nodes need control groups: {error}"
+    return None
+
+
+def _cgroups() -> Path:
+    """Where the processor's share of a group is set: version 1 has a folder for each controller."""
+    first = Path("/sys/fs/cgroup/cpu")
+    return first if first.is_dir() else first.parent
 
 
 def wait_until(done: Callable[[], object], seconds: float, what: str) -> None:
@@ -307,11 +315,10 @@ class Cluster:
         """What runs on the node now has this share of one core, all together; `restore` ends it."""
         period = 100_000
         quota = int(share * period)
-        first = Path("/sys/fs/cgroup/cpu")  # version 1 has a folder for each controller
-        group = (first if first.is_dir() else first.parent) / f"nodes-{os.getpid()}-{node}"
+        group = _cgroups() / f"nodes-{os.getpid()}-{node}"
         group.mkdir()
         self._groups.append(group)
-        if first.is_dir():
+        if group.parent.name == "cpu":
             (group / "cpu.cfs_period_us").write_text(str(period))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
         else:
