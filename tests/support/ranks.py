@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 
 def free_port() -> int:
     """Below those of outgoing connections, one of which might take it before it is used."""
@@ -25,6 +27,9 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+CROWD = 150  # threads of a rank
 
 
 class RankFailedError(AssertionError):
@@ -63,6 +68,11 @@ class RankPool:
     @property
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
+
+    @property
+    def is_crowded(self) -> bool:
+        """By groups that engines made and nobody ended: the threads of each wake a hundred times a second."""
+        return any(psutil.Process(process.pid).num_threads() > CROWD for process in self._processes)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
         """`function(job, *arguments)` on every rank; the results in rank order."""
