@@ -15,7 +15,8 @@ class TokenizerConfig(Closed):
     """Where the tokenizer comes from: trained on the data here, or loaded."""
 
     pretrained: str | None = None
-    """Local folder, `tokenizer.json` file or hub name. Default: train one on the data."""
+    """Local folder, `tokenizer.json` file or hub name. Default: that of `model.pretrained`; without one, a
+    tokenizer is trained on the data."""
     vocab_size: int = Field(8192, gt=256)
     """Entries of the byte-level BPE trained on the data. Not read with `pretrained`."""
 

@@ -195,7 +195,8 @@ class RunConfig(Closed):
     seed: int = Field(0, ge=0, lt=2**32)
     """Fixes initial weights, data order and dropout."""
     max_steps: int | None = Field(None, gt=0)
-    """Optimizer steps of the run. Exactly one of this and `max_epochs`."""
+    """Optimizer steps of the run. Exactly one of this and `max_epochs`; the one on the command line takes the
+    place of the other in the recipe."""
     max_epochs: float | None = Field(None, gt=0)
     """Passes over the training data."""
     model: ModelConfig

@@ -9,6 +9,7 @@ import yaml
 
 from pipeline.config.batch import BatchPlan, plan_batch
 from pipeline.config.combinations import Choice, refuse_impossible
+from pipeline.config.data_schema import DocumentsConfig
 from pipeline.config.deepspeed_json import (
     adopt_stated_numbers,
     adopt_torch_section,
@@ -25,9 +26,13 @@ from pipeline.config.loading import (
     set_dotted,
     validate_recipe,
 )
+from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.errors import ConfigError
+
+# Of two ways to say one thing, the one on the command line takes the place of the other in the file.
+ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) ->
     tree, places = read_yaml(recipe)
     for parts, value in for_recipe:
         set_dotted(tree, parts, value, "command line")
+    overridden = {".".join(parts) for parts, _ in for_recipe}
+    _set_aside_alternatives(tree, overridden)
     raw = None
     if deepspeed is not None:
         raw = load_deepspeed_json(deepspeed, for_deepspeed)
@@ -109,14 +116,42 @@ def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) ->
             tree, adopted = adopt_torch_section(tree, raw, deepspeed)
             places |= adopted
             raw = None
-    overridden = {".".join(parts) for parts, _ in for_recipe}
-    config = validate_recipe(tree, recipe, places, overridden)
+    config = _with_own_tokenizer(validate_recipe(tree, recipe, places, overridden))
     if raw is not None and "engine" in config.model_fields_set:
         place = place_of("engine.precision", recipe, places, overridden)
         raise ConfigError(
             f"{place}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); drop the section"
         )
     return Settings(config, raw, recipe, deepspeed)
+
+
+def _set_aside_alternatives(tree: Tree, overridden: set[str]) -> None:
+    for pair in ALTERNATIVES:
+        for given, other in (pair, pair[::-1]):
+            if given in overridden and other not in overridden and get_dotted(tree, given) is not None:
+                section, _, key = other.rpartition(".")
+                (get_dotted(tree, section) if section else tree).pop(key, None)
+
+
+def _with_own_tokenizer(config: RunConfig) -> RunConfig:
+    """A pretrained model reads the ids of its own tokenizer, unless the recipe names another one.
+
+    Raises:
+        ConfigError: its folder has none.
+    """
+    model, data = config.model, config.data
+    if not isinstance(model, CausalLMConfig) or not isinstance(data, DocumentsConfig):
+        return config
+    if model.pretrained is None or data.tokenizer.pretrained is not None:
+        return config
+    folder = Path(model.pretrained).expanduser()
+    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        raise ConfigError(
+            f"model.pretrained: the folder {model.pretrained} has no tokenizer; name the one that the model was "
+            "trained with: data.tokenizer.pretrained (a folder, a tokenizer.json or a hub name)"
+        )
+    tokenizer = data.tokenizer.model_copy(update={"pretrained": model.pretrained})
+    return config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
 
 
 def recipe_yaml(config: RunConfig) -> str:

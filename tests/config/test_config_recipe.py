@@ -409,3 +409,58 @@ data:
 )
 def test_mistakes_inside_lists_and_between_sources(load, tmp_path, old, new, message):
     assert message in fails_with(load, tmp_path, old, new, text=SOURCES)
+
+
+@pytest.mark.parametrize(
+    ("override", "given", "set_aside"),
+    [
+        ("max_epochs=2", "max_epochs", "max_steps"),
+        ("data.sources=[{paths: [a]}]", "data.sources", "data.paths"),
+    ],
+)
+def test_one_of_two_ways_on_the_command_line_takes_the_place_of_the_other_in_the_recipe(
+    load, override, given, set_aside
+):
+    tree = load("", "", override).model_dump()
+    for part in given.split(".")[:-1]:
+        tree = tree[part]
+    assert tree[given.split(".")[-1]] is not None
+    assert tree[set_aside.split(".")[-1]] is None
+
+
+def test_both_ways_on_the_command_line_are_an_error(load, tmp_path):
+    message = fails_with(load, tmp_path, "", "", "max_epochs=2", "max_steps=3")
+    assert "exactly one of max_steps and max_epochs" in message
+
+
+PRETRAINED = ("architecture: llama\n  num_layers: 2", "pretrained: {folder}")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_pretrained_model_brings_its_tokenizer(load, folder):
+    (folder / "tokenizer.json").write_text("{}")
+    old, new = PRETRAINED
+    assert load(old, new.format(folder=folder)).data.tokenizer.pretrained == str(folder)
+    assert load(old, "pretrained: owner/name").data.tokenizer.pretrained == "owner/name"
+
+
+def test_another_tokenizer_for_a_pretrained_model_is_named(load, folder):
+    old, new = PRETRAINED
+    config = load(old, new.format(folder=folder), "data.tokenizer.pretrained=other/tokenizer")
+    assert config.data.tokenizer.pretrained == "other/tokenizer"
+
+
+def test_a_pretrained_folder_without_a_tokenizer_trains_no_new_one(load, tmp_path, folder):
+    old, new = PRETRAINED
+    message = fails_with(load, tmp_path, old, new.format(folder=folder))
+    assert message == (
+        "model.pretrained: the folder base has no tokenizer; name the one that the model was trained with: "
+        "data.tokenizer.pretrained (a folder, a tokenizer.json or a hub name)"
+    )
