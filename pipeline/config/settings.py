@@ -147,8 +147,8 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     folder = Path(model.pretrained).expanduser()
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         raise ConfigError(
-            f"model.pretrained: the folder {model.pretrained} has no tokenizer; name the one that the model was "
-            "trained with: data.tokenizer.pretrained (a folder, a tokenizer.json or a hub name)"
+            f"model.pretrained: the folder {model.pretrained} has no tokenizer; name the one that the model "
+            "was trained with: data.tokenizer.pretrained (a folder, a tokenizer.json or a hub name)"
         )
     tokenizer = data.tokenizer.model_copy(update={"pretrained": model.pretrained})
     return config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
