@@ -1,18 +1,55 @@
 """The errors a user can cause. Each is shown as one line, without a traceback, and ends the run with code 2.
 
-A programmer's mistake raises anything else and keeps its traceback.
+A programmer's mistake raises anything else and keeps its traceback. What a message repeats may come from
+anywhere: it is cleaned and cut here, wherever it is shown.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import re
 import sys
 from collections.abc import Callable
+from typing import NoReturn
+
+# What moves a terminal's cursor, hides or turns text round, or cannot be written at all: control characters
+# but for line breaks and tabs, marks of direction, halves of surrogate pairs.
+UNSHOWN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+MOST_LINES = 3
+LONGEST_LINE, LONGEST_WORD = 1000, 400  # characters; a path may have 4096, but nobody reads it
+
+
+def printable(text: str) -> str:
+    """The text with what no terminal should be given written as an escape: `\\x1b`."""
+    return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shown(text: str) -> str:
+    """At most three lines of what a message says, without megabytes and escapes of what it repeats."""
+    lines = [_cut(printable(line), LONGEST_LINE) for line in text.strip().split("\n")]
+    if len(lines) > MOST_LINES:
+        more = len(lines) - MOST_LINES + 1
+        lines = [*lines[: MOST_LINES - 1], f"... and {more} more"]
+    return "\n".join(lines)
+
+
+def _cut(text: str, most: int) -> str:
+    """Cut in the middle: what and where stand at the beginning, what to change at the end."""
+    if most > LONGEST_WORD and len(text) > LONGEST_WORD:
+        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _cut(word[0], LONGEST_WORD), text)
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
 
 
 class PipelineError(Exception):
     """Something the user gave cannot work. The message says what was given and what to change."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 class ConfigError(PipelineError):
@@ -50,3 +87,17 @@ def report_errors(work: Callable[[], int | None], interrupted: str | None = None
         if interrupted is not None:
             print(interrupted, file=sys.stderr, flush=True)
         return 130
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser whose mistakes are one line like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with code 2."""
+        given = message.rpartition(" ")[2]
+        options = [option for action in self._actions for option in action.option_strings]
+        near = (
+            difflib.get_close_matches(given.partition("=")[0], options, n=1) if given.startswith("-") else []
+        )
+        hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+        self.exit(2, f"error: {shown(message)}; {hint}\n")

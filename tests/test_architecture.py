@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Lower layers first; a module imports from its own layer or from lower ones.
 LAYERS = [
-    ["errors"],
+    ["errors", "foreign"],
     ["config", "importing", "durable"],
     ["distributed", "logs"],
     ["launching"],

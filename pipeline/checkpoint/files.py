@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from pipeline import foreign
 from pipeline.checkpoint.layout import Layout, Slot
 from pipeline.engine.fragments import Fragment
 
@@ -156,13 +156,8 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def open_plain(path: Path) -> int:
-    """As `opened`, to be closed by the caller."""
-    # Without O_NONBLOCK a pipe in place of the file would wait for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a plain file")
-    return descriptor
+    """As `opened`, to be closed by the caller. A link is none: what lies outside the run is not read."""
+    return foreign.open_plain(path, follow_links=False)
 
 
 def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:

@@ -12,7 +12,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config.schema import RunConfig
+from pipeline.config.yaml_loader import Loader
 from pipeline.errors import ConfigError
+from pipeline.foreign import CONFIGURATION, read_plain
 
 Tree = dict[str, Any]
 
@@ -21,18 +23,6 @@ DEEPSPEED_OWNS = {
     "zero_optimization", "zero_stage", "stage", "fp16", "bf16", "precision", "dtype", "offload",
     "offload_optimizer", "offload_param", "loss_scale", "tensor_parallel", "pipeline",
 }  # fmt: skip
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number (YAML 1.1 takes it for text)."""
-
-
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
 
 
 def did_you_mean(given: str, valid: Iterable[str]) -> str:
@@ -50,7 +40,7 @@ def read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     """
     text = read_text(path)
     try:
-        loader = _Loader(text)
+        loader = Loader(text)
         node = loader.get_single_node()
         places = _key_places(node, path)
         tree = {} if node is None else loader.construct_document(node)
@@ -72,7 +62,8 @@ def read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
 def read_text(path: Path) -> str:
     """The UTF-8 text of a configuration file; a ConfigError names what is near when it is missing."""
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        # Some editors begin a file with a byte order mark.
+        return read_plain(path, CONFIGURATION).decode("utf-8-sig")
     except FileNotFoundError:
         siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings) if siblings else ""
@@ -81,6 +72,8 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: not UTF-8 (byte {error.start})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
 def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
@@ -114,9 +107,10 @@ def parse_override(argument: str) -> tuple[list[str], Any]:
     if not equals or not all(parts) or parts == ["ds"]:
         raise ConfigError(f"command line: {argument!r} is not an override; write section.key=value")
     try:
-        return parts, yaml.load(value, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ConfigError(f"command line: the value of {key} is not valid YAML: {value!r}") from None
+        return parts, yaml.load(value, Loader=Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = f" ({error.problem})" if isinstance(error, yaml.MarkedYAMLError) and error.problem else ""
+        raise ConfigError(f"command line: the value of {key} is not valid YAML{reason}: {value!r}") from None
 
 
 def set_dotted(tree: Tree, parts: list[str], value: Any, place: str) -> None:

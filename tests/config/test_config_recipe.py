@@ -251,6 +251,10 @@ def test_a_key_given_twice_is_refused_with_its_place(load, tmp_path):
     assert message == "recipe.yaml:8:3: not valid YAML: the key 'num_layers' is given twice"
 
 
+# Twelve lines that stand for nine to the power of twelve values.
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
+
+
 @pytest.mark.parametrize(
     ("text", "place"),
     [
@@ -265,7 +269,12 @@ def test_a_key_given_twice_is_refused_with_its_place(load, tmp_path):
         ("name: 2024-02-45\n", "recipe.yaml: not valid YAML: day is out of range for month"),
         ("name: \x07\n", "recipe.yaml: not valid YAML: "),
         ("a: " + "[" * 5000, "recipe.yaml: not valid YAML: nested too deeply"),
-        ("a: &a {b: *a}\n", "recipe.yaml: not valid YAML: nested too deeply"),
+        ("a: &a {b: *a}\n", "recipe.yaml:1:4: not valid YAML: the value holds itself"),
+        ("a: " + "[" * 70 + "]" * 70, "recipe.yaml:1:"),
+        ("a: [" + "1," * 100_001 + "1]", "recipe.yaml:1:"),
+        (BOMB, "recipe.yaml:6:5: not valid YAML: stands for more than 100,000 values"),
+        ("a: " + "9" * 5000, "recipe.yaml:1:4: not valid YAML: a number of 5,000 digits"),
+        ("a: 0x" + "f" * 5000, "recipe.yaml:1:4: not valid YAML: a number of 5,002 digits"),
     ],
 )
 def test_malformed_yaml_is_told_with_line_and_column(load, tmp_path, text, place):

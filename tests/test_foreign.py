@@ -1,0 +1,84 @@
+"""Files that others made, and messages that repeat them."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from pipeline.errors import LONGEST_LINE, ConfigError, printable
+from pipeline.foreign import inside, open_plain, read_plain, unsafe_files
+
+
+def test_what_is_no_plain_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        (tmp_path / "link").symlink_to("pipe")
+        for name, what in [
+            ("pipe", "a pipe"),
+            ("link", "a pipe"),
+            ("socket", "no plain file"),
+            (".", "a folder"),
+        ]:
+            with pytest.raises(OSError, match=f"it is {what}"):
+                open_plain(tmp_path / name)
+    with pytest.raises(OSError, match="it is a device"):
+        read_plain("/dev/zero", 10)
+
+
+def test_no_more_is_read_than_such_a_file_may_have(tmp_path):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="larger than the 1 KiB"):
+        read_plain(tmp_path / "large", 1 << 10)
+    (tmp_path / "small").write_bytes(b"x" * 1024)
+    assert len(read_plain(tmp_path / "small", 1 << 10)) == 1 << 10
+
+
+def test_no_name_and_no_link_leads_out_of_a_folder(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "link").symlink_to("deep")
+    (folder / "out").symlink_to(tmp_path)
+    (folder / "round").symlink_to("round")
+    for name in ("file", "deep/file", "link/file"):
+        assert inside(folder, name) == folder / name
+    for name in ("../file", "deep/../../file", "/etc/passwd", "out/file", "round", "a\0b"):
+        assert inside(folder, name) is None, name
+
+
+def test_links_of_the_hubs_cache_are_no_way_out(tmp_path):
+    snapshot = tmp_path / "models--x" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--x" / "blobs").mkdir()
+    (tmp_path / "models--x" / "blobs" / "1").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/1")
+    assert list(unsafe_files(snapshot)) == []
+    (snapshot / "vocab.json").symlink_to(tmp_path)
+    os.mkfifo(snapshot / "pipe")
+    (snapshot / "tokenizer.json").symlink_to("/etc/passwd")
+    assert list(unsafe_files(snapshot)) == [
+        "'pipe' is a pipe, not a file",
+        "'tokenizer.json' is a link that leads out of the folder",
+        "'vocab.json' is a link that leads out of the folder",
+    ]
+
+
+def test_a_message_moves_no_cursor_and_has_an_end():
+    hostile = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m\udc80\rerror: nothing"
+    message = str(ConfigError(f"recipe.yaml:3: name: {hostile!s} and {'x' * 10**6}; write a name"))
+    assert printable(message) == message
+    assert "\\x1b[2J" in message
+    assert message.startswith("recipe.yaml:3: name: ")
+    assert message.endswith("; write a name")
+    assert len(message) <= LONGEST_LINE + 100
+    spaced = str(ConfigError(f"{'a b ' * 10**5}; write less"))
+    assert len(spaced) <= LONGEST_LINE
+    assert spaced.endswith("; write less")
+
+
+def test_a_message_has_three_lines_at_most():
+    assert str(ConfigError("\n".join("abc"))) == "a\nb\nc"
+    assert str(ConfigError("\n".join("abcdefg"))) == "a\nb\n... and 5 more"
