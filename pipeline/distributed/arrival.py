@@ -12,7 +12,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
-from pipeline.distributed.lines import everyone, introduce, whoever
+from pipeline.distributed.lines import answer, arrive, everyone, introduce, part_of_attempt, whoever
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.verdict import Who, ranks_in_words
 from pipeline.errors import LaunchError
@@ -49,6 +49,8 @@ class _Wait:
 def meet(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[Who]]:
     """The job's store, and all ranks in order. MASTER_ADDR and MASTER_PORT say where.
 
+    What an earlier attempt of the job left in the store is not in what is returned.
+
     Raises:
         LaunchError: not every rank was there in time, or this one did not reach the master.
     """
@@ -68,10 +70,14 @@ def meet(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[Who]]:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        introduce(store, ranks.rank, os.getpid())
+        token = arrive(store, ranks.rank)
         if ranks.is_main_process:
-            _wait_for_all(store, ranks.world_size, _Wait(timeout.total_seconds()))
-        return store, everyone(store, ranks.world_size)
+            answer(store, 1, attempt=token)
+        own_part = part_of_attempt(store, token)
+        introduce(own_part, ranks.rank, os.getpid())
+        if ranks.is_main_process:
+            _wait_for_all(store, own_part, ranks.world_size, token, _Wait(timeout.total_seconds()))
+        return own_part, everyone(own_part, ranks.world_size)
     except DistError as error:
         what = "cannot serve as the master" if serves else "did not meet all ranks at the master"
         raise LaunchError(f"{own} {what}, {host}:{port}: {str(error).partition(chr(10))[0]}") from None
@@ -87,8 +93,9 @@ def _reach(host: str, port: int, own: str, wait: _Wait, said: bool) -> None:
             wait(line, f"what is in the way: {DOCTOR}", said)
 
 
-def _wait_for_all(store: Store, world_size: int, wait: _Wait) -> None:
-    while len(there := whoever(store, world_size)) < world_size:
+def _wait_for_all(store: Store, own_part: Store, world_size: int, attempt: str, wait: _Wait) -> None:
+    while len(there := whoever(own_part, world_size)) < world_size:
+        answer(store, world_size, attempt)
         hosts: dict[str, list[int]] = {}
         for who in there:
             hosts.setdefault(who.host, []).append(who.rank)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import platform
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipeline.distributed.machine import machine_id
 from pipeline.distributed.memory import Memory
@@ -53,6 +54,35 @@ def claim(store: Store, failure: Failure) -> Failure:
     # Where the key is not there yet, the first call makes it; two that do so at once still agree below.
     store.compare_set(FAILURE, "", NOBODY)
     return _failure(store.compare_set(FAILURE, NOBODY, json.dumps(asdict(failure))))
+
+
+def arrive(store: Store, rank: int) -> str:
+    """Says that a process is there as this rank, under a token of its own. It is answered to the token."""
+    token = secrets.token_hex(8)
+    store.set(f"pipeline/arrived/{rank}", token)
+    return token
+
+
+def answer(store: Store, world_size: int, attempt: str) -> None:
+    """Tells those who have arrived so far which attempt of the job they belong to. For rank 0, repeatedly.
+
+    In a store that outlives attempts (torchrun's) they may be of an earlier one: that answer is never read.
+    """
+    for token in _present(store, "arrived", range(world_size)).values():
+        store.compare_set(_answer_to(token.decode()), "", attempt)
+
+
+def part_of_attempt(store: Store, token: str) -> Store:
+    """What only the processes of this attempt write to and read. Waits for rank 0's answer.
+
+    No number in the environment tells one attempt from the next: torchrun counts failures, each machine its
+    own, and not the changes of membership.
+    """
+    return PrefixStore(f"pipeline/{store.get(_answer_to(token)).decode()}", store)
+
+
+def _answer_to(token: str) -> str:
+    return f"pipeline/answer/{token}"
 
 
 def introduce(store: Store, rank: int, pid: int) -> None:

@@ -115,7 +115,9 @@ def _launch(argv: Sequence[str]) -> int:
     words = command(argv)
     if code := check_sizes(words):
         return code
-    os.execv(words[0], words)
+    # Else torch keeps the ranks' store from attempt to attempt, on the machine that had rank 0 in the first:
+    # lost, it is looked for there by all machines but the one that takes its place.
+    os.execve(words[0], words, os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ from datetime import timedelta
 
 import pytest
 from support.ranks import free_port
+from torch.distributed import TCPStore
 
 from pipeline.distributed.arrival import meet
+from pipeline.distributed.lines import Failure, claim
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import LaunchError
 
@@ -71,3 +73,21 @@ def test_a_port_that_is_taken_is_named(port):
         other.listen()
         with pytest.raises(LaunchError, match=f"cannot serve as the master, 127.0.0.1:{port}: .*in use"):
             arrive(0, 2, 3)
+
+
+def test_attempts_that_share_a_store_share_nothing_in_it(port, monkeypatch):
+    """torchrun's store is there before the ranks and after them; here the second attempt has fewer ranks."""
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt, world_size in enumerate((3, 2, 3)):
+        # Whoever comes last, rank 0 or another: what the attempt before wrote is there, and not meant.
+        with ThreadPoolExecutor(world_size) as threads:
+            late = [(0.5 if rank == attempt else 0.0) for rank in range(world_size)]
+            futures = [threads.submit(arrive, rank, world_size, 20, late[rank]) for rank in range(world_size)]
+            stores = [future.result()[0] for future in futures]
+        own = Failure(attempt, "raised", attempt)
+        assert claim(stores[-1], own) == own
+        assert claim(stores[0], Failure(0, "lost", 124)) == own
+        stores[0].set("default_pg/0/address", str(attempt))
+        assert {store.get("default_pg/0/address") for store in stores} == {str(attempt).encode()}
+    assert not server.check(["default_pg/0/address"])

@@ -64,17 +64,17 @@ def sbatch(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environmen
 
 
 def torchrun(
-    cluster: Cluster, hosts: Sequence[str], *arguments: str, least: int | None = None, **environment: str
+    cluster: Cluster,
+    hosts: Sequence[str],
+    *arguments: str,
+    nodes: str | None = None,
+    endpoint: str | None = None,
+    **environment: str,
 ) -> list[Launched]:
-    """`least`: hosts that are enough to go on."""
-    nodes = str(len(hosts)) if least is None else f"{least}:{len(hosts)}"
-    command = [
-        str(ROOT / "launch" / "torchrun.sh"),
-        "--nnodes",
-        nodes,
-        "--rdzv-endpoint",
-        f"{hosts[0]}:{PORT}",
-    ]
+    """`nodes`: MIN:MAX, where they are not all; `endpoint`: the host where they meet, else the first."""
+    where = f"{endpoint or hosts[0]}:{PORT}"
+    command = [str(ROOT / "launch" / "torchrun.sh"), "--nnodes", nodes or str(len(hosts))]
+    command += ["--rdzv-endpoint", where]
     return [cluster.start(host, *command, *arguments, cwd=HERE, **environment) for host in hosts]
 
 

@@ -138,7 +138,7 @@ def test_a_lost_node_leaves_the_job_to_the_other(cluster, curve):
     """torchrun 1:2; node2 loses power; node1 goes on alone: the same global batch, the very next sample."""
     run = cluster.shared / "run"
     more = ["distributed.hang_seconds=20"]
-    jobs = torchrun(cluster, cluster.hosts[:2], *arguments(cluster, run, *more), least=1)
+    jobs = torchrun(cluster, cluster.hosts[:2], *arguments(cluster, run, *more), nodes="1:2")
     wait_for_rows(run, jobs)
     cluster.lose("node2")
     finish(jobs[:1], cluster, run, curve)
