@@ -254,6 +254,10 @@ class TimedObjective:
         """See Objective.count."""
         return self._objective.count(batch)
 
+    def inputs(self, model: Callable[..., Any], batch: Batch) -> frozenset[str]:
+        """See Objective.inputs."""
+        return self._objective.inputs(model, batch)
+
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""
         with self._span.measured():

@@ -15,9 +15,9 @@ from pipeline.objectives import (
     CausalLM,
     Classification,
     Custom,
+    ModelCall,
     ModelLoss,
     build_objective,
-    call_model,
     logits_of,
     loss_of,
 )
@@ -220,12 +220,12 @@ def test_a_custom_objective_returns_one_sum(function):
 
 def test_a_lone_input_goes_in_by_position_and_targets_stay_out():
     batch = {"inputs": torch.ones(1), "labels": torch.zeros(1), "targets": torch.zeros(1)}
-    assert call_model(lambda anything: anything, batch) is batch["inputs"]
+    assert ModelCall()(lambda anything: anything, batch) is batch["inputs"]
 
 
 def test_several_inputs_go_in_by_name():
     batch = {"input_ids": torch.ones(1), "attention_mask": torch.zeros(1), "shift_labels": torch.zeros(1)}
-    given = call_model(lambda **given: given, batch)
+    given = ModelCall()(lambda **given: given, batch)
     assert list(given) == ["input_ids", "attention_mask"]
 
 
@@ -250,9 +250,9 @@ def test_a_loss_where_logits_are_wanted_says_what_to_write():
 def test_a_model_that_wants_the_labels_is_told_where_they_go():
     batch = {"inputs": torch.ones(1), "labels": torch.zeros(1)}
     with pytest.raises(ModelError, match=r"forward wants labels; .* objective.kind: model_loss"):
-        call_model(lambda inputs, labels: inputs, batch)
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'mask'"):
-        call_model(lambda inputs, mask: inputs, batch)
+        ModelCall()(lambda inputs, labels: inputs, batch)
+    with pytest.raises(ModelError, match=r"the model\(inputs, mask\) .* missing a required argument: 'mask'"):
+        ModelCall()(lambda inputs, mask: inputs, batch)
 
 
 def test_a_models_own_loss_is_found_in_what_it_returns():

@@ -226,10 +226,13 @@ class CustomDataConfig(Closed):
 
     kind: str = Field(pattern=IMPORT_PATH)
     """Import path `package.module:function`. It is called with `"train"` and `"eval"` and returns a
-    torch Dataset of dicts of tensors (or None where there is no such split); for `"eval"` also a dict of
-    several, by name."""
+    torch Dataset of dicts, tuples or tensors (or None where there is no such split); for `"eval"` also a
+    dict of several, by name."""
     args: dict[str, Any] = Field({})
     """Keyword arguments of the function."""
+    collate_fn: str | None = Field(None, pattern=IMPORT_PATH)
+    """Import path of a function that makes a batch of a list of samples. Default: the data set's own
+    `collate_fn`, or what stacks samples of one shape."""
 
 
 DataConfig = Annotated[

@@ -25,6 +25,9 @@ class ModelSection(Closed):
     them, a run directory or one of its checkpoints. A run that goes on does not read it again."""
     strict: bool = True
     """Of `weights`, anything missing, unexpected or of another shape is an error; `false` loads what fits."""
+    inputs: list[str] | None = Field(None, min_length=1)
+    """Entries of a batch that go to the model, by name or in the order of its forward's arguments; the others
+    go to the loss. Default: by the forward's signature (docs/your-own-model.md)."""
     grow_vocabulary: bool = False
     """Where `weights` or `pretrained` have fewer rows of the vocabulary than the tokenizer needs: further
     rows of the input and output embedding, each the mean of those there are."""

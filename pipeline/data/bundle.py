@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
+from pipeline.data.batches import Batch as Batch
+from pipeline.data.batches import stacked
 from pipeline.data.mixture import SourceShare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Batch = dict[str, Tensor]
-Collate = Callable[[list[Any]], Batch]
+Collate = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class DataBundle:
     """Data that is ready to be loaded; the same on every rank that was given the same recipe.
 
     Attributes:
-        train: Map-style data set (`__len__`, `__getitem__`) of dicts of tensors. Random numbers it draws from
-            torch's, numpy's or Python's own generators are seeded for each batch; one that says
+        train: Map-style data set (`__len__`, `__getitem__`) of samples (see batches.py). Random numbers it
+            draws from torch's, numpy's or Python's own generators are seeded for each batch; one that says
             `is_deterministic = True` draws none, and is spared the 0.1 ms. Where it has
             `augmented(index, draw)`, training samples come from that: `draw` is a random 64-bit number that
             belongs to the sample's place in the run.
         eval: Held-out samples by name, such as each source's. Empty: none.
-        collate: Makes a batch of what the data set's `__getitems__` (or a list of `__getitem__`) returned.
+        collate: Makes a batch (see batches.as_batch) of what the data set's `__getitems__` (or a list of
+            `__getitem__`) returned.
         tokenizer: Text only.
         vocab_size: Token ids are below this (special tokens included). Text only.
         num_classes: Labels are below this. Classification only.
@@ -57,12 +59,9 @@ class DataBundle:
         return self.mixture or (SourceShare("train", len(self.train)),)  # type: ignore[arg-type]
 
 
-def collate_items(items: list[Batch] | Batch) -> Batch:
-    """A batch as it is (from a vectorised `__getitems__`), or items stacked along a new first axis."""
-    if isinstance(items, dict):
-        return items
-    batch: Batch = default_collate(items)
-    return batch
+def collate_items(items: Any) -> Any:
+    """A batch as it is (from a vectorised `__getitems__`), or samples of one shape stacked."""
+    return stacked(items) if isinstance(items, list) and items else items
 
 
 class JoinedDataset(Dataset[Batch]):

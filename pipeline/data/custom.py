@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
 from pipeline.config.data_schema import SOURCE_NAME, CustomDataConfig
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.bundle import Collate, DataBundle, collate_items
+from pipeline.data.loader import own_random_numbers
 from pipeline.errors import DataError
 from pipeline.importing import import_object
 
@@ -17,7 +20,8 @@ def prepare_custom(config: CustomDataConfig) -> DataBundle:
     """Calls `function("train", **args)` and `function("eval", **args)`.
 
     For `"eval"` it may return a dict of data sets by name; `eval/loss` is then the mean over all of them.
-    `collate`, `vocab_size`, `num_classes` and `num_channels` of the training set are used where it has them.
+    `collate_fn` (or `collate`), `vocab_size`, `num_classes` and `num_channels` of the training set, or of
+    what it is a Subset of, are used where it has them.
 
     Raises:
         DataError: nothing to call at the path, arguments that do not fit, or no data set of known length
@@ -41,11 +45,11 @@ def prepare_custom(config: CustomDataConfig) -> DataBundle:
     return DataBundle(
         train=train,
         eval=held_out,
-        collate=getattr(train, "collate", collate_items),
+        collate=_collate_of(train, config),
         tokenizer=None,
-        vocab_size=getattr(train, "vocab_size", None),
-        num_classes=getattr(train, "num_classes", None),
-        num_channels=getattr(train, "num_channels", None),
+        vocab_size=_stated(train, "vocab_size"),
+        num_classes=_stated(train, "num_classes"),
+        num_channels=_stated(train, "num_channels"),
         fingerprint=f"{config.kind}-{len(train)}",
     )
 
@@ -66,7 +70,9 @@ def call_for_split(function: Callable[..., Any], split: str, config: CustomDataC
                 f"data.kind {config.kind}: {name}{signature} cannot be called with ({given}): {mismatch}; "
                 "change data.args"
             ) from None
-    return function(split, **config.args)
+    # Numbers that it draws are the same on every rank and after a restart.
+    with own_random_numbers(0 if split == "train" else 1):
+        return function(split, **config.args)
 
 
 def check_dataset(dataset: Any, role: str, config: CustomDataConfig) -> None:
@@ -76,10 +82,51 @@ def check_dataset(dataset: Any, role: str, config: CustomDataConfig) -> None:
         DataError: no map-style data set, or one without a sample.
     """
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    told = None
     if missing:
-        raise DataError(
-            f"data.kind {config.kind}: returned a {type(dataset).__name__} for {role}, which has no "
-            f"{' and no '.join(missing)}; expected a map-style torch Dataset"
-        )
+        told = f", which has no {' and no '.join(missing)}; expected a map-style torch Dataset"
+        if isinstance(dataset, DataLoader):
+            told += ": return the data set, and the batches are made for you"
+    elif isinstance(dataset, IterableDataset):
+        told = ", which can only be iterated over; expected a map-style torch Dataset, with samples by index"
+    elif isinstance(dataset, (Mapping, tuple, str)):
+        named = f" of {', '.join(map(str, dataset))}" if isinstance(dataset, Mapping) else ""
+        told = f"{named}; expected one map-style torch Dataset (of tensors: TensorDataset(x, y))"
+    if told is not None:
+        raise DataError(f"data.kind {config.kind}: returned a {type(dataset).__name__} for {role}{told}")
     if len(dataset) == 0:
         raise DataError(f"data.kind {config.kind}: the data set for {role} is empty")
+
+
+def _stated(dataset: Any, name: str) -> Any:
+    """An attribute of the data set, or of what it is a part of."""
+    while not hasattr(dataset, name) and isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return getattr(dataset, name, None)
+
+
+def _collate_of(dataset: Any, config: CustomDataConfig) -> Collate:
+    """The data set's own, or what stacks samples.
+
+    Raises:
+        DataError: its own does not take a list of samples.
+    """
+    own = _stated(dataset, "collate_fn") or _stated(dataset, "collate")
+    where = f"data.kind {config.kind}: the data set's collate_fn"
+    if config.collate_fn is not None:
+        own, where = import_object(config.collate_fn, DataError), f"data.collate_fn: {config.collate_fn}"
+    if own is None:
+        return collate_items
+    if not callable(own):
+        raise DataError(f"{where} is a {type(own).__name__}; expected a function of a list of samples")
+    try:
+        inspect.signature(own).bind([])
+    except TypeError as mismatch:
+        raise DataError(
+            f"{where}{inspect.signature(own)} cannot be called with a list of samples: {mismatch} (inside a "
+            "class it is a @staticmethod, or has self)"
+        ) from None
+    except ValueError:
+        pass  # a callable written in C may have no signature
+    collate: Collate = own
+    return collate

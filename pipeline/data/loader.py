@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pipeline.data.bundle import Batch, Collate
+from pipeline.data.batches import Batch, LoadedBatch, as_batch, moved, usable
+from pipeline.data.bundle import Collate
 from pipeline.data.mixture import MixtureOrder
 from pipeline.data.sampler import Draw, EvalSampler, MicroBatchSampler
-from pipeline.errors import DataError
+from pipeline.errors import DataError, PipelineError
 
 PREFETCH = 2  # batches a worker fetches ahead
 
@@ -63,7 +64,7 @@ class TrainLoader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._samples_seen = 0
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Iterator[Any] | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -79,7 +80,7 @@ class TrainLoader:
         """This rank's micro-batches of the next optimizer step."""
         if self._batches is None:
             self._batches = self._start()
-        group = [next(self._batches) for _ in range(self._gradient_accumulation_steps)]
+        group = [usable(next(self._batches)) for _ in range(self._gradient_accumulation_steps)]
         self._samples_seen += self.global_batch_size
         return group
 
@@ -93,7 +94,7 @@ class TrainLoader:
         """Ends the workers; the next group starts new ones where it left off."""
         self._batches = None  # the iterator's destructor stops its workers
 
-    def _start(self) -> Iterator[Batch]:
+    def _start(self) -> Iterator[Any]:
         sampler = MicroBatchSampler(
             self.order,
             micro_batch_size=self._micro_batch_size,
@@ -166,7 +167,7 @@ class EvalLoader:
         batches = iter(self._batches)
         for name, sampler in zip(self.names, self._samplers, strict=True):
             for index in range(len(sampler)):
-                yield name, next(batches), sampler.is_real(index)
+                yield name, usable(next(batches)), sampler.is_real(index)
 
 
 class Fetch(Dataset[Any]):
@@ -185,7 +186,13 @@ class Fetch(Dataset[Any]):
         self._seed = seed
         self._is_training = is_training
 
-    def __getitems__(self, draw: Draw) -> Batch:
+    def __getitems__(self, draw: Draw) -> LoadedBatch | PipelineError:
+        try:
+            return as_batch(self._collated(draw), len(draw.indices))
+        except PipelineError as error:
+            return error  # as a value: what a worker raises arrives with its traceback for a message
+
+    def _collated(self, draw: Draw) -> Any:
         dataset = self._datasets[draw.dataset]
         if self._is_training and hasattr(dataset, "augmented"):
             places = enumerate(draw.indices, start=draw.position)
@@ -195,7 +202,7 @@ class Fetch(Dataset[Any]):
         with own_random_numbers(self._seed, draw.position):
             return self._read(dataset, draw.indices)
 
-    def _read(self, dataset: Dataset[Any], indices: list[int]) -> Batch:
+    def _read(self, dataset: Dataset[Any], indices: list[int]) -> Any:
         if hasattr(dataset, "__getitems__"):
             return self._collate(dataset.__getitems__(indices))
         return self._collate([dataset[index] for index in indices])
@@ -241,17 +248,18 @@ class _InProcess:
         self._draws = draws
         self._pin_memory = pin_memory
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[LoadedBatch | PipelineError]:
         for draw in self._draws:
             batch = self._fetch.__getitems__(draw)
-            if self._pin_memory:
-                batch = {key: tensor.pin_memory() for key, tensor in batch.items()}
+            if self._pin_memory and isinstance(batch, LoadedBatch):
+                samples, batch = batch.num_samples, moved(batch, lambda _, tensor: tensor.pin_memory())
+                batch.num_samples, batch.host = samples, None
             yield batch
 
 
 def _batches(
     fetch: Fetch, draws: Iterable[Draw], num_workers: int, pin_memory: bool, *, persistent: bool
-) -> Iterable[Batch]:
+) -> Iterable[Any]:
     if num_workers == 0:
         return _InProcess(fetch, draws, pin_memory)
     # Its own generator: by default each iteration draws from torch's global one, and dropout would differ.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipeline.data.bundle import Batch
+from pipeline.data.batches import Batch, moved, tensors
 from pipeline.data.loader import TrainLoader
 from pipeline.data.mixture import SourceCounts
 
@@ -79,8 +79,7 @@ class DevicePrefetcher:
         group = self._loader.next_group()
         with self._streams.stream(self._stream):
             self._ahead = [
-                {key: tensor.to(self._device, non_blocking=True) for key, tensor in batch.items()}
-                for batch in group
+                moved(batch, lambda _, tensor: tensor.to(self._device, non_blocking=True)) for batch in group
             ]
 
     def _take(self) -> list[Batch]:
@@ -88,7 +87,7 @@ class DevicePrefetcher:
         assert group is not None
         current = self._streams.current_stream()
         current.wait_stream(self._stream)  # the device waits, not the host
-        for tensor in (tensor for batch in group for tensor in batch.values() if tensor.is_cuda):
+        for tensor in (tensor for tensor in tensors(group) if tensor.is_cuda):
             tensor.record_stream(current)  # else the copying stream, whose memory it is, reuses it too early
         return group
 

@@ -25,7 +25,13 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_state import DeepSpeedState, state_of
 from pipeline.engine.held import State
-from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
+from pipeline.engine.interface import (
+    StepResult,
+    check_gradient,
+    count_and_vote,
+    count_parameters,
+    to_device,
+)
 from pipeline.engine.loss_scale import (
     go_on_at_the_minimum,
     loss_scale_left_to_us,
@@ -163,7 +169,8 @@ class DeepSpeedEngine(DeepSpeedState):
         skipped_before = engine.skipped_steps
         loss_sum = torch.zeros((), device=self.device)
         for cpu_batch in micro_batches:
-            loss = objective(engine, self._part_on_device(cpu_batch))
+            loss = objective(engine, self._part_on_device(cpu_batch, objective))
+            check_gradient(loss)
             engine.backward(loss.loss_sum * (scale * own_loss_scale), scale_wrt_gas=False)
             engine.step()
             loss_sum += loss.loss_sum.detach()
@@ -184,11 +191,12 @@ class DeepSpeedEngine(DeepSpeedState):
         share = loss_sum / self._split.tensor_parallel  # each rank of a tensor group computed all of it
         return StepResult(share, totals[0], grad_norm, skipped, totals[1], scale_now)
 
-    def _part_on_device(self, batch: Batch) -> dict[str, Tensor]:
+    def _part_on_device(self, batch: Batch, objective: Objective) -> Batch:
         if self._sequence is not None:
             self._sequence.use()
             batch = self._sequence.part(batch)
-        return to_device(batch, self.device, self._float_dtype)
+        inputs = objective.inputs(self._engine, batch)
+        return to_device(batch, self.device, self._float_dtype, inputs)
 
     def _clip_and_guard(self, *_: Any) -> None:
         if self._split.tensor_parallel > 1:
@@ -201,7 +209,7 @@ class DeepSpeedEngine(DeepSpeedState):
         """See Engine.eval_step."""
         if self.module.training:
             self._engine.eval()
-        loss = objective(self._engine, self._part_on_device(batch))
+        loss = objective(self._engine, self._part_on_device(batch, objective))
         if self._copies == 1:
             return loss
         count = objective.count(batch).to(self.device, torch.float64) / self._copies

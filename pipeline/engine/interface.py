@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.data.batches import LoadedBatch, moved
 from pipeline.engine.fragments import EngineState
+from pipeline.errors import ModelError
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 
 
@@ -68,14 +70,36 @@ class Engine(EngineState, Protocol):
         ...
 
 
-def to_device(batch: Batch, device: torch.device, float_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The batch on the device; floating inputs in the model's precision, targets as they are."""
+def to_device(
+    batch: Batch,
+    device: torch.device,
+    float_dtype: torch.dtype | None,
+    inputs: Collection[str] = frozenset(),
+) -> LoadedBatch:
+    """The batch on the device.
+
+    Args:
+        inputs: What goes to the model: floating ones of it in `float_dtype`, but for targets.
+    """
 
     def move(key: str, tensor: Tensor) -> Tensor:
-        cast = float_dtype if tensor.is_floating_point() and key not in TARGET_KEYS else None
-        return tensor.to(device, dtype=cast or tensor.dtype, non_blocking=True)
+        is_cast = tensor.is_floating_point() and key in inputs and key not in TARGET_KEYS
+        return tensor.to(device, dtype=float_dtype if is_cast else None, non_blocking=True)
 
-    return {key: move(key, tensor) for key, tensor in batch.items()}
+    return moved(batch, move)
+
+
+def check_gradient(loss: LossSum) -> None:
+    """Before backward.
+
+    Raises:
+        ModelError: there is nothing to go back through.
+    """
+    if not loss.loss_sum.requires_grad:
+        raise ModelError(
+            "the loss does not depend on any parameter that is trained; look for .detach(), .item(), .data, "
+            "torch.no_grad() or torch.tensor(...) between the model's parameters and the loss"
+        )
 
 
 def count_and_vote(

@@ -147,7 +147,7 @@ class PipelineEngine(DeepSpeedState):
     def _on_device(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
         """What PipelineEngine takes: the first stage's inputs, and for the last stage the whole batch."""
         for cpu_batch in micro_batches:
-            batch = to_device(cpu_batch, self.device, self._float_dtype)
+            batch = to_device(cpu_batch, self.device, None)
             ids = batch["input_ids"]
             yield (ids, batch["position_ids"]) if "position_ids" in batch else ids, batch
 

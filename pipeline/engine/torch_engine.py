@@ -17,7 +17,13 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
 from pipeline.engine.held import fragments, restore
-from pipeline.engine.interface import StepResult, count_and_vote, count_parameters, to_device
+from pipeline.engine.interface import (
+    StepResult,
+    check_gradient,
+    count_and_vote,
+    count_parameters,
+    to_device,
+)
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.torch_state import ParameterState, kept_buffers, names_of, whole_parameters
 from pipeline.engine.unused import listed, warn_of_unused
@@ -77,10 +83,11 @@ class TorchEngine:
         self._optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), device=self.device)
         for index, cpu_batch in enumerate(micro_batches):
-            batch = to_device(cpu_batch, self.device, None)
+            batch = self._on_device(cpu_batch, objective)
             with self._reduced_after(index == len(micro_batches) - 1):
                 with self._autocast():
                     loss = objective(self._replicas if self._ddp is None else self._ddp.wrapper, batch)
+                check_gradient(loss)
                 (loss.loss_sum * scale).backward()
             loss_sum += loss.loss_sum.detach()
         self._look_for_unused()
@@ -108,7 +115,11 @@ class TorchEngine:
         if self.module.training:
             self._replicas.eval()
         with self._autocast():
-            return objective(self._replicas, to_device(batch, self.device, None))
+            return objective(self._replicas, self._on_device(batch, objective))
+
+    def _on_device(self, batch: Batch, objective: Objective) -> Batch:
+        inputs = objective.inputs(self._replicas, batch)
+        return to_device(batch, self.device, self._parameters[0].dtype, inputs)
 
     def _state(self) -> ParameterState:
         ranks = self._job.ranks

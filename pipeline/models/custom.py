@@ -19,6 +19,8 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
         ModelError: no such function, arguments that do not fit it, or another return type.
     """
     build = import_object(config.kind, ModelError)
+    if isinstance(build, nn.Module):
+        raise ModelError(f"model.kind: {config.kind} is a module; name a function or a class that makes it")
     try:
         inspect.signature(build).bind(**config.args)
     except TypeError as error:

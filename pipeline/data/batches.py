@@ -1,0 +1,256 @@
+"""What a data set or a collate may give, and the one form that loaders, engines and objectives know: a dict.
+
+A sample or a batch may be a dict, a tuple or list `(input, target, ...)`, a named tuple or a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from pipeline.errors import DataError, PipelineError
+
+UNNAMED, FURTHER = (
+    ("inputs", "targets"),
+    "field_",
+)  # entries of a tuple; further ones are field_2, field_3, ...
+SHOWN = 12  # entries of a batch that a message lists
+Batch = dict[str, Any]
+
+
+class MissingEntryError(DataError, KeyError):
+    """A batch was asked for an entry that it does not have."""
+
+    __str__ = PipelineError.__str__  # a KeyError would be shown in quotes
+
+
+class LoadedBatch(Batch):
+    """A batch on its way to the model and the loss.
+
+    Values are tensors (also in nested tuples, lists and dicts) or what else a data set gave, such as strings.
+
+    Attributes:
+        num_samples: None where it was not loaded.
+        host: Where it was moved to a device: what it was on the host, so that a look at a value there waits
+            for no device.
+    """
+
+    num_samples: int | None = None
+    host: Batch | None = None
+
+    def __missing__(self, key: str) -> Any:
+        raise MissingEntryError(f"{key!r} was asked of a batch that has no such entry: {shown(self)}")
+
+
+def on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch as it was before it went to a device, where that is known."""
+    return getattr(batch, "host", None) or batch
+
+
+def num_samples(batch: Mapping[str, Any]) -> int:
+    """Samples of the batch: as it was loaded, or the length of its first tensor."""
+    known = getattr(on_host(batch), "num_samples", None)
+    return known if known is not None else next((len(t) for t in tensors(batch) if t.dim()), 1)
+
+
+def moved(batch: Mapping[str, Any], move: Callable[[str, Tensor], Tensor]) -> LoadedBatch:
+    """The batch with `move(key, tensor)` in place of each tensor; it remembers the host's."""
+    result = LoadedBatch({key: _mapped(value, key, move) for key, value in batch.items()})
+    result.host = on_host(batch)  # type: ignore[assignment]
+    return result
+
+
+def _mapped(value: Any, key: str, move: Callable[[str, Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return move(key, value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(each, key, move) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_mapped(each, key, move) for each in value)
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in it, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors(each)
+
+
+def shown(batch: Mapping[str, Any]) -> str:
+    """`inputs (8, 3) float32, names (list of str)`: what a batch holds, for a message."""
+    parts = [f"{key} {_described(value)}" for key, value in list(batch.items())[:SHOWN]]
+    return ", ".join(parts) + ", ..." * (len(batch) > SHOWN) or "nothing"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (tuple, list)) and value:
+        return f"({type(value).__name__} of {type(value[0]).__name__})"
+    return f"({type(value).__name__})"
+
+
+def as_batch(collated: Any, samples: int | None = None) -> LoadedBatch:
+    """A batch in the one form.
+
+    Args:
+        collated: A dict, or a tuple or list whose first entry is the model's (`inputs`, or the entries of a
+            dict), whose second is the target (`targets`), and whose further ones are `field_2`, `field_3`
+            ...; a named tuple keeps its names; a tensor or array is `inputs`.
+        samples: How many samples it was made of.
+
+    Raises:
+        DataError: it is nothing of that, or empty.
+    """
+    if isinstance(collated, PackedSequence):
+        raise DataError(_NO_PACKED)
+    if isinstance(collated, Mapping):
+        entries = dict(collated)
+    elif isinstance(collated, tuple) and hasattr(collated, "_asdict"):
+        entries = collated._asdict()
+    elif isinstance(collated, (tuple, list)) and collated:
+        entries = dict(zip(map(_name, range(len(collated))), collated, strict=True))
+        if isinstance(collated[0], Mapping):
+            entries = {**collated[0], **{key: entries[key] for key in list(entries)[1:]}}
+    elif isinstance(collated, (Tensor, np.ndarray)):
+        entries = {"inputs": collated}
+    else:
+        what = "an empty list" if isinstance(collated, (tuple, list)) else f"a {type(collated).__name__}"
+        raise DataError(
+            f"the batch is {what}; expected a dict of tensors, a tuple (inputs, targets), or a tensor: see "
+            "what the data set's collate returns"
+        )
+    batch = LoadedBatch({_checked(key): _tensors_in(value) for key, value in entries.items()})
+    lengths = [len(tensor) for tensor in tensors(batch) if tensor.dim()]
+    if not lengths or 0 in lengths[:1]:
+        raise DataError(
+            f"a batch without a sample: {shown(batch)}; a collate that leaves samples out must keep at least "
+            "one, and a data set must give tensors"
+        )
+    # A tensor may begin with another dimension, such as time; a collate may leave samples out.
+    batch.num_samples = samples if samples in lengths else lengths[0]
+    return batch
+
+
+def usable(batch: Any) -> Batch:
+    """What a loader gave.
+
+    Raises:
+        PipelineError: what it gave in place of a batch.
+    """
+    if isinstance(batch, PipelineError):
+        raise batch
+    loaded: Batch = batch
+    return loaded
+
+
+_NO_PACKED = (
+    "the batch holds a PackedSequence, which cannot be divided over devices; collate with pad_sequence, hand "
+    "on the lengths, and let the model's forward call pack_padded_sequence"
+)
+
+
+def _name(place: int) -> str:
+    return UNNAMED[place] if place < len(UNNAMED) else f"{FURTHER}{place}"
+
+
+def _checked(key: Any) -> str:
+    if not isinstance(key, str):
+        raise DataError(f"the batch has an entry called {key!r}; names are strings")
+    return key
+
+
+def _tensors_in(value: Any) -> Any:
+    """The value with tensors in place of arrays and numbers."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, PackedSequence):
+        raise DataError(_NO_PACKED)
+    if isinstance(value, Mapping):
+        return {key: _tensors_in(each) for key, each in value.items()}
+    if _is_numeric(value):
+        return _tensor_of(value)
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {key: _tensors_in(each) for key, each in value._asdict().items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_tensors_in(each) for each in value)
+    return value
+
+
+def _is_numeric(value: Any) -> bool:
+    """A number, an array of numbers, or lists of them of one length."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in "biuf"
+    if isinstance(value, list) and value:
+        if isinstance(value[0], list):
+            same = all(isinstance(each, list) and len(each) == len(value[0]) for each in value)
+            return same and all(map(_is_numeric, value))
+        return all(isinstance(each, (bool, int, float, np.number)) for each in value)
+    return isinstance(value, (bool, int, float))
+
+
+def _tensor_of(value: Any) -> Tensor:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(value) if value.flags.writeable else value.copy())
+    return torch.as_tensor(np.array(value) if isinstance(value, np.generic) else value)
+
+
+def stacked(samples: Sequence[Any], where: str = "samples") -> Any:
+    """Samples of one form made into a batch: tensors and numbers along a new first axis, others listed.
+
+    Raises:
+        DataError: they differ in form or shape, or are None; the message names both.
+    """
+    first = samples[0]
+    kinds = {type(sample).__name__: None for sample in samples}
+    if first is None and where == "samples":
+        raise DataError("the data set gave None for a sample; expected a dict, a tuple or a tensor")
+    if isinstance(first, PackedSequence):
+        raise DataError(_NO_PACKED)
+    if any(isinstance(sample, (Mapping, tuple, Tensor, np.ndarray)) for sample in samples) and len(kinds) > 1:
+        raise DataError(f"{where} of one batch differ in type: {', '.join(kinds)}; give all the same form")
+    if isinstance(first, Mapping):
+        keys = [set(sample) for sample in samples]
+        if differing := set.union(*keys) - set.intersection(*keys):
+            lacking = ", ".join(sorted(map(str, differing)))
+            raise DataError(f"{where} of one batch differ in their entries: some lack {lacking}")
+        return {key: stacked([s[key] for s in samples], _inside(where, key)) for key in first}
+    is_row = isinstance(first, list) and where != "samples" and all(map(_is_numeric, samples))
+    if isinstance(first, (tuple, list)) and not is_row:
+        if len({len(sample) for sample in samples}) > 1:
+            raise DataError(_uneven(where, [len(sample) for sample in samples]))
+        names: Sequence[str] = getattr(first, "_fields", [_name(place) for place in range(len(first))])
+        columns = [
+            stacked(column, _inside(where, name))
+            for name, column in zip(names, zip(*samples, strict=True), strict=True)
+        ]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if isinstance(first, Tensor) or _is_numeric(first):
+        values = [sample if isinstance(sample, Tensor) else _tensor_of(sample) for sample in samples]
+        if len(shapes := {tuple(value.shape): None for value in values}) > 1:
+            raise DataError(_uneven(where, list(shapes)))
+        return torch.stack(values) if isinstance(first, (Tensor, np.ndarray, list)) else _numbers(samples)
+    return list(samples)
+
+
+def _numbers(samples: Sequence[Any]) -> Tensor:
+    return torch.as_tensor(np.array(samples) if isinstance(samples[0], np.generic) else list(samples))
+
+
+def _inside(where: str, key: Any) -> str:
+    return str(key) if where == "samples" else f"{where}.{key}"
+
+
+def _uneven(where: str, shapes: list[Any]) -> str:
+    return (
+        f"{where} of one batch cannot be stacked: {' and '.join(map(str, shapes[:3]))}; make them equal, or "
+        "give the data set a `collate_fn` that pads (docs/your-own-model.md)"
+    )

@@ -1,0 +1,58 @@
+"""What is minimised: the objective that a recipe names, and all there is to choose from."""
+
+from __future__ import annotations
+
+from pipeline.config.model_schema import CausalLMConfig, CNNConfig
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.importing import import_object
+from pipeline.objectives.cross_entropies import CausalLM, Classification
+from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum, Objective
+from pipeline.objectives.model_call import ModelCall
+from pipeline.objectives.outputs import logits_of, loss_of
+from pipeline.objectives.own import Custom, ModelLoss
+
+__all__ = [
+    "TARGET_KEYS",
+    "Batch",
+    "CausalLM",
+    "Classification",
+    "Custom",
+    "LossSum",
+    "ModelCall",
+    "ModelLoss",
+    "Objective",
+    "build_objective",
+    "logits_of",
+    "loss_of",
+]
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """The objective the recipe names; `auto` follows the model's kind.
+
+    Raises:
+        ConfigError: `auto` with a model of one's own, an import path that leads nowhere, or settings of
+            classification for another objective.
+    """
+    objective = config.objective
+    kind = objective.kind
+    if kind == "auto":
+        kinds = {CausalLMConfig: "causal_lm", CNNConfig: "classification"}
+        kind = kinds.get(type(config.model), "")
+        if not kind:
+            raise ConfigError(
+                "objective.kind: with a model of your own say what is minimised: causal_lm, classification, "
+                "model_loss (the model returns its loss), or package.module:function"
+            )
+    call = ModelCall(config.model.inputs, with_targets=kind == "model_loss")
+    if kind == "classification":
+        return Classification(objective.class_weights, objective.label_smoothing, call)
+    for name in ("class_weights", "label_smoothing"):
+        if getattr(objective, name):
+            raise ConfigError(f"objective.{name}: only classification reads it, and this is {kind}")
+    if kind == "causal_lm":
+        return CausalLM(call)
+    if kind == "model_loss":
+        return ModelLoss(call)
+    return Custom(import_object(kind, ConfigError), call)

@@ -1,0 +1,124 @@
+"""Whether layers and losses fit what they are given: looked at in the first calls, before they compute.
+
+An error of torch's that a wrong data set causes would else be a traceback, and on a GPU the process's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from pipeline.errors import DataError, ModelError
+
+CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+
+
+class FirstCalls:
+    """The first call of a model (or a loss) in training, and the first in evaluation."""
+
+    def __init__(self) -> None:
+        self._seen: set[bool] = set()
+
+    @contextmanager
+    def around(self, model: Callable[..., Any]) -> Iterator[None]:
+        """Inside, what does not fit is an error that names it. Waits for the device, in first calls alone.
+
+        Exactly torch's own layers are looked at: a subclass may take something else. Nothing, where the model
+        is compiled: a hook would be compiled in.
+
+        Raises:
+            ModelError: a layer's input is not what it takes.
+            DataError: labels are out of the range of the scores that they are compared with.
+        """
+        mode = getattr(model, "training", None)
+        if mode is None or mode in self._seen:
+            yield
+            return
+        self._seen.add(mode)
+        assert isinstance(model, nn.Module)
+        layers = dict(model.named_modules())
+        if any(layer._compiled_call_impl is not None for layer in layers.values()):
+            yield
+            return
+        names = {id(layer): name.removeprefix("module.") for name, layer in layers.items()}
+
+        def look(layer: nn.Module, given: tuple[Any, ...]) -> None:
+            if id(layer) in names and given and isinstance(given[0], Tensor):
+                told = _misfit(layer, given[0])
+                if told is not None:
+                    raise ModelError(
+                        f"model: {_named(layer, names[id(layer)])} is given {_of(given[0])}; {told}"
+                    )
+
+        hook = register_module_forward_pre_hook(look)
+        try:
+            with _Labels():
+                yield
+        finally:
+            hook.remove()
+
+
+class _Labels(TorchFunctionMode):
+    """Looks at what cross entropies are called with, wherever they are."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in (F.cross_entropy, F.nll_loss) and len(args) > 1:
+            _check_targets(args[0], args[1], (kwargs or {}).get("ignore_index", -100))
+        return function(*args, **(kwargs or {}))
+
+
+def _misfit(layer: Any, x: Tensor) -> str | None:
+    if type(layer) is nn.Embedding:
+        return _embedding_misfit(layer, x)
+    is_linear, dimensions = type(layer) is nn.Linear, CONVOLUTIONS.get(type(layer))
+    is_recurrent = type(layer) in (nn.LSTM, nn.GRU, nn.RNN)
+    if not (is_linear or dimensions or is_recurrent):
+        return None
+    if not x.is_floating_point() and not x.is_complex():
+        return "expected floating-point numbers: make them such in the data set, as x.float()"
+    if is_linear and x.shape[-1:] != (layer.in_features,):
+        return f"expected a last dimension of {layer.in_features}"
+    if is_recurrent and x.shape[-1] != layer.input_size:
+        return f"expected a last dimension of {layer.input_size}"
+    if dimensions:
+        fits = x.dim() in (dimensions + 1, dimensions + 2) and x.shape[-dimensions - 1] == layer.in_channels
+        return None if fits else f"expected (samples, {layer.in_channels}{', size' * dimensions})"
+    return None
+
+
+def _embedding_misfit(layer: nn.Embedding, ids: Tensor) -> str | None:
+    if ids.is_floating_point():
+        return "expected integers: make them such in the data set, as x.long()"
+    if (
+        ids.numel()
+        and not 0 <= (lowest := int(ids.min())) <= (highest := int(ids.max())) < layer.num_embeddings
+    ):
+        return f"indices are {lowest} to {highest}; expected 0 to {layer.num_embeddings - 1}"
+    return None
+
+
+def _check_targets(scores: Tensor, targets: Any, ignored: int) -> None:
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() != scores.dim() - 1:
+        return
+    counted, classes = targets[targets != ignored], scores.shape[1 if scores.dim() > 1 else 0]
+    if counted.numel() and not 0 <= (low := int(counted.min())) <= (high := int(counted.max())) < classes:
+        raise DataError(
+            f"the labels of a cross entropy are {low} to {high}, and its scores are for {classes} classes: "
+            f"expected 0 to {classes - 1}"
+        )
+
+
+def _of(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+
+
+def _named(layer: nn.Module, name: str) -> str:
+    return f"{name or 'the model'}, {type(layer).__name__}({layer.extra_repr()}),"

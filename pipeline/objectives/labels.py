@@ -1,0 +1,56 @@
+"""Labels of a batch: found, and looked at on the host: on a GPU a wrong one ends the process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pipeline.cross_entropy import IGNORED
+from pipeline.data.batches import on_host, shown
+from pipeline.errors import DataError
+from pipeline.objectives.interface import Batch
+
+
+def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
+    """The first of these entries that the batch has.
+
+    Raises:
+        DataError: it has none of them, or they are no class numbers; says what the batch has.
+    """
+    name = next((name for name in names if name in batch), None)
+    if name is None:
+        raise DataError(f"objective {objective} reads {names[0]!r}, and the batch has {shown(batch)}")
+    labels = batch[name]
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        raise DataError(
+            f"objective {objective} reads class numbers (integers from 0) from {name!r}, and the batch has "
+            f"{shown({name: labels})}; make them such in the data set, or use an objective of your own"
+        )
+    return name
+
+
+def wrong_label(batch: Batch, name: str, classes: int) -> int | None:
+    """A label that is neither -100 nor in [0, classes), where there is one.
+
+    Looks at labels on the host alone, which a batch on a device remembers: never waits.
+    """
+    labels = on_host(batch).get(name)
+    if not isinstance(labels, Tensor) or labels.device.type != "cpu" or not labels.numel():
+        return None
+    values = labels.numpy()  # torch would wake all its threads for a few kB
+    if values.max() >= classes:
+        return int(values.max())
+    if values.min() >= 0:
+        return None
+    wrong = values[(values < 0) & (values != IGNORED)]
+    return int(wrong[0]) if len(wrong) else None
+
+
+def check_labels(batch: Batch, name: str, classes: int) -> None:
+    """Raises DataError where there is a wrong label; see wrong_label."""
+    if (wrong := wrong_label(batch, name, classes)) is not None:
+        raise DataError(
+            f"{name!r} has {wrong}, and the model has {classes} outputs: expected 0 to {classes - 1} "
+            f"({IGNORED}: not counted)"
+        )

@@ -1,0 +1,107 @@
+"""Losses of the user's own: a function of theirs, or what the model computes itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pipeline.data.batches import num_samples
+from pipeline.errors import ConfigError
+from pipeline.objectives.first_calls import FirstCalls
+from pipeline.objectives.interface import Batch, LossSum
+from pipeline.objectives.labels import check_labels
+from pipeline.objectives.model_call import Caller, ModelCall, unwrapped
+from pipeline.objectives.outputs import loss_of, shape_of
+
+
+class Custom(Caller):
+    """A user's function: `function(outputs, batch) -> loss_sum`, a sum over the micro-batch's samples.
+
+    Outputs reach it in fp32, whatever the model computes in: not all of torch's losses are there in half
+    precision, or take targets of another. The mean is over samples, or over `function.count(batch)` where
+    the function has such an attribute.
+
+    Raises:
+        ConfigError: it cannot be called so.
+    """
+
+    unit = "samples"
+    extra_keys: tuple[str, ...] = ()
+
+    def __init__(self, function: Callable[..., Tensor], call: ModelCall | None = None):
+        self.function = function
+        super().__init__(call)
+        self._checked = FirstCalls()
+        name = getattr(function, "__name__", type(function).__name__)
+        if isinstance(function, type):
+            raise ConfigError(
+                f"objective.kind: {name} is a class; expected a function {name}(outputs, batch)"
+            )
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # written in C
+            return
+        try:
+            signature.bind(None, None)
+        except TypeError as misfit:
+            raise ConfigError(
+                f"objective.kind: {name}{signature} cannot be called with (outputs, batch): {misfit}"
+            ) from None
+
+    def count(self, batch: Batch) -> Tensor:
+        own: Callable[[Batch], Any] | None = getattr(self.function, "count", None)
+        return torch.as_tensor(own(batch) if own else num_samples(batch))
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        outputs = tree_map(_in_fp32, self._call(model, batch))
+        with self._checked.around(model):
+            loss_sum = self.function(outputs, batch)
+        if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
+            raise ConfigError(
+                f"objective.kind: the function returned {shape_of(loss_sum)}; expected one 0-dim tensor: "
+                "the sum of the loss over the samples"
+            )
+        return LossSum(loss_sum, self.count(batch).to(loss_sum.device))
+
+
+def _in_fp32(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
+
+class ModelLoss(Caller):
+    """The loss the model computes itself, from inputs and targets: its mean over the batch's samples."""
+
+    unit = "samples"
+    extra_keys: tuple[str, ...] = ()
+
+    def __init__(self, call: ModelCall | None = None):
+        super().__init__(call or ModelCall(with_targets=True))
+
+    def count(self, batch: Batch) -> Tensor:
+        return torch.as_tensor(num_samples(batch))
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        self._check(model, batch)
+        loss, samples = loss_of(self._call(model, batch)).float(), self.count(batch)
+        if loss.dim() == 0:
+            return LossSum(loss * samples, samples.to(loss.device))
+        # nn.DataParallel gathers one mean a GPU, of the parts that torch.chunk makes. A loss for each sample
+        # is the same with parts of one.
+        parts = torch.empty(int(samples)).chunk(len(loss))
+        sizes = torch.tensor([len(part) for part in parts], device=loss.device)
+        return LossSum((loss * sizes).sum(), samples.to(loss.device))
+
+    @staticmethod
+    def _check(model: Callable[..., Any], batch: Batch) -> None:
+        """A transformers classifier's labels against its outputs: on a GPU a wrong one ends the process."""
+        classes = getattr(getattr(unwrapped(model), "config", None), "num_labels", None) or 1
+        labels = batch.get("labels")
+        is_class = isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point()
+        if classes > 1 and is_class:
+            check_labels(batch, "labels", classes)
