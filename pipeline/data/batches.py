@@ -233,7 +233,10 @@ def stacked(samples: Sequence[Any], where: str = "samples") -> Any:
             for name, column in zip(names, zip(*samples, strict=True), strict=True)
         ]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    if isinstance(first, Tensor) or _is_numeric(first):
+    are_numbers = [isinstance(sample, Tensor) or _is_numeric(sample) for sample in samples]
+    if any(are_numbers) and not all(are_numbers):
+        raise DataError(f"{where} of one batch differ in type: {', '.join(kinds)}; give all the same form")
+    if all(are_numbers):
         values = [sample if isinstance(sample, Tensor) else _tensor_of(sample) for sample in samples]
         if len(shapes := {tuple(value.shape): None for value in values}) > 1:
             raise DataError(_uneven(where, list(shapes)))
