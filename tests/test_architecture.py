@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers first; a module imports from its own layer or from lower ones.
 LAYERS = [
     ["errors", "foreign"],
-    ["config", "importing", "durable"],
+    ["config", "importing", "durable", "op_builds"],
     ["distributed", "logs"],
     ["launching"],
     ["doctor"],
@@ -35,7 +35,18 @@ WALLS = {
     "wandb": ["sinks"],
     "transformers": ["models", "data"],
 }
-TORCH_FREE = ["errors", "config", "cli", "commands", "__main__", "importing", "logs", "launching", "doctor"]
+TORCH_FREE = [
+    "errors",
+    "config",
+    "cli",
+    "commands",
+    "__main__",
+    "importing",
+    "logs",
+    "launching",
+    "doctor",
+    "op_builds",
+]
 
 
 def part_of(path: Path) -> str:

@@ -8,12 +8,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.cli import DEFAULT_RECIPE
+from pipeline.config.settings import load_settings
 from pipeline.doctor.examination import Wanted, examine, this_machine
 from pipeline.doctor.rows import Row, is_red
 from pipeline.doctor.slurm import examine_step, in_step
 from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.devices import Selection, choose_devices
 from pipeline.launching.hostfile import read_hostfile
+from pipeline.op_builds import needed_ops
 
 HELP = "examine the machines of a job: ssh, versions, devices, disks, network, a real all-reduce"
 
@@ -37,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="no all-reduce: torch is not loaded")
     parser.add_argument(
-        "--runs-dir", default="runs", metavar="DIR", help="of the recipe (default: %(default)s)"
+        "--deepspeed", type=Path, metavar="FILE.json", help="the run's: only what it needs is asked for"
     )
+    parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", help="the run's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the run's")
+    parser.add_argument("--runs-dir", metavar="DIR", help="default: the recipe's, or runs")
     parser.add_argument(
-        "--cache-dir",
-        default="~/.cache/deepspeed-pipeline",
-        metavar="DIR",
-        help="data.cache_dir of the recipe (%(default)s)",
+        "--cache-dir", metavar="DIR", help="default: the recipe's, or ~/.cache/deepspeed-pipeline"
     )
 
 
@@ -63,14 +66,27 @@ def _examine(arguments: argparse.Namespace) -> int:
     return 2 if is_red(rows) else 0
 
 
-def _rows(arguments: argparse.Namespace) -> list[Row] | None:
-    """None: another task of srun shows the table."""
-    wanted = Wanted(
+def _wanted(arguments: argparse.Namespace) -> Wanted:
+    """For no machine yet. Of a run that is given: what it writes to, and which native ops it needs."""
+    runs, cache, ops = "runs", "~/.cache/deepspeed-pipeline", None
+    if arguments.deepspeed or arguments.config or arguments.overrides:
+        recipe = arguments.config or DEFAULT_RECIPE
+        settings = load_settings(recipe, arguments.deepspeed, arguments.overrides)
+        runs = str(settings.config.runs_dir)
+        cache = str(getattr(settings.config.data, "cache_dir", cache))
+        ops = needed_ops(settings.deepspeed or {})
+    return Wanted(
         devices={},
         quick=arguments.quick,
-        folders=(arguments.runs_dir, arguments.cache_dir),
+        folders=(arguments.runs_dir or runs, arguments.cache_dir or cache),
         force_multi=arguments.force_multi,
+        ops=ops,
     )
+
+
+def _rows(arguments: argparse.Namespace) -> list[Row] | None:
+    """None: another task of srun shows the table."""
+    wanted = _wanted(arguments)
     selection = Selection(
         arguments.include,
         arguments.exclude,

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pipeline.doctor.facts import Disk
+from pipeline.doctor.facts import Disk, Ops
 from pipeline.doctor.probe import Answered
 from pipeline.doctor.rows import HOST, Fault, Row, Seen, Verdict, rows_of
 from pipeline.doctor.session import NO_FOLDER, NO_PYTHON, SilentError
+from pipeline.op_builds import ASYNC_IO, CPU_ADAM, NativeOp
 
 GIB = 1 << 30
 MEMORY_A_RANK = (1 * GIB, 2 * GIB)
@@ -63,6 +64,8 @@ def check_machines(seen: Seen) -> list[Row]:
     """Everything that can be said without the network between the hosts."""
     rows = []
     for needs, check in CHECKS.items():
+        if needs == "ops" and seen.ops is not None and not seen.ops:
+            continue  # nothing in the run needs them
         faults: dict[str, list[Fault]] = {}
         known = {}
         for host, facts in seen.facts.items():
@@ -209,30 +212,40 @@ def _folders(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
 
 
 def _ops(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
-    builds: dict[str, list[Fault]] = {}
+    faults: dict[str, list[Fault]] = {}
     stale: dict[str, list[Fault]] = {}
-    built, missing = set(), set()
+    ops = (CPU_ADAM,) if seen.ops is None else seen.ops
+    folders = {folder for op in ((CPU_ADAM, ASYNC_IO) if seen.ops is None else ops) for folder in op.folders}
     held = {lock["path"] for each in facts.values() for lock in each["ops"]["locks"] if lock["is_held"]}
     for host, each in facts.items():
-        ops = each["ops"]
-        built |= set(ops["built"])
-        if not ops["libaio"] and "async_io" not in ops["built"]:
-            missing.add(host)
-        if ops["compiler"] is None and "cpu_adam" not in ops["built"]:
-            builds[host] = [
-                ("warning", "no C++ compiler: no offloading", seen.on_host("apt-get install g++"))
-            ]
-        elif ops["ninja"] is None and "cpu_adam" not in ops["built"]:
-            install = seen.on_host(f"{sys.executable} -m pip install ninja")
-            builds[host] = [("warning", "no ninja: no offloading", install)]
-        for lock in ops["locks"]:
-            if lock["path"] not in held:  # of another host's build, where they share the folder
-                found = f"a killed build left {lock['path']}: the next one waits for ever"
-                stale.setdefault(host, []).append(("fail", found, seen.on_host(f"rm {lock['path']}")))
-    fine = f"built: {', '.join(sorted(built))}" if built else "will be built when they are needed"
-    if missing:
+        faults[host] = [fault for op in ops if (fault := _op(seen, op, each["ops"])) is not None][-1:]
+        for lock in each["ops"]["locks"]:
+            # Held by a build of another host, where they share the folder.
+            if lock["path"] not in held and Path(lock["path"]).parent.name in folders:
+                found = f"a killed build left {lock['path']}: a run that needs the op removes it"
+                stale.setdefault(host, []).append(("warning", found, seen.on_host(f"rm {lock['path']}")))
+    built = sorted({name for each in facts.values() for name in each["ops"]["built"]} & folders)
+    fine = f"built: {', '.join(built)}" if built else "will be built when they are needed"
+    if any(not each["ops"]["libaio"] and "async_io" not in each["ops"]["built"] for each in facts.values()):
         fine += "; async_io (NVMe) needs libaio-dev"
-    return rows_of("native ops", builds, fine) + rows_of("build locks", stale, "none is stale")
+    return rows_of("native ops", faults, fine) + rows_of("build locks", stale, "none is stale")
+
+
+def _op(seen: Seen, op: NativeOp, there: Ops) -> Fault | None:
+    """What is missing on a machine to build an op."""
+    # torch's AdamW takes the place of CPU Adam; nothing that of async_io.
+    is_asked_for = seen.ops is not None and op is ASYNC_IO
+    verdict: Verdict = "fail" if is_asked_for else "warning"
+    if set(op.folders) <= set(there["built"]):
+        return None
+    if there["compiler"] is None:
+        return verdict, "no C++ compiler: no offloading", seen.on_host("apt-get install g++")
+    if there["ninja"] is None:
+        install = seen.on_host(f"{sys.executable} -m pip install ninja")
+        return verdict, "no ninja: no offloading", install
+    if is_asked_for and not there["libaio"]:
+        return verdict, "no libaio: no offloading to NVMe", seen.on_host("apt-get install libaio-dev")
+    return None
 
 
 def check_clocks(seen: Seen) -> list[Row]:

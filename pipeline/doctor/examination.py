@@ -7,7 +7,7 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from pipeline.doctor.network_checks import (
 from pipeline.doctor.probe import Answered, Examine
 from pipeline.doctor.rows import Row, Seen
 from pipeline.doctor.session import Session, SilentError, local_command, over_command, ssh_command
+from pipeline.op_builds import NativeOp
 
 Result = TypeVar("Result")
 PASSED_ON = ("NCCL_", "GLOO_", "TORCH_EXTENSIONS_DIR")
@@ -49,6 +50,8 @@ class Wanted:
     """Leave the all-reduce out: torch is not loaded."""
     folders: Sequence[str] = ("runs", "~/.cache/deepspeed-pipeline")
     """What the run writes to; the first is the folder of its runs."""
+    ops: Collection[NativeOp] | None = None
+    """What the run needs of DeepSpeed's native ops; None: no run is known."""
     force_multi: bool = False
     is_remote: bool = True
     """The hosts are reached through ssh, as the launcher would; False: this machine alone."""
@@ -94,7 +97,12 @@ class _Examination:
             project=facts.read_project(), versions=facts.read_versions(), network=network.read_network([])
         )
         self._seen = Seen(
-            wanted.devices, here, {}, is_remote=wanted.is_remote, force_multi=wanted.force_multi
+            wanted.devices,
+            here,
+            {},
+            is_remote=wanted.is_remote,
+            force_multi=wanted.force_multi,
+            ops=wanted.ops,
         )
 
     def run(self, folder: Path, python: str) -> list[Row]:

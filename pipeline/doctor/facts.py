@@ -15,18 +15,16 @@ import runpy
 import shutil
 import subprocess
 import sys
-import time
 from importlib import metadata, util
 from pathlib import Path
 from typing import TypedDict
 
 import psutil
 
+from pipeline.op_builds import find_holder
+
 ROOT = Path(__file__).parents[2]
 SOURCES = {"pipeline": {".py"}, "launch": {".py", ".sh", ".yaml"}, "ds_configs": {".json"}}
-# Seconds a lock must have stood still, as in engine/native_ops.py: its owner holds it for a moment before
-# ninja starts and for a moment after it ends.
-QUIET = 10.0
 
 
 class Project(TypedDict):
@@ -239,19 +237,9 @@ def read_ops() -> Ops:
         libaio=any((prefix / "include/libaio.h").exists() for prefix in prefixes),
         built=sorted({library.stem for root in roots for library in root.glob("*/*.so")}),
         locks=[
-            Lock(path=str(lock), is_held=_is_held(lock))
+            Lock(path=str(lock), is_held=holder.dead_in > 0)
             for root in roots
             for lock in sorted(root.glob("*/lock"))
+            if (holder := find_holder(lock)) is not None
         ],
     )
-
-
-def _is_held(lock: Path) -> bool:
-    """ninja and the compilers it starts have the build folder as their working directory."""
-    with contextlib.suppress(OSError):  # released meanwhile
-        newest = max(path.stat().st_mtime for path in (lock, lock.parent, *lock.parent.iterdir()))
-        folder = str(lock.parent.resolve())
-        return time.time() - newest < QUIET or any(
-            process.info["cwd"] == folder for process in psutil.process_iter(["cwd"])
-        )
-    return True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.doctor.network import Connection
 from pipeline.doctor.probe import Answered
+from pipeline.op_builds import NativeOp
 
 HOST = "<host>"
 Verdict = Literal["ok", "warning", "fail"]
@@ -43,6 +44,8 @@ class Seen:
     """Hosts whose marker lies in the host's own run folder."""
     is_remote: bool = True
     """False: this machine alone, without ssh."""
+    ops: Collection[NativeOp] | None = None
+    """What the run will build or load; None: no run is known."""
     force_multi: bool = False
     """The launcher will use ssh also for one host."""
 

@@ -1,7 +1,7 @@
 """DeepSpeed's native ops, compiled before the model is made: once per machine, with a line that says so.
 
-Answers for which ops a configuration needs, for locks that a killed build left behind, and for what happens
-where an op cannot be compiled. How they are compiled is DeepSpeed's and torch's own affair.
+Answers for whose build is waited for, for locks that a killed build left behind, and for what happens where
+an op cannot be compiled. How they are compiled is DeepSpeed's and torch's own affair.
 """
 
 from __future__ import annotations
@@ -9,59 +9,40 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import platform
 import threading
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed.ops.op_builder
-import psutil
 import torch
-from filelock import FileLock
-from torch.utils.cpp_extension import _get_build_directory
+from filelock import FileLock, Timeout
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
 
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError
+from pipeline.op_builds import (
+    ALIVE,
+    ASYNC_IO,
+    OUT_OF_SIGHT,
+    Holder,
+    NativeOp,
+    find_holder,
+    needed_ops,
+    signature,
+)
 
 log = logging.getLogger(__name__)
 
 _TELL_AFTER = 3.0  # seconds; loading an op that is already built takes less than one
-# Seconds without a change after which a torch lock nobody works under is stale. Its owner holds it for a
-# moment before ninja starts and for a moment after it ends; while ninja runs, it is seen.
-_QUIET = 10.0
-
-
-@dataclass(frozen=True)
-class NativeOp:
-    """One extension that DeepSpeed compiles at its first use."""
-
-    label: str
-    builder: str
-    """The class in deepspeed.ops.op_builder."""
-    folders: tuple[str, ...]
-    """Below torch's extensions directory, in the order they are built."""
-    duration: str
-
-
-CPU_ADAM = NativeOp("DeepSpeed's CPU Adam", "CPUAdamBuilder", ("cpu_adam",), "one or two minutes")
-ASYNC_IO = NativeOp(
-    "DeepSpeed's async_io", "AsyncIOBuilder", ("pin_memory", "async_io"), "three to five minutes"
-)
-
-
-def needed_ops(config: dict[str, Any]) -> list[NativeOp]:
-    """The ops a resolved configuration uses, in the order in which they are needed."""
-    zero = config.get("zero_optimization", {})
-    optimizer = zero.get("offload_optimizer", {}).get("device", "none")
-    parameters = zero.get("offload_param", {}).get("device", "none")
-    ops = []
-    if optimizer in ("cpu", "nvme") and config.get("zero_force_ds_cpu_optimizer", True):
-        ops.append(CPU_ADAM)
-    if "nvme" in (optimizer, parameters):
-        ops.append(ASYNC_IO)
-    return ops
+_TELL_AGAIN = 60.0
 
 
 def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
@@ -103,11 +84,15 @@ def _build(op: NativeOp) -> str | None:
     told.daemon = True
     told.start()
     try:
-        folders = [Path(_get_build_directory(name, verbose=False)) for name in op.folders]
-        with FileLock(folders[-1].with_suffix(".pipeline-lock")):
+        folders = [Path(cpp_extension._get_build_directory(name, verbose=False)) for name in op.folders]
+        with _turn(op, folders[-1]) as waiting:
             for folder in folders:
-                _remove_stale_lock(op, folder)
-            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                waiting.until_free(folder / "lock")
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                warnings.catch_warnings(),
+                _batons_that_tell(waiting),
+            ):
                 warnings.simplefilter("ignore")
                 builder = getattr(deepspeed.ops.op_builder, op.builder)()
                 if not builder.is_compatible(verbose=False):  # else found only after pin_memory is built
@@ -123,23 +108,105 @@ def _build(op: NativeOp) -> str | None:
     return None
 
 
-def _remove_stale_lock(op: NativeOp, folder: Path) -> None:
-    """Removes the lock of a build that was killed: torch would wait for it for ever, without a word.
+@contextlib.contextmanager
+def _turn(op: NativeOp, folder: Path) -> Iterator[_Waiting]:
+    """This project's own lock on the op, which a process that ends lets go of; who has it is told.
 
-    The caller holds this project's own lock, so whoever holds torch's is another program, or dead. Another
-    program's build is waited for. One on another machine that shares the directory is not seen.
+    Beside it lies a line on what its holder does, for those that wait.
     """
-    lock = folder / "lock"
-    while lock.exists():
-        with contextlib.suppress(FileNotFoundError):  # released, or a temporary file gone, meanwhile
-            newest = max(path.stat().st_mtime for path in (lock, folder, *folder.iterdir()))
-            if time.time() - newest > _QUIET and not _someone_works_in(folder):
-                lock.unlink()
-                log.warning("an earlier build of %s was killed and left %s; removed it", op.label, lock)
-        if lock.exists():
-            time.sleep(1.0)
+    lock, state = FileLock(folder.with_suffix(".pipeline-lock")), folder.with_suffix(".pipeline-state")
+    patience = _TELL_AFTER
+    while not lock.is_locked:
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=patience)
+            break
+        doing = "another run holds its lock"
+        with contextlib.suppress(FileNotFoundError):  # let go meanwhile
+            doing = state.read_text()
+        log.info("waiting for %s: %s", op.label, doing)
+        patience = _TELL_AGAIN
+    try:
+        yield _Waiting(op, state)
+        state.unlink()
+    finally:
+        lock.release()
 
 
-def _someone_works_in(folder: Path) -> bool:
-    """ninja and the compilers it starts have the build folder as their working directory."""
-    return any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
+class _Waiting:
+    """Waits for the locks of builds that other programs started, one op's, and removes those of dead ones."""
+
+    def __init__(self, op: NativeOp, state: Path):
+        self._op, self._state = op, state
+        started = f"{datetime.now():%H:%M:%S}"
+        self._own = f"process {os.getpid()} on {platform.node()} builds it since {started}"
+        state.write_text(self._own)
+
+    def until_free(self, lock: Path) -> None:
+        """Returns once nobody holds the lock.
+
+        A lock that is left behind would be waited for by torch for ever, without a word.
+        """
+        tell_at = time.monotonic() + _TELL_AFTER
+        seen_at, last = time.monotonic(), 0.0
+        while (holder := find_holder(lock)) is not None:
+            if holder.changed != last:
+                seen_at, last = time.monotonic(), holder.changed
+            # A file server's clock may be ahead of ours: what we have seen ourselves counts as well.
+            still = time.monotonic() - seen_at
+            if holder.dead_in == 0 or (holder.dead_in != ALIVE and still > OUT_OF_SIGHT):
+                lock.unlink(missing_ok=True)
+                log.warning("an earlier build of %s was killed and left %s; removed it", self._op.label, lock)
+                continue
+            if time.monotonic() > tell_at:
+                words = _told(lock, holder)
+                log.info("waiting for %s: %s", self._op.label, words)
+                self._state.write_text(f"{self._own}, and waits itself: {words}")
+                tell_at = time.monotonic() + _TELL_AGAIN
+            time.sleep(0.5)
+        self._state.write_text(self._own)
+
+
+def _told(lock: Path, holder: Holder) -> str:
+    """For whom, since when, what to do."""
+    since = f"{datetime.fromtimestamp(holder.since):%H:%M:%S}"
+    if holder.dead_in == ALIVE:
+        return f"{holder.name} builds it since {since}; if it hangs, end it and remove {lock}"
+    name = holder.name or "nobody who is seen from here"
+    return (
+        f"{lock} is there since {since}, made by {name}; without a change it is removed in "
+        f"{holder.dead_in:.0f} s; if nobody builds there, remove it now"
+    )
+
+
+class _Baton(FileBaton):
+    """torch's lock of a build folder, which tells whom it waits for and outlives nobody.
+
+    torch looks once: what another program holds then, it waits for without an end, and then takes for built.
+    """
+
+    def __init__(self, waiting: _Waiting, lock: str, *rest: Any, **more: Any):
+        super().__init__(lock, *rest, **more)
+        self._waiting, self._lock = waiting, Path(lock)
+
+    def try_acquire(self) -> bool:
+        """Comes back with the lock."""
+        while not super().try_acquire():
+            self._waiting.until_free(self._lock)
+        self._lock.write_text(signature())
+        return True
+
+    def release(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # someone was told that it may be removed
+            super().release()
+
+
+@contextlib.contextmanager
+def _batons_that_tell(waiting: _Waiting) -> Iterator[None]:
+    """torch has no other way in: it names its lock itself."""
+    names = vars(cpp_extension)
+    original = names["FileBaton"]
+    names["FileBaton"] = partial(_Baton, waiting)
+    try:
+        yield
+    finally:
+        names["FileBaton"] = original

@@ -241,7 +241,8 @@ def run(launch: Launch, environment: Mapping[str, str]) -> int:
 
 def _doctor(launch: Launch, environment: Mapping[str, str]) -> int:
     chosen = ["--hostfile", str(launch.options.hostfile), f"--include={launch.listed()}", "--force_multi"]
-    command = [sys.executable, "-m", "pipeline", "doctor", *chosen, "--quick"]
+    run = launch.arguments or launch.document["arguments"]
+    command = [sys.executable, "-m", "pipeline", "doctor", *chosen, "--quick", *run]
     # It would choose devices a second time.
     left = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
     return subprocess.run(command, env=left, check=False).returncode

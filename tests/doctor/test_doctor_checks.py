@@ -11,6 +11,7 @@ from doctor.machines import GIB, bad, here, seen, well
 from pipeline.doctor.checks import check_clocks, check_machines, silence
 from pipeline.doctor.rows import Row, is_red
 from pipeline.doctor.session import NO_FOLDER, NO_PYTHON, SilentError
+from pipeline.op_builds import ASYNC_IO, CPU_ADAM
 
 
 def test_well_machines_are_green():
@@ -56,7 +57,7 @@ def spoil(facts, path, value):
         (["ops", "ninja"], None, "native ops", "warning", "no ninja", "pip install ninja"),
         (
             *(["ops", "locks"], [{"path": "/x/cpu_adam/lock", "is_held": False}]),
-            *("build locks", "fail", "left /x/cpu_adam/lock", "ssh b rm /x/cpu_adam/lock"),
+            *("build locks", "warning", "left /x/cpu_adam/lock", "ssh b rm /x/cpu_adam/lock"),
         ),
     ],
 )
@@ -76,6 +77,36 @@ def test_a_build_that_runs_is_no_stale_lock():
     for host, is_held in (("a", False), ("b", True)):
         facts[host]["ops"]["locks"] = [{"path": "/home/x/lock", "is_held": is_held}]
     assert not bad(check_machines(seen(facts)))
+
+
+LOCKED = {"path": "/x/cpu_adam/lock", "is_held": False}
+
+
+def test_a_run_that_needs_no_op_is_asked_for_none():
+    facts = well(["a", "b", "c"])
+    facts["a"]["ops"] |= {"locks": [LOCKED], "compiler": None, "ninja": None, "libaio": False}
+    del facts["b"]["ops"]
+    facts["b"]["unknown"] = {"ops": "no answer within 8 s"}
+    rows = check_machines(seen(facts, ops=()))
+    assert not bad(rows)
+    assert not {"native ops", "build locks", "ops"} & {row.check for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("ops", "verdicts"),
+    [
+        ((CPU_ADAM,), {"native ops": "ok", "build locks": "warning"}),
+        ((ASYNC_IO,), {"native ops": "fail", "build locks": "ok"}),
+        ((CPU_ADAM, ASYNC_IO), {"native ops": "fail", "build locks": "warning"}),
+    ],
+)
+def test_a_run_is_asked_for_the_ops_it_needs(ops, verdicts):
+    facts = well(["a", "b"])
+    facts["b"]["ops"] |= {"locks": [LOCKED], "libaio": False}
+    rows = {row.check: row for row in check_machines(seen(facts, ops=ops))}
+    assert {check: rows[check].verdict for check in verdicts} == verdicts
+    if ASYNC_IO in ops:
+        assert rows["native ops"].fix == "ssh b apt-get install libaio-dev"
 
 
 def test_what_a_machine_does_not_answer_is_red():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support.launch import ROOT
 
 from pipeline.__main__ import main
 from pipeline.doctor.rows import Row
@@ -22,6 +23,7 @@ from pipeline.doctor.table import show
         (["--hostfile", "h"], "a slots=1\na slots=2", "h:2: a is on line 1 already"),
         (["--hostfile", "h", "--include", "c"], "a slots=1", "'c' is not in the hostfile"),
         (["--include", "c"], None, "give --hostfile FILE"),
+        (["--deepspeed", "none.json"], None, "none.json"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, hostfile, message):
@@ -34,6 +36,21 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, hostfil
     assert said.startswith("error: ")
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_a_lock_left_behind_is_told_to_runs_that_need_the_op(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    for path in (lock, lock.parent):
+        os.utime(path, (0, 0))
+    for split, is_told in (("zero2", False), ("zero2_offload", True)):
+        run = ["--deepspeed", str(ROOT / "ds_configs" / f"{split}.json"), f"runs_dir={tmp_path}"]
+        main(["doctor", "--quick", *run])
+        table = capsys.readouterr().out
+        assert str(tmp_path) in table  # of the recipe: its disk is looked at
+        assert (f"a killed build left {lock}" in " ".join(table.split())) is is_told
 
 
 def test_the_table(capsys):

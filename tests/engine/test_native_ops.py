@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -107,6 +108,141 @@ def test_a_run_trains_on_after_a_killed_build(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stderr.count(f"was killed and left {lock}; removed it") == 1
     assert "ninja" not in result.stdout + result.stderr
+
+
+SMALL = """
+#include <Python.h>
+static struct PyModuleDef small = {PyModuleDef_HEAD_INIT, "small", 0, -1, 0};
+extern "C" PyObject *PyInit_small(void) { return PyModule_Create(&small); }
+"""
+
+
+@pytest.fixture
+def small_op(tmp_path, monkeypatch):
+    """An op that DeepSpeed and torch build as they build their own, in a second.
+
+    Its `on_check` is called where DeepSpeed looks for what it links with: after our look at the locks.
+    """
+    import deepspeed.ops.op_builder
+
+    from pipeline.engine import native_ops
+    from pipeline.op_builds import NativeOp
+
+    class SmallBuilder(deepspeed.ops.op_builder.builder.OpBuilder):
+        def __init__(self):
+            super().__init__("small")
+
+        def absolute_name(self):
+            return "deepspeed.ops.small_op"
+
+        def sources(self):
+            return [str(tmp_path / "small.cpp")]
+
+        def is_compatible(self, verbose=False):
+            SmallBuilder.on_check()
+            SmallBuilder.on_check = staticmethod(lambda: None)
+            return True
+
+    SmallBuilder.on_check = staticmethod(lambda: None)
+    (tmp_path / "small.cpp").write_text(SMALL)
+    monkeypatch.setattr(deepspeed.ops.op_builder, "SmallBuilder", SmallBuilder, raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    monkeypatch.setattr(native_ops, "_TELL_AFTER", 0.1)
+    monkeypatch.delitem(SmallBuilder._loaded_ops, "small", raising=False)
+    monkeypatch.delitem(sys.modules, "small", raising=False)
+    versions = native_ops.cpp_extension.JIT_EXTENSION_VERSIONER.entries
+    versions.pop("small", None)
+    yield NativeOp("the small op", "SmallBuilder", ("small",), "a second"), SmallBuilder
+    versions.pop("small", None)
+    SmallBuilder._loaded_ops.pop("small", None)
+
+
+def test_a_lock_made_after_our_look_and_left_behind_is_removed(small_op, tmp_path):
+    """torch itself looks once, and waits for ever for what it finds then."""
+    from pipeline.engine.native_ops import _build
+
+    op, builder = small_op
+    folder = tmp_path / "ops" / "small"
+
+    def leave_a_lock():
+        lock = folder / "lock"
+        lock.touch()
+        for path in (lock, folder):
+            os.utime(path, (time.time() - 60,) * 2)
+
+    builder.on_check = staticmethod(leave_a_lock)
+    with heard() as lines:
+        assert _build(op) is None
+    assert f"an earlier build of the small op was killed and left {folder / 'lock'}; removed it" in lines
+    assert (folder / "small.so").exists()
+    assert not (folder / "lock").exists()
+
+
+def test_an_owner_that_ends_while_it_is_waited_for(small_op, tmp_path, monkeypatch):
+    """Another program's build, killed: its lock stays, and was alive when the wait began."""
+    from pipeline import op_builds
+    from pipeline.engine.native_ops import _build
+
+    op, builder = small_op
+    folder = tmp_path / "ops" / "small"
+    monkeypatch.setattr(op_builds, "QUIET", 1.0)
+    compilers = []
+
+    def start_another_build():
+        (folder / "lock").touch()
+        compilers.append(subprocess.Popen(["sleep", "5"], cwd=folder))
+
+    builder.on_check = staticmethod(start_another_build)
+    with heard() as lines:
+        assert _build(op) is None
+    (compiler,) = compilers
+    assert compiler.wait() == 0, "its lock was taken away under a living build"
+    (told,) = [line for line in lines if line.startswith("waiting for the small op: ")]
+    assert f"process {compiler.pid} (sleep) builds it since " in told
+    assert told.endswith(f"if it hangs, end it and remove {folder / 'lock'}")
+    assert lines[-2].startswith("an earlier build of the small op was killed")
+
+
+def test_who_holds_the_lock_of_our_runs_is_told_and_what_it_waits_for(small_op, tmp_path):
+    from pipeline.engine.native_ops import _build
+
+    op, _ = small_op
+    lock = tmp_path / "ops" / "small" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    with subprocess.Popen(["sleep", "100"], cwd=lock.parent) as compiler, heard() as lines:
+        builds = [threading.Thread(target=_build, args=(op,)) for _ in range(2)]
+        for build in builds:
+            build.start()
+        try:
+            ours = f"waiting for the small op: process {os.getpid()} on "
+            theirs = f"waiting for the small op: process {compiler.pid} (sleep) builds it since "
+            deadline = time.monotonic() + 100
+            while not all(any(line.startswith(w) for line in lines) for w in (ours, theirs)):
+                assert time.monotonic() < deadline, lines
+                time.sleep(0.1)
+        finally:
+            lock.unlink()
+            compiler.kill()
+            for build in builds:
+                build.join()
+    assert (lock.parent / "small.so").exists()
+
+
+def test_a_lock_says_who_took_it(small_op, tmp_path, monkeypatch):
+    """While ninja runs: here a compiler that shows it."""
+    from pipeline.engine.native_ops import _build
+    from pipeline.op_builds import signature
+
+    op, _ = small_op
+    lock = tmp_path / "ops" / "small" / "lock"
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\ncp "{lock}" "{tmp_path}/copy" 2> /dev/null\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert _build(op) is None
+    assert (tmp_path / "copy").read_text() == signature()
+    assert sorted(path.name for path in lock.parent.parent.glob("small.*")) == ["small.pipeline-lock"]
 
 
 def test_without_libaio_the_run_ends_with_what_to_install(tmp_path):
