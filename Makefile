@@ -13,13 +13,27 @@ BIN := $(VENV)/bin
 # The venv's bin first: DeepSpeed's launcher starts "python3" and finds ninja through PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+# Said before a minute is spent on installing; any Python must be able to read it. pip starts the scripts of a folder
+# with a space through a shell, which would read the characters.
+define CHECK
+import os, sys
+if not (3, 11) <= sys.version_info < (3, 15):
+    sys.exit("error: $(PYTHON) is Python %d.%d; 3.11 to 3.14 have a build of the pinned torch: make PYTHON=python3.12 ..."
+             % sys.version_info[:2])
+odd = sorted(set(os.getcwd()) & set(':"$$`\\'))
+if odd:
+    sys.exit("error: the path %s holds %s, with which programs in .venv do not start; move the folder"
+             % (os.getcwd(), " ".join(odd)))
+endef
+export CHECK
+
 .PHONY: train test test-nodes test-all test-matrix parity lint check bench setup setup-dev clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=python3.11")'
+	@$(PYTHON) -c "$$CHECK"
 	@echo 'installing into $(VENV) (a minute or two the first time)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -122,7 +122,7 @@ def machine() -> dict[str, str]:
     about = {"device": device_name(), "cores": f"{cores} (threads a rank: cores / ranks, for all)"}
     about["python"] = platform.python_version()
     about |= {name: _version(name) for name in ("torch", "deepspeed", "transformers")}
-    return about | {"date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"}
+    return about | {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
 
 
 def _version(name: str) -> str:

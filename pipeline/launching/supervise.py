@@ -261,7 +261,7 @@ async def _leave(process: asyncio.subprocess.Process) -> None:
     process.stdin.close()
     try:
         await asyncio.wait_for(process.wait(), 5)
-    except (TimeoutError, asyncio.TimeoutError):
+    except TimeoutError:
         process.kill()
         await process.wait()
 
