@@ -39,6 +39,15 @@ def test_the_documented_example_learns_its_wave(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", [[], ["--deepspeed", "ds_configs/zero2.json"]], ids=["plain", "zero2-bf16"])
+def test_the_documented_ctc_reads_words_of_any_width(tmp_path, split):
+    result = launch("--config", "docs/example/ctc.yaml", *split, f"run_dir={tmp_path}", OFFLINE)
+    assert result.returncode == 0, result.stderr
+    rows = [row["eval/loss"] for row in numbers(tmp_path) if "eval/loss" in row]
+    assert rows[-1] < 1 < 10 < rows[0]
+
+
+@pytest.mark.slow
 def test_the_default_run_learns_saves_and_writes(tmp_path):
     """A quarter of the default run on the real text: the whole of it is `make train`."""
     arguments = ["--deepspeed", "ds_configs/zero2.json", "max_steps=40", f"run_dir={tmp_path}", OFFLINE]

@@ -114,14 +114,15 @@ def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folde
 
 
 def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:
+    from pipeline.data.batches import described
+
     size = config.batch.micro_batch_size or 1
     batch = _first_batch(config, bundle, size)
     sizes: dict[str, Any] = {"train": bundle.train, **bundle.eval}
     screen.title("Samples")
     screen.table(["split", "samples"], [[name, f"{len(dataset):,}"] for name, dataset in sizes.items()])
     screen.title(f"The first batch of {size}")
-    rows = [[key, str(tuple(t.shape)), str(t.dtype).removeprefix("torch.")] for key, t in batch.items()]
-    screen.table(["key", "shape", "type"], rows)
+    screen.table(["key", "shape and type"], [[key, described(value)] for key, value in batch.items()])
 
 
 def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:

@@ -86,11 +86,12 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 def shown(batch: Mapping[str, Any]) -> str:
     """`inputs (8, 3) float32, names (list of str)`: what a batch holds, for a message."""
-    parts = [f"{key} {_described(value)}" for key, value in list(batch.items())[:SHOWN]]
+    parts = [f"{key} {described(value)}" for key, value in list(batch.items())[:SHOWN]]
     return ", ".join(parts) + ", ..." * (len(batch) > SHOWN) or "nothing"
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """Its shape and type, or what it is instead of a tensor."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (tuple, list)) and value:

@@ -5,7 +5,7 @@ An error of torch's that a wrong data set causes would else be a traceback, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,27 +26,28 @@ class FirstCalls:
         self._seen: set[bool] = set()
 
     @contextmanager
-    def around(self, model: Callable[..., Any]) -> Iterator[None]:
+    def around(self, model: Any) -> Iterator[None]:
         """Inside, what does not fit is an error that names it. Waits for the device, in first calls alone.
 
         Exactly torch's own layers are looked at: a subclass may take something else. Nothing, where the model
         is compiled: a hook would be compiled in.
 
+        Args:
+            model: The user's own, without wrappers: DeepSpeed's says that it is in training all the time.
+
         Raises:
             ModelError: a layer's input is not what it takes.
             DataError: labels are out of the range of the scores that they are compared with.
         """
-        mode = getattr(model, "training", None)
-        if mode is None or mode in self._seen:
+        if not isinstance(model, nn.Module) or model.training in self._seen:
             yield
             return
-        self._seen.add(mode)
-        assert isinstance(model, nn.Module)
+        self._seen.add(model.training)
         layers = dict(model.named_modules())
         if any(layer._compiled_call_impl is not None for layer in layers.values()):
             yield
             return
-        names = {id(layer): name.removeprefix("module.") for name, layer in layers.items()}
+        names = {id(layer): name for name, layer in layers.items()}
 
         def look(layer: nn.Module, given: tuple[Any, ...]) -> None:
             if id(layer) in names and given and isinstance(given[0], Tensor):

@@ -72,7 +72,7 @@ class ModelCall:
         if call.is_spread:
             values = [*values[0], *values[1:]]
         named = {argument: batch[entry] for argument, entry in call.named}
-        with self._checked.around(model):
+        with self._checked.around(unwrapped(model)):
             return model(*values, **named)
 
     def _planned(self, model: Callable[..., Any], batch: Batch) -> Call:

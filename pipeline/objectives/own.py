@@ -59,7 +59,7 @@ class Custom(Caller):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         outputs = tree_map(_in_fp32, self._call(model, batch))
-        with self._checked.around(model):
+        with self._checked.around(unwrapped(model)):
             loss_sum = self.function(outputs, batch)
         if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
             raise ConfigError(
