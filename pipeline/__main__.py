@@ -6,11 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipeline.commands import checkpoints, doctor, export, inspect, prepare
+from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare
 
 COMMANDS = {
     "prepare": prepare,
     "checkpoints": checkpoints,
+    "evaluate": evaluate,
+    "generate": generate,
     "export": export,
     "inspect": inspect,
     "doctor": doctor,

@@ -24,7 +24,7 @@ from pipeline.data.mixture import MixtureOrder
 from pipeline.data.prefetch import DevicePrefetcher
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.stragglers import Stragglers
-from pipeline.engine.interface import Engine, count_parameters
+from pipeline.engine.interface import Engine, Evaluates, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
@@ -203,7 +203,7 @@ def little_data(loader: DevicePrefetcher) -> str | None:
 
 
 def build_eval_loader(
-    config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine
+    config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Evaluates
 ) -> EvalLoader | None:
     """This rank's share of all held-out data, or None where there is none."""
     if not data.eval and not data.eval_sets:

@@ -9,13 +9,13 @@ import torch
 from pipeline.data.loader import EvalLoader
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import STOP_VOTE, Agreement, StopOnSignal
-from pipeline.engine.interface import Engine
+from pipeline.engine.interface import Evaluates
 from pipeline.engine.normalize import mean_loss
 from pipeline.objectives import Objective
 
 
 def evaluate(
-    engine: Engine, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal | None = None
+    engine: Evaluates, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal | None = None
 ) -> dict[str, float] | None:
     """eval/loss, the exact mean over all sets of `loader.total` together, as if they were one; with it
     eval/perplexity for tokens, eval/accuracy for classes. Where there are several sets, eval/<name>/loss (and

@@ -17,6 +17,7 @@ from types import FrameType
 
 from filelock import FileLock
 
+from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.ranks import Ranks, tell_end
 from pipeline.errors import DataError, PipelineError
@@ -103,7 +104,8 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
         text = None
         if signal_number is None and data.tokenizer is not None and config.sample.max_new_tokens:
             model = prepared.engine.generator()
-            text = sample_text(model, data.tokenizer, config.sample, config.seed, job.device)
+            asks = isinstance(config.data, ChatDataConfig)
+            text = sample_text(model, data.tokenizer, config.sample, config.seed, job.device, asks=asks)
     if job.ranks.is_main_process:
         _conclude(directory.path, state, signal_number, text)
     job.barrier()
@@ -126,6 +128,7 @@ def _agree_on_directory(
         "global_batch_size": resolved.plan.global_batch_size,
         "deepspeed": resolved.deepspeed,
         "world_size": job.ranks.world_size,
+        "tf32": resolved.tf32,
     }
     if job.ranks.is_main_process:
         try:

@@ -23,6 +23,7 @@ LAYERS = [
     ["checkpoint", "metrics", "evaluation", "inspection"],
     ["run_directory", "training"],
     ["assemble"],
+    ["trained"],
     ["running"],
     ["cli", "commands"],
     ["__main__"],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -89,23 +87,3 @@ def test_torchrun_starts_the_same_script(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "split.json").read_text())["world_size"] == 2
-
-
-def documented_commands() -> list[str]:
-    """Every command line of README.md and docs/ that starts launch/train.py."""
-    found = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for line in page.read_text().splitlines():
-            if re.match(r"\s*(deepspeed|torchrun|python) .*launch/train\.py", line):
-                found.append(line.strip().removesuffix("\\").split("  #")[0])
-    return sorted(set(found))
-
-
-@pytest.mark.parametrize("line", documented_commands())
-def test_documented_commands_are_valid(line, capsys, monkeypatch):
-    """Each is planned by --dry-run: its files exist and its keys are known."""
-    from pipeline.cli import main
-
-    arguments = shlex.split(line[line.index("launch/train.py") + len("launch/train.py") :])
-    monkeypatch.chdir(ROOT)
-    assert main([*arguments, "--dry-run"]) == 0, capsys.readouterr().err

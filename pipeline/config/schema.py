@@ -161,7 +161,7 @@ class SampleConfig(Closed):
     """Text the trained language model writes at the end of the run."""
 
     prompt: str = "def "
-    """What it goes on from."""
+    """What it goes on from; a question, where `data.kind` is `chat`."""
     max_new_tokens: int = Field(48, ge=0)
     """Tokens it writes; 0: none."""
 

@@ -131,6 +131,20 @@ class ChatTemplate:
             reason = " ".join(str(error).split())
             raise DataError(f"{where}: the chat template refuses the conversation: {reason}") from None
 
+    def ask(self, question: str) -> str:
+        """A user's question as text, up to where the assistant begins.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return self._write([{"role": "user", "content": question}], prompt=True)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"the chat template refuses the question: {reason}") from None
+
     def find_answers(self, where: str, conversation: Conversation, text: str) -> Spans:
         """Where in `text`, which `write` gave, the assistant speaks: (start, end) of each answer, in order.
 

@@ -33,14 +33,23 @@ class StepResult:
     """fp16 only."""
 
 
-class Engine(EngineState, Protocol):
-    """Steps a model. Every method is collective: all ranks enter it together."""
+class Evaluates(Protocol):
+    """What can be evaluated. Collective: all ranks enter `eval_step` together."""
 
     device: torch.device
-    precision: str
     dp_rank: int
     """Ranks with the same one take the same samples."""
     dp_world_size: int
+
+    def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
+        """This rank's share of one micro-batch's loss and counts, without gradients, dropout off."""
+        ...
+
+
+class Engine(Evaluates, EngineState, Protocol):
+    """Steps a model. Every method is collective: all ranks enter it together."""
+
+    precision: str
     seed_rank: int
     """Ranks with the same one draw the same random numbers: those that compute the same activations."""
     num_parameters: int
@@ -63,10 +72,6 @@ class Engine(EngineState, Protocol):
         Args:
             vote: What this rank wishes for; it travels with the counts.
         """
-        ...
-
-    def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
-        """This rank's share of one micro-batch's loss and counts, without gradients, dropout off."""
         ...
 
 

@@ -10,7 +10,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -192,6 +198,30 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     rows = max(request.vocab_size or 0, config.vocab_size or 0)
     if config.grow_vocabulary and rows > hf_config.get_text_config().vocab_size:
         grow_vocabulary(model, rows, request.sharding)
+    return model
+
+
+def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
+    """The model that a run's folder describes (description.py wrote it); all its weights are still to come.
+
+    Raises:
+        ModelError: the folder does not say what the model is.
+    """
+    trust = config.trust_remote_code
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        with no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                hf_config, dtype=torch.float32, attn_implementation=config.attention, trust_remote_code=trust
+            )
+    except (OSError, *IMPOSSIBLE) as error:
+        raise ModelError(
+            f"{folder} does not say what the model is: {_reason(error)}; bring it back"
+        ) from None
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.use_cache = False  # with a cache transformers lets the documents of a row see each other
+    model.tie_weights()
     return model
 
 

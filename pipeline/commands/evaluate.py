@@ -1,0 +1,56 @@
+"""python -m pipeline evaluate RUN: a checkpoint's loss on the held-out data, in one process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline.commands.run_argument import find_checkpoint, report_errors
+from pipeline.distributed.ranks import Ranks
+from pipeline.logs import log_to_console
+
+HELP = "evaluate a checkpoint on its run's held-out data, or on other data"
+DESCRIPTION = """\
+Evaluates a checkpoint, whichever split wrote it, in this one process: the numbers of the run's own
+evaluation. The first GPU does it, where there is one; CUDA_VISIBLE_DEVICES= (empty) leaves it to the CPU."""
+EPILOG = """\
+On other data, or on all of it:
+
+  python -m pipeline evaluate RUN 'data.eval_sets={mine: {paths: [mine.jsonl]}}' eval.max_samples=null
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
+    parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="recipe keys of data, eval, loader and batch"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: 0 evaluated, 2 bad input, 130 interrupted."""
+    log_to_console(Ranks(0, 0, 1, 1))
+
+    def work() -> None:
+        directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
+        from pipeline.inspection.screen import Screen
+        from pipeline.sinks.jsonl import METRICS_FILE, read_metrics
+        from pipeline.trained import evaluate_trained, open_trained
+
+        row = evaluate_trained(open_trained(directory, checkpoint, arguments.overrides))
+        record = directory / METRICS_FILE
+        rows = read_metrics(record) if record.is_file() else []
+        at_this_step = [each for each in rows if each["step"] == manifest.global_step and "eval/loss" in each]
+        own = at_this_step[-1] if at_this_step else {}
+        screen = Screen(no_color=True)
+        screen.table(
+            [checkpoint.name, "now", "in the run"],
+            [[key, f"{value:.6f}", f"{own[key]:.6f}" if key in own else ""] for key, value in row.items()],
+        )
+
+    return report_errors(work)

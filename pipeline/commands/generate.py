@@ -1,0 +1,56 @@
+"""python -m pipeline generate RUN --prompt TEXT: what a run's language model writes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline.commands.run_argument import find_checkpoint, report_errors
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import ConfigError
+from pipeline.logs import log_to_console
+
+HELP = "have a checkpoint's language model write text"
+DESCRIPTION = """\
+Writes what the model of a checkpoint, whichever split wrote it, says after the prompt. A model that was
+trained on conversations (data.kind: chat) is asked the prompt as a question, in its own chat template."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = DESCRIPTION
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what it goes on from, or is asked")
+    parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest (default: 0.8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: 0 written, 2 bad input, 130 interrupted."""
+    log_to_console(Ranks(0, 0, 1, 1))
+
+    def work() -> None:
+        if arguments.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: expected 1 or more")
+        if not 0 <= arguments.temperature <= 100:
+            raise ConfigError(f"--temperature {arguments.temperature}: expected a number from 0 to 100")
+        if not 0 <= arguments.seed < 2**32:
+            raise ConfigError(f"--seed {arguments.seed}: expected 0 to 2^32 - 1")
+        directory, checkpoint, _ = find_checkpoint(arguments.run, arguments.step)
+        from pipeline.trained import generate, open_trained
+
+        before, written = generate(
+            open_trained(directory, checkpoint, arguments.overrides),
+            arguments.prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+        )
+        print(before + written, flush=True)
+
+    return report_errors(work)

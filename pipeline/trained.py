@@ -1,0 +1,183 @@
+"""A model as a run's checkpoint has it, whole in this process: to evaluate it, and to write text with it.
+
+The run may have had any split. Its recipe says what the model is, its folder `model` the rest of a language
+model: neither `model.pretrained` nor the run's machines are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.assemble import build_eval_loader, model_request
+from pipeline.checkpoint.export import DESCRIPTION
+from pipeline.checkpoint.weights import load_weights
+from pipeline.config.batch import BatchPlan, plan_batch
+from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
+from pipeline.config.deepspeed_json import precision_of
+from pipeline.config.loading import parse_override
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import load_settings
+from pipeline.data import DataBundle, prepare_data
+from pipeline.data.tokenizer import load_pretrained
+from pipeline.distributed.process_group import Job, allow_tf32, describe_device, start_job
+from pipeline.distributed.ranks import Ranks
+from pipeline.engine.inference import Inference
+from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
+from pipeline.evaluation import evaluate
+from pipeline.models import build_model
+from pipeline.models.huggingface import build_described
+from pipeline.models.sharding import Whole
+from pipeline.objectives import build_objective
+from pipeline.sampling import prompt_ids, question_ids, write
+
+log = logging.getLogger(__name__)
+
+CHANGEABLE = ("data", "eval", "loader", "batch")
+REMOTE_CODE = "model.trust_remote_code"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint and what the run says of it."""
+
+    run: Path
+    checkpoint: Path
+    config: RunConfig
+    split: dict[str, Any]
+    """split.json: how the run was divided when it was last started."""
+
+
+def open_trained(run: Path, checkpoint: Path, overrides: list[str]) -> Trained:
+    """Reads the run's recipe, with what the command line changes of its data and evaluation.
+
+    Raises:
+        ConfigError: the recipe cannot be read; an override changes what the checkpoint decides; the model
+            brings code that nobody asked for here.
+        CheckpointError: split.json cannot be read.
+    """
+    changed = [".".join(parse_override(argument)[0]) for argument in overrides]
+    for key in changed:
+        if key.partition(".")[0] not in CHANGEABLE and key != REMOTE_CODE:
+            raise ConfigError(
+                f"command line: {key}: the checkpoint decides this; what can be changed: "
+                f"{', '.join(f'{section}.*' for section in CHANGEABLE)}"
+            )
+    config = load_settings(run / "recipe.yaml", None, overrides).config
+    if getattr(config.model, "trust_remote_code", False) and REMOTE_CODE not in changed:
+        raise ConfigError(
+            f"{run / 'recipe.yaml'}: the model brings Python code of its own; to run it say so here too: "
+            f"{REMOTE_CODE}=true"
+        )
+    try:
+        split = json.loads((run / "split.json").read_text("utf-8"))
+        _ = split["deepspeed"], int(split["world_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{run / 'split.json'} cannot be read ({error}); bring it back") from None
+    return Trained(run, checkpoint, _with_its_tokenizer(config, run / DESCRIPTION), split)
+
+
+def _with_its_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
+    """Whatever it reads, the model knows the ids of its own tokenizer: no other is loaded, or trained."""
+    data = config.data
+    if not isinstance(data, DocumentsConfig):
+        return config
+    changes: dict[str, Any] = {"tokenizer": data.tokenizer.model_copy(update={"pretrained": str(folder)})}
+    if isinstance(data, ChatDataConfig):
+        changes["chat_template"] = None  # the tokenizer's
+    return config.model_copy(update={"data": data.model_copy(update=changes)})
+
+
+def evaluate_trained(trained: Trained) -> dict[str, float]:
+    """The row that the run itself writes at an evaluation, by one process.
+
+    Raises:
+        DataError: nothing is held out.
+        CheckpointError, ModelError: the weights are damaged, or cannot be put into the model.
+    """
+    config = trained.config
+    data = prepare_data(config.data)
+    if data.fingerprint != trained.split.get("data"):
+        log.warning("this is not the data that the run was trained and evaluated on: other numbers follow")
+    job = start_job(Ranks(0, 0, 1, 1), distributed=False)
+    objective = build_objective(config)
+    engine = _load(trained, job, data)
+    loader = build_eval_loader(config, BatchPlan(_micro_batch_size(trained), 1, 1), data, engine)
+    if loader is None:
+        raise DataError(
+            "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
+            "documents"
+        )
+    row = evaluate(engine, objective, loader, job)
+    assert row is not None  # nothing stops it early
+    return row
+
+
+def generate(
+    trained: Trained, prompt: str, *, max_new_tokens: int, temperature: float, seed: int
+) -> tuple[str, str]:
+    """(what stands there already, what the model writes): after the prompt; to one that was trained on
+    conversations the prompt is a question.
+
+    Raises:
+        ModelError: it is no language model, or the prompt is longer than what it can see.
+        CheckpointError: the weights are damaged.
+    """
+    config = trained.config
+    if not isinstance(config.model, CausalLMConfig):
+        raise ModelError(
+            f"{trained.run}: a model of kind {config.model.kind} writes no text; that is for language models "
+            "(model.kind: causal_lm)"
+        )
+    tokenizer = load_pretrained(str(trained.run / DESCRIPTION))
+    asked = isinstance(config.data, ChatDataConfig)
+    ids = question_ids(tokenizer, prompt) if asked else prompt_ids(tokenizer, prompt)
+    job = start_job(Ranks(0, 0, 1, 1), distributed=False)
+    model: Any = _load(trained, job, None).module
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and len(ids) >= longest:
+        raise ModelError(f"--prompt has {len(ids):,} tokens, and the model sees {longest:,}: shorten it")
+    written = write(model, tokenizer, ids.to(job.device), max_new_tokens, temperature, seed)
+    text = _text_after(tokenizer, written, len(ids))
+    return ("", text.strip()) if asked else (prompt, text)
+
+
+def _text_after(tokenizer: Any, written: Tensor, start: int) -> str:
+    """As part of the whole: a token by itself may lose a space, or be half of a character."""
+    whole = tokenizer.decode(written, skip_special_tokens=True)
+    before = tokenizer.decode(written[:start], skip_special_tokens=True)
+    return str(whole[len(before) :])
+
+
+def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
+    config, deepspeed = trained.config, trained.split["deepspeed"]
+    allow_tf32(bool(trained.split.get("tf32")))
+    if isinstance(config.model, CausalLMConfig):
+        model = build_described(trained.run / DESCRIPTION, config.model)
+    else:
+        assert data is not None
+        model = build_model(config.model, model_request(config, data, Whole()), config.seed)
+    section = config.model.model_copy(update={"weights": str(trained.checkpoint), "strict": True})
+    load_weights(model, section, Whole(), job)
+    if deepspeed is not None:
+        return Inference(model, precision_of(deepspeed), True, job.device)
+    precision: str = config.engine.precision
+    if precision == "auto":
+        precision = "bf16" if describe_device(job.device).bf16 else "fp32"
+    return Inference(model, precision, False, job.device)
+
+
+def _micro_batch_size(trained: Trained) -> int:
+    """The command line's or the recipe's; else what it came to in the run."""
+    batch, deepspeed = trained.config.batch, trained.split["deepspeed"]
+    if batch.micro_batch_size is not None:
+        return batch.micro_batch_size
+    if deepspeed is not None:
+        return int(deepspeed["train_micro_batch_size_per_gpu"])
+    return plan_batch(batch, int(trained.split["world_size"])).micro_batch_size
