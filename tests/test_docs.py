@@ -23,6 +23,7 @@ COMMAND = re.compile(
     r"(CUDA_VISIBLE_DEVICES=\S* )?(deepspeed|torchrun|python|sbatch|make|pip|launch/\w+\.sh) +\S"
 )
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.M | re.S)
+FILES = (".py", ".md", ".json", ".jsonl", ".yaml", ".safetensors")
 INLINE = re.compile(r"`([^`\n]+)`")
 TRAINERS = (
     "launch/train.py",
@@ -233,7 +234,7 @@ def test_a_printed_key_is_one(page):
     sections = set(RunConfig.model_fields) - {"engine"}  # which is a name in code as well
     for name in INLINE.findall(FENCE.sub("", page.read_text())):
         key = re.match(r"([a-z_]+)\.[a-z_.]+(?=$|[:=])", name)
-        if key and key[1] in sections and not name.endswith((".py", ".md", ".json", ".jsonl", ".yaml")):
+        if key and key[1] in sections and not name.endswith(FILES):
             inside = key[0] in known or any(other.startswith(f"{key[0]}.") for other in known)
             assert inside or key[0].startswith("model.extra."), f"{page.name}: {name}"
 
