@@ -16,6 +16,7 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.weights import load_weights
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_json import lowest_loss_scale
+from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data import DataBundle
@@ -30,6 +31,7 @@ from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
 from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.description import write_description
+from pipeline.models.half_precision import prepare_for_half_precision
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.models.staging import cut_into_layers
@@ -153,10 +155,14 @@ def build_engine(
     model = model_in(sharding)
     if split.dp_world_size > 1:
         model = synchronise_batch_norm(model, None, job.device)
+    # transformers' language models are written for parameters in half precision, other modules for fp32.
+    autocast = split.precision != "fp32" and not isinstance(config.model, CausalLMConfig)
+    if autocast:
+        prepare_for_half_precision(model, job.device)
     if resolved.compile:
         model.compile()
     swap.check_space(count_parameters(model))
-    engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job)
+    engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job, autocast)
     weakref.finalize(engine, swap.close)  # at the latest when the interpreter ends
     return engine
 
