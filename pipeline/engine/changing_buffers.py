@@ -30,5 +30,6 @@ class ChangingBuffers:
     def share(self) -> None:
         """Collective over all ranks. No host sync."""
         tensors = [buffer for layer, name in self._places if (buffer := layer._buffers[name]) is not None]
-        if tensors and dist.is_initialized() and dist.get_world_size() > 1:
-            dist._broadcast_coalesced(dist.group.WORLD, tensors, BUCKET_BYTES, 0)
+        everyone = dist.group.WORLD if dist.is_initialized() else None
+        if tensors and everyone is not None and everyone.size() > 1:
+            dist._broadcast_coalesced(everyone, tensors, BUCKET_BYTES, 0)  # type: ignore[attr-defined]
