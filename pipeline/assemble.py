@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.checkpoint.folders import Retention
+from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.weights import load_weights
 from pipeline.config.batch import BatchPlan
@@ -40,7 +41,7 @@ from pipeline.peak_flops import peak_flops
 from pipeline.run_directory import RunDirectory
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
-from pipeline.training import Cadence, Run, TrainState
+from pipeline.training import Cadence, Run, TrainState, rows_until
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,11 @@ def assemble(
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
     plan = resolved.plan
     objective = build_objective(config)
-    engine = build_engine(config, resolved, job, data, resumes=directory.checkpoint is not None)
+    checkpoints = build_store(config, resolved, job, directory)
+    job.progress.at("resuming")
+    checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
+    job.progress.at("starting")
+    engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
     loader = build_loader(config, plan, data, engine)
     max_steps = config.max_steps or math.ceil(
         (config.max_epochs or 1.0) * loader.samples_per_epoch / plan.global_batch_size
@@ -62,15 +67,12 @@ def assemble(
             log.warning("%s", line)
     if job.ranks.is_main_process:
         write_description(engine.module, data.tokenizer, directory.path / "model")
-    checkpoints = build_store(config, resolved, job, directory)
-    start = TrainState.start(engine.device)
     job.progress.at("resuming")
-    if (state := checkpoints.resume(engine)) is not None:
-        loader.load_state_dict(state)
-        start = TrainState.start(
-            engine.device, int(state["global_step"]), state["tokens_seen"], state["skipped_steps"]
-        )
+    start, eval_loss = go_on(checkpoints, checkpoint, engine, loader)
     job.progress.at("starting")
+    eval_loader = build_eval_loader(config, plan, data, engine)
+    logs, evaluations = Cadence(config.log.every, max_steps), Cadence(config.eval.every, max_steps)
+    owes = eval_loss is None and (start.global_step == 0 or evaluations.due(start.global_step))
     meters = build_meters(config, resolved, engine, objective, job)
     sinks = build_sinks(
         config,
@@ -83,27 +85,43 @@ def assemble(
             "deepspeed": resolved.deepspeed,
             "world_size": job.ranks.world_size,
         },
+        due=rows_until(start.global_step, logs, None if eval_loader is None else evaluations, owes),
+        redo_evaluation=owes,
     )
     return Run(
         job=job,
         engine=engine,
         objective=objective,
         loader=loader,
-        eval_loader=build_eval_loader(config, plan, data, engine),
+        eval_loader=eval_loader,
         checkpoints=checkpoints,
         sinks=sinks,
         meters=meters,
         start=start,
+        owes_evaluation=owes,
         max_steps=max_steps,
         peak_learning_rate=config.optimizer.learning_rate,
         schedule=config.schedule,
         seed=config.seed,
-        log=Cadence(config.log.every, max_steps),
-        eval=Cadence(config.eval.every, max_steps),
+        log=logs,
+        eval=evaluations,
         save=Cadence(config.checkpoint.every, max_steps),
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,
     )
+
+
+def go_on(
+    checkpoints: CheckpointStore, checkpoint: Manifest | None, engine: Engine, loader: DevicePrefetcher
+) -> tuple[TrainState, float | None]:
+    """Engine and data as the checkpoint has them; where that is, and its evaluation loss if it has one."""
+    if checkpoint is None:
+        return TrainState.start(engine.device), None
+    state = checkpoints.restore(engine, checkpoint)
+    loader.load_state_dict(state)
+    step = int(state["global_step"])
+    start = TrainState.start(engine.device, step, state["tokens_seen"], state["skipped_steps"])
+    return start, state.get("eval_loss")
 
 
 def build_engine(

@@ -19,11 +19,12 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from pipeline.checkpoint.folders import newest_good
+from pipeline.checkpoint.folders import bring_back, newest_good
 from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.sinks import METRICS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
     found: Path | None
     if config.run_dir is not None:
         found = Path(config.run_dir)
-        if resume == "never" and (found / "metrics.jsonl").exists():
+        if resume == "never" and (found / METRICS_FILE).exists():
             raise ConfigError(
                 f"run_dir {found} already holds a run; choose another, or checkpoint.resume=auto"
             )
@@ -91,14 +92,15 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
 
 
 def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
+    bring_back(path / "checkpoints")
     checkpoint, passed_over = newest_good(path / "checkpoints")
-    for line in passed_over:
-        log.warning("%s", line)
     if config.checkpoint.resume == "required" and checkpoint is None:
-        raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint")
+        why = f": {passed_over[0]}" if passed_over else ""
+        raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint{why}")
     if checkpoint is not None:
         _refuse_other_run(path, config, split)
-        log.info("going on with %s from %s", path, checkpoint.name)
+    elif not passed_over and (path / METRICS_FILE).exists():
+        log.info("%s holds no checkpoint: it starts again", path)
     (path / "summary.json").unlink(missing_ok=True)  # unfinished again
     _describe(path, config, split)
     return RunDirectory(path, checkpoint)

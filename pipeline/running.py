@@ -68,9 +68,9 @@ def run(settings: Settings, ranks: Ranks) -> int:
     except PipelineError as error:
         return _end(job, ranks, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return _end(job, ranks, "stopped at once, without a checkpoint", 130)
+        return _end(job, ranks, "stopped at once, without a further checkpoint", 130)
     except Terminated as error:
-        return _end(job, ranks, "stopped at once, without a checkpoint", 128 + signal.SIGTERM, error)
+        return _end(job, ranks, "stopped at once, without a further checkpoint", 128 + signal.SIGTERM, error)
     except Exception as error:
         return _end(job, ranks, traceback.format_exc(), 1, error)
 
