@@ -6,7 +6,6 @@ import logging
 import math
 import time
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import Engine, Evaluates, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
+from pipeline.errors import ConfigError
 from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
 from pipeline.models.batch_norm import synchronise_batch_norm
@@ -37,7 +37,7 @@ from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.models.staging import cut_into_layers
 from pipeline.objectives import Objective, build_objective
-from pipeline.peak_flops import peak_flops
+from pipeline.peak_flops import flops_per_token, peak_flops
 from pipeline.run_directory import RunDirectory
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
@@ -50,27 +50,25 @@ def assemble(
     config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: RunDirectory
 ) -> Run:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
-    plan = resolved.plan
     objective = build_objective(config)
     checkpoints = build_store(config, resolved, job, directory)
     job.progress.at("resuming")
     checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
     job.progress.at("starting")
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
-    loader = build_loader(config, plan, data, engine)
+    loader = build_loader(config, resolved.plan, data, engine)
     max_steps = config.max_steps or math.ceil(
-        (config.max_epochs or 1.0) * loader.samples_per_epoch / plan.global_batch_size
+        (config.max_epochs or 1.0) * loader.samples_per_epoch / resolved.plan.global_batch_size
     )
-    remarks = (remark(config.schedule, max_steps), slow_precision(resolved, job), little_data(loader))
-    for line in remarks:
+    for line in (remark(config.schedule, max_steps), slow_precision(resolved, job), little_data(loader)):
         if line is not None:
             log.warning("%s", line)
     if job.ranks.is_main_process:
         write_description(engine.module, data.tokenizer, directory.path / "model")
     job.progress.at("resuming")
-    start, eval_loss = go_on(checkpoints, checkpoint, engine, loader)
+    start, eval_loss = go_on(checkpoints, checkpoint, engine, loader, max_steps)
     job.progress.at("starting")
-    eval_loader = build_eval_loader(config, plan, data, engine)
+    held_out = build_eval_loader(config, resolved.plan, data, engine)
     logs, evaluations = Cadence(config.log.every, max_steps), Cadence(config.eval.every, max_steps)
     owes = eval_loss is None and (start.global_step == 0 or evaluations.due(start.global_step))
     meters = build_meters(config, resolved, engine, objective, job)
@@ -82,10 +80,9 @@ def assemble(
         max_steps=max_steps,
         run_config={
             "recipe": config.model_dump(mode="json"),
-            "deepspeed": resolved.deepspeed,
-            "world_size": job.ranks.world_size,
+            **{"deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size},
         },
-        due=rows_until(start.global_step, logs, None if eval_loader is None else evaluations, owes),
+        due=rows_until(start.global_step, logs, evaluations if held_out else None, owes),
         redo_evaluation=owes,
     )
     return Run(
@@ -93,7 +90,7 @@ def assemble(
         engine=engine,
         objective=objective,
         loader=loader,
-        eval_loader=eval_loader,
+        eval_loader=held_out,
         checkpoints=checkpoints,
         sinks=sinks,
         meters=meters,
@@ -112,11 +109,24 @@ def assemble(
 
 
 def go_on(
-    checkpoints: CheckpointStore, checkpoint: Manifest | None, engine: Engine, loader: DevicePrefetcher
+    checkpoints: CheckpointStore,
+    checkpoint: Manifest | None,
+    engine: Engine,
+    loader: DevicePrefetcher,
+    max_steps: int,
 ) -> tuple[TrainState, float | None]:
-    """Engine and data as the checkpoint has them; where that is, and its evaluation loss if it has one."""
+    """Engine and data as the checkpoint has them; where that is, and its evaluation loss if it has one.
+
+    Raises:
+        ConfigError: that is further than the run is to go.
+    """
     if checkpoint is None:
         return TrainState.start(engine.device), None
+    if checkpoint.global_step > max_steps:
+        raise ConfigError(
+            f"{checkpoints.folder.parent} is at step {checkpoint.global_step} already, and max_steps is "
+            f"{max_steps}; give a higher max_steps (or max_epochs), or another run_dir"
+        )
     state = checkpoints.restore(engine, checkpoint)
     loader.load_state_dict(state)
     step = int(state["global_step"])
@@ -286,15 +296,3 @@ def slow_precision(resolved: Resolved, job: Job) -> str | None:
         return None
     cure = "engine.precision=fp32" if resolved.deepspeed is None else f"ds.{precision}.enabled=false"
     return f"this CPU has no instructions for {precision} and is faster in fp32: {cure}"
-
-
-def flops_per_token(model: nn.Module, num_parameters: int) -> float | None:
-    """6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B) for a transformer with a transformers config.
-
-    N counts every parameter once; the second term is attention over the model's longest sequence.
-    """
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(config, "num_hidden_layers"):
-        return None
-    length = getattr(config, "max_position_embeddings", 0)
-    return 6.0 * num_parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length

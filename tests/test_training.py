@@ -198,7 +198,7 @@ def test_rows_that_the_record_lacks_are_told_in_one_line(tmp_path, unbroken, cap
     run = assemble(config, resolved, ALONE, token_bundle(), RunDirectory(tmp_path, None))
     run.sinks.close(0)
     told = [line for line in caplog.messages if "metrics.jsonl" in line]
-    assert told == ([] if said is None else [f"{path} {said}; the run goes on from step 4 without them"])
+    assert told == ([] if said is None else [f"{path} {said}; the run goes on without them"])
 
 
 def test_all_ranks_leave_an_evaluation_together_and_do_it_again(ranks, tmp_path):

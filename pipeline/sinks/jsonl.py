@@ -38,7 +38,7 @@ class JsonlSink:
         Raises:
             MetricsFileError: The file cannot be written.
         """
-        self._path = path
+        self.path = path
         self.num_damaged = 0
         """Lines that were no rows, and are removed; the last one does not count, which a kill may tear."""
         try:
@@ -60,14 +60,14 @@ class JsonlSink:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            raise _cannot_write(self._path, error) from error
+            raise _cannot_write(self.path, error) from error
 
     def close(self, exit_code: int) -> None:
         """Close the file."""
         try:
             self._file.close()
         except OSError as error:
-            raise _cannot_write(self._path, error) from error
+            raise _cannot_write(self.path, error) from error
 
 
 def encode_row(step: int, row: Mapping[str, float]) -> bytes:
