@@ -95,7 +95,7 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
         if not differences and (path / "summary.json").exists():
             log.warning("%s is finished; with a higher max_steps it trains on", path)
         _take_changes(path, checkpoint, differences)
-    elif not passed_over and (path / METRICS_FILE).exists():
+    elif not steps_in(path / "checkpoints") and (path / METRICS_FILE).exists():
         log.info("%s holds no checkpoint: it starts again", path)
     (path / "summary.json").unlink(missing_ok=True)  # unfinished again
     _describe(path, config, split)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import signal
 import sys
 import time
@@ -20,7 +19,7 @@ from filelock import FileLock
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.ranks import Ranks, tell_end
-from pipeline.errors import DataError, PipelineError
+from pipeline.errors import PipelineError
 from pipeline.logs import log_to_console, log_to_file
 
 if not os.path.exists("/dev/nvidiactl"):
@@ -31,6 +30,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from pipeline.assemble import assemble
 from pipeline.checkpoint.folders import steps_in
 from pipeline.data import DataBundle, prepare_data
+from pipeline.data.digest import check_same_data
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Limits
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
@@ -82,6 +82,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def _run(settings: Settings, job: Job, data: DataBundle) -> int:
     config = settings.config
     resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
+    check_same_data(job, data, is_custom=":" in config.data.kind)
     directory, lock = _agree_on_directory(settings, resolved, job, data)
     with ExitStack() as stack:
         if lock is not None:
@@ -116,11 +117,7 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
 def _agree_on_directory(
     settings: Settings, resolved: Resolved, job: Job, data: DataBundle
 ) -> tuple[RunDirectory, FileLock | None]:
-    """Rank 0 chooses; the others are told, or told why not.
-
-    Raises:
-        DataError: this rank's data is not rank 0's (two machines with different files).
-    """
+    """Rank 0 chooses; the others are told, or told why not."""
     lock = None
     answer: RunDirectory | PipelineError | None = None
     split = {
@@ -135,14 +132,9 @@ def _agree_on_directory(
             answer, lock = open_run_directory(settings.config, split)
         except PipelineError as error:
             answer = error
-    answer, fingerprint = job.broadcast_object((answer, data.fingerprint))
+    answer = job.broadcast_object(answer)
     if isinstance(answer, PipelineError):
         raise answer
-    if fingerprint != data.fingerprint:
-        raise DataError(
-            f"rank {job.ranks.rank} on {platform.node()} prepared other data than rank 0; "
-            "give every machine the same files"
-        )
     assert answer is not None
     return answer, lock
 

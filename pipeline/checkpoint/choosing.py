@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from pipeline.checkpoint.folders import bring_back, folder_name, manifest_of, named_in
+from pipeline.checkpoint.folders import bring_back, folder_name, manifest_of, named_in, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.peers import Peers
 from pipeline.checkpoint.saving import first
@@ -26,7 +26,7 @@ def newest_whole(folder: Path, peers: Peers) -> tuple[Manifest | None, set[int]]
     Each that is passed over is one line that says why.
 
     Returns:
-        No manifest: there is no checkpoint.
+        No manifest: there is no checkpoint, but maybe a link or a folder without a manifest.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is whole.
@@ -40,7 +40,7 @@ def newest_whole(folder: Path, peers: Peers) -> tuple[Manifest | None, set[int]]
             return answer, set(passed_over)
         log.warning("%s", answer)
         passed_over[step] = answer
-    if passed_over:
+    if any(peers.gather(bool(steps_in(folder)))):
         raise CheckpointError(
             f"{folder} holds no whole checkpoint; the newest: {next(iter(passed_over.values()))}; "
             "bring back what is missing, or start a new run with checkpoint.resume=never"

@@ -176,4 +176,7 @@ def _is_evaluation(row: Mapping[str, float], step: int) -> bool:
 
 
 def _cannot_write(path: Path, error: OSError) -> MetricsFileError:
-    return MetricsFileError(f"{path}: cannot write the run's metrics ({error.strerror or error})")
+    return MetricsFileError(
+        f"{path}: cannot write the run's metrics ({error.strerror or error}); once it can be written, the same "
+        "command goes on from the newest checkpoint"
+    )
