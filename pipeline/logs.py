@@ -23,7 +23,7 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
 
 
 class _File(logging.FileHandler):
-    """On a full disk it leaves lines out: a traceback for each of them would bury what is said of the disk."""
+    """On a full disk it leaves lines out: their tracebacks would bury what is said of the disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass

@@ -177,6 +177,6 @@ def _is_evaluation(row: Mapping[str, float], step: int) -> bool:
 
 def _cannot_write(path: Path, error: OSError) -> MetricsFileError:
     return MetricsFileError(
-        f"{path}: cannot write the run's metrics ({error.strerror or error}); once it can be written, the same "
+        f"{path}: cannot write the run's metrics ({error.strerror or error}); once there is room, the same "
         "command goes on from the newest checkpoint"
     )
