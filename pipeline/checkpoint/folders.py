@@ -85,7 +85,7 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
             passed_over.append(f"{path.name} is passed over: {error}")
             continue
         return path, passed_over
-    return None, passed_over
+    return None, passed_over if steps_in(folder) else []
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
