@@ -17,6 +17,7 @@ from pathlib import Path
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.settings import Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
+from pipeline.distributed.last_words import Terminated, speaks, terminable
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks, tell_end
 from pipeline.errors import PipelineError
@@ -80,11 +81,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PipelineError as error:
         return _refuse(error, ranks)
     stop_with_launcher(ranks)
-    from pipeline.running import run  # torch comes in here
-
-    code = run(settings, ranks)
+    code = _run(settings, ranks)
     tell_end(ranks.rank, ranks.world_size, code)
     return code
+
+
+def _run(settings: Settings, ranks: Ranks) -> int:
+    with terminable():
+        try:
+            from pipeline.running import run  # torch comes in here
+
+            return run(settings, ranks)
+        except (KeyboardInterrupt, Terminated) as signal:
+            if ranks.local_rank == 0 or speaks(False):
+                print("stopped at once, without a checkpoint", file=sys.stderr, flush=True)
+            return signal.exit_code if isinstance(signal, Terminated) else 130
 
 
 def _refuse(error: PipelineError, ranks: Ranks) -> int:
@@ -93,9 +104,9 @@ def _refuse(error: PipelineError, ranks: Ranks) -> int:
     The launcher ends all ranks with the first that exits.
     """
     tell_end(ranks.rank, ranks.world_size, error.exit_code)
-    if ranks.local_rank == 0:
+    if ranks.local_rank == 0 or speaks(False):
         print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
+    if ranks.local_rank != 0:
         time.sleep(3)
     return error.exit_code
 

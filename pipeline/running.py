@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
+import platform
 import sys
 import time
 import traceback
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 
 from filelock import FileLock
 
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.settings import Resolved, Settings
+from pipeline.distributed.last_words import Terminated, ignore_stop_signals, speaks
 from pipeline.distributed.ranks import Ranks, tell_end
-from pipeline.errors import PipelineError
+from pipeline.errors import DataError, PipelineError
 from pipeline.logs import log_to_console, log_to_file
 
 if not os.path.exists("/dev/nvidiactl"):
@@ -30,7 +30,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from pipeline.assemble import assemble
 from pipeline.checkpoint.folders import steps_in
 from pipeline.data import DataBundle, prepare_data
-from pipeline.data.digest import check_same_data
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Limits
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
@@ -39,10 +38,6 @@ from pipeline.sampling import sample_text
 from pipeline.training import Run, TrainState, train
 
 log = logging.getLogger(__name__)
-
-
-class Terminated(BaseException):
-    """SIGTERM before training or after it. The launcher sends it where another rank has ended."""
 
 
 def run(settings: Settings, ranks: Ranks) -> int:
@@ -63,26 +58,20 @@ def run(settings: Settings, ranks: Ranks) -> int:
         )
         if ranks.world_size > 1:
             job.watch(Limits(waits.timeout_seconds, waits.hang_seconds))
-            signal.signal(signal.SIGTERM, _terminate)
         return _run(settings, job, data)
     except PipelineError as error:
         return _end(job, ranks, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return _end(job, ranks, "stopped at once, without a further checkpoint", 130)
+        return _end(job, ranks, "stopped at once, without a checkpoint", 130)
     except Terminated as error:
-        return _end(job, ranks, "stopped at once, without a further checkpoint", 128 + signal.SIGTERM, error)
+        return _end(job, ranks, "stopped at once, without a checkpoint", error.exit_code, error)
     except Exception as error:
         return _end(job, ranks, traceback.format_exc(), 1, error)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _run(settings: Settings, job: Job, data: DataBundle) -> int:
     config = settings.config
     resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
-    check_same_data(job, data, is_custom=":" in config.data.kind)
     directory, lock = _agree_on_directory(settings, resolved, job, data)
     with ExitStack() as stack:
         if lock is not None:
@@ -99,7 +88,7 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
         except BaseException:
             if job.ranks.world_size > 1:
                 # The launcher's SIGTERM, for a rank that has ended, must not cut off the word on why.
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                ignore_stop_signals()
             raise
         job.progress.at("ending")
         text = None
@@ -109,15 +98,26 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
             text = sample_text(model, data.tokenizer, config.sample, config.seed, job.device, asks=asks)
     if job.ranks.is_main_process:
         _conclude(directory.path, state, signal_number, text)
+    elif speaks(job.ranks.local_rank == 0):
+        how = "finished" if signal_number is None else "stopped"
+        print(f"{_place(job.ranks)}: {how} at step {state.global_step}", file=sys.stderr, flush=True)
     job.barrier()
     job.close()
     return 0 if signal_number is None else 128 + signal_number
 
 
+def _place(ranks: Ranks) -> str:
+    return f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()})"
+
+
 def _agree_on_directory(
     settings: Settings, resolved: Resolved, job: Job, data: DataBundle
 ) -> tuple[RunDirectory, FileLock | None]:
-    """Rank 0 chooses; the others are told, or told why not."""
+    """Rank 0 chooses; the others are told, or told why not.
+
+    Raises:
+        DataError: this rank's data is not rank 0's (two machines with different files).
+    """
     lock = None
     answer: RunDirectory | PipelineError | None = None
     split = {
@@ -132,9 +132,14 @@ def _agree_on_directory(
             answer, lock = open_run_directory(settings.config, split)
         except PipelineError as error:
             answer = error
-    answer = job.broadcast_object(answer)
+    answer, fingerprint = job.broadcast_object((answer, data.fingerprint))
     if isinstance(answer, PipelineError):
         raise answer
+    if fingerprint != data.fingerprint:
+        raise DataError(
+            f"rank {job.ranks.rank} on {platform.node()} prepared other data than rank 0; "
+            "give every machine the same files"
+        )
     assert answer is not None
     return answer, lock
 
@@ -182,11 +187,11 @@ def _end(job: Job | None, ranks: Ranks, message: str, code: int, error: BaseExce
     """
     watchdog = job.watchdog if job is not None else None
     if ranks.world_size > 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ignore_stop_signals()
     logging.getLogger("pipeline.failure").error("%s", message)
     if watchdog is not None and (isinstance(error, Terminated) or (error and is_from_peers(error))):
         watchdog.look_for_lost(error)  # does not return where another rank is to blame
-    first = ranks.local_rank == 0 if job is None else job.claim_failure(code)
+    first = ranks.local_rank == 0 or speaks(False) if job is None else job.claim_failure(code)
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + message.rstrip(), file=sys.stderr, flush=True)
@@ -195,6 +200,8 @@ def _end(job: Job | None, ranks: Ranks, message: str, code: int, error: BaseExce
         # wait for peers in the process group's destructor.
         if not first:
             time.sleep(3 if watchdog is None else LONGEST_END)  # the watchdog leaves, with the job's code
+            if speaks(ranks.local_rank == 0):
+                print(f"{_place(ranks)}: ends with {code}: so does another rank", file=sys.stderr, flush=True)
         elif job is not None:
             job.wait_for_leavers()
         logging.shutdown()

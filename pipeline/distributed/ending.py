@@ -11,14 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.distributed.last_words import STDERR, speaks
 from pipeline.distributed.lines import HANG_EXIT_CODE, Failure, Lines
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import tell_end
 from pipeline.distributed.signs import Signs
 from pipeline.distributed.stacks import Frame, in_flight_now, main_frames, standing, write_stacks
 from pipeline.distributed.verdict import Who, Witness, sentence_of_hang, sentence_of_lost
-
-STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,19 @@ class Ending:
         """
         if failure.why == "raised":
             # Its rank shows what it was; what this rank's training thread makes of it belongs in its log.
+            self._add(failure, f"{self._everyone[failure.rank]} failed, and says why")
             self._lines.mark("left")
             time.sleep(self._pace.soon)
             return
         self._last_resort()
         self._lines.testify(self._look(failure.why))
         if failure.rank == self._rank:
-            self._say(self._sentence(failure))
-            self._lines.mark("told")
+            sentence = self._sentence(failure)
+            self._say(sentence)
+            self._lines.tell(sentence)
         else:
-            self._until(lambda: self._lines.marks("told") > 0, 2 * self._pace.answer)
+            self._until(lambda: self._lines.told() is not None, 2 * self._pace.answer)
+            self._add(failure, self._lines.told() or "it hung, or lost a rank")
         self._lines.mark("left")
         if self._rank == 0:  # the others read all this in its store
             self._until(lambda: self._lines.marks("left") >= len(self._everyone), self._pace.soon)
@@ -94,6 +96,8 @@ class Ending:
             line = sentence_of_lost([self._signs.describe(0, silent)])
         if self._is_first_to_say():
             self._say(line)
+        elif speaks(self._is_head):
+            self._write(line)
         self.leave(HANG_EXIT_CODE)
 
     def _last_resort(self) -> None:
@@ -127,8 +131,8 @@ class Ending:
             time.sleep(self._pace.period / 5)
         known = heard | {each.who.rank for each in lost}
         lost += [self._signs.describe(rank) for rank in ranks if rank not in known]
-        if failure.why == "lost" and lost:
-            return sentence_of_lost(lost)
+        if failure.why == "lost":
+            return sentence_of_lost(lost) if lost else f"{failure.what}; by now all ranks answer"
         return sentence_of_hang(witnesses, failure.seconds, lost)
 
     def _say(self, line: str) -> None:
@@ -138,6 +142,20 @@ class Ending:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / "verdict.txt").write_text(line + "\n")
             line += f"; stacks: {self.folder}"
+        self._write(line)
+
+    def _add(self, failure: Failure, sentence: str) -> None:
+        """The same on this rank's own console, where it is another one's failure and nobody says it there."""
+        own, teller = self._everyone[self._rank], self._everyone[failure.rank]
+        if own.rank != teller.rank and speaks(self._is_head and own.machine != teller.machine):
+            self._write(f"{own}: ends with {failure.code}: {sentence}")
+
+    @property
+    def _is_head(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self._rank == min([self._rank, *self._signs.neighbours])
+
+    def _write(self, line: str) -> None:
         with suppress(OSError):
             os.write(STDERR, f"{os.linesep if os.isatty(STDERR) else ''}{line}\n".encode())
 

@@ -34,6 +34,9 @@ class Failure:
     """`raised`: the rank shows its own error. `hang`, `lost`: a rank must be found out."""
     code: int
     seconds: float = 0.0
+    """Without progress, of a hang."""
+    what: str = ""
+    """Of `lost`: the rank that gave no sign, as it was known then."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,15 @@ class Lines:
         """Of those that have testified."""
         found = [json.loads(value) for value in _present(self._store, "witness", ranks).values()]
         return [Witness(**values | {"who": Who(**values["who"])}) for values in found]
+
+    def tell(self, sentence: str) -> None:
+        """Says what the job ends of, for all that ask."""
+        self._store.set("pipeline/verdict", sentence)
+
+    def told(self) -> str | None:
+        """What was told, if anything was."""
+        key = "pipeline/verdict"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def mark(self, what: str) -> None:
         """Something is done on this rank, once."""

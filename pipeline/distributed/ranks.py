@@ -54,6 +54,7 @@ PMI = _Names(  # MPICH, Intel MPI, Cray
     ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
     ("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
 )
+WHOLE = re.compile(r"-?[0-9]{1,9}")
 SLURM_RESERVED_STEPS = 0xFFFFFFF0  # the batch script's own step, and an interactive shell's: one process
 
 
@@ -63,12 +64,16 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     None of them: one process alone. mpirun goes before srun, which starts its daemons where both are at work.
 
     Raises:
-        LaunchError: some are set and others are missing, or a value is not a number.
+        LaunchError: some are set and others are missing, a value is no number or does not fit the others.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: environment[name] for name in names if name in environment}
     if not given:
-        return _read_scheduler(environment)
+        ranks = _read_scheduler(environment)
+        if ranks.world_size > 1:
+            check_master(environment)
+        return ranks
+    check_master(environment)
     missing = [name for name in names if name not in given]
     if missing:
         raise LaunchError(
@@ -77,7 +82,18 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
         )
     # LOCAL_SIZE is the deepspeed launcher's name for it.
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or given["WORLD_SIZE"]
-    return _checked(given | {"LOCAL_WORLD_SIZE": local})
+    ranks = _checked(given | {"LOCAL_WORLD_SIZE": local})
+    if not 1 <= ranks.local_world_size <= ranks.world_size:
+        raise LaunchError(
+            f"LOCAL_WORLD_SIZE={ranks.local_world_size} ranks on this machine do not fit into a job of "
+            f"WORLD_SIZE={ranks.world_size}"
+        )
+    if not 0 <= ranks.local_rank < ranks.local_world_size:
+        raise LaunchError(
+            f"LOCAL_RANK={ranks.local_rank} is outside the LOCAL_WORLD_SIZE={ranks.local_world_size} ranks "
+            "of this machine"
+        )
+    return ranks
 
 
 def _read_scheduler(environment: Mapping[str, str]) -> Ranks:
@@ -136,14 +152,36 @@ def _read_slurm(environment: Mapping[str, str]) -> Ranks:
 
 def _checked(given: Mapping[str, str]) -> Ranks:
     """From rank, local rank, world size and local world size, by their names in the environment."""
-    try:
-        rank, local_rank, world_size, local_world_size = (int(value) for value in given.values())
-    except ValueError:
-        raise LaunchError(f"the environment's {dict(given)} are not all whole numbers") from None
+    if not all(WHOLE.fullmatch(value.strip()) for value in given.values()):
+        raise LaunchError(f"the environment's {dict(given)} are not all whole numbers")
+    rank, local_rank, world_size, local_world_size = (int(value) for value in given.values())
     if not 0 <= rank < world_size:
         name_of_rank, _, name_of_size, _ = given
         raise LaunchError(f"{name_of_rank}={rank} is outside a job of {name_of_size}={world_size}")
     return Ranks(rank, local_rank, world_size, local_world_size)
+
+
+def check_master(environment: Mapping[str, str]) -> None:
+    """MASTER_ADDR and MASTER_PORT, where they are set.
+
+    Raises:
+        LaunchError: one of them cannot be a host or a port.
+    """
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if port is not None and not is_port(port):
+        raise LaunchError(
+            f"MASTER_PORT={port}: a port is a whole number from 1 to 65535; give one that is free on rank "
+            "0's machine, the same on every rank"
+        )
+    if host is not None and re.fullmatch(r"[\w.:%-]{1,253}", host) is None:
+        raise LaunchError(
+            f"MASTER_ADDR={host!r} is no name or address of a machine; give rank 0's, the same on every rank"
+        )
+
+
+def is_port(text: str) -> bool:
+    """Whether it is the number of a port."""
+    return re.fullmatch(r"[0-9]{1,5}", text) is not None and 1 <= int(text) <= 65535
 
 
 def find_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -196,8 +234,9 @@ def complete_environment(ranks: Ranks) -> None:
     """Sets what torch and DeepSpeed look for where the launcher did not, so that neither asks mpi4py.
 
     Raises:
-        LaunchError: it cannot be known where rank 0 is.
+        LaunchError: it cannot be known where rank 0 is, or what is set cannot be.
     """
+    check_master(os.environ)
     address = {}
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         host, port = find_master(ranks, os.environ)

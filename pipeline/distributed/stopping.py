@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1: finish the step, save, leave. What a rank wishes is agreed before it is done."""
+"""A signal to stop: finish the step, save, leave. What a rank wishes is agreed before it is done."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.distributed.last_words import STOP_SIGNALS, leave_closed_terminal
+
 log = logging.getLogger(__name__)
 
 SAVE_VOTE, STOP_VOTE = 1, 1 << 20
@@ -19,12 +21,14 @@ SAVE_VOTE, STOP_VOTE = 1, 1 << 20
 
 
 class StopOnSignal:
-    """While active, the first SIGINT, SIGTERM or SIGUSR1 asks for a stop; a second SIGINT ends the process.
+    """While active, the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP asks for a stop; a second SIGINT ends the
+    process.
 
-    SIGUSR1 is what Slurm is told to send before a time limit or a preemption (`--signal=USR1@120`).
+    SIGUSR1 is what Slurm is told to send before a time limit or a preemption (`--signal=USR1@120`). SIGHUP
+    comes where the terminal was closed; it stays ignored where it was (nohup).
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -37,7 +41,9 @@ class StopOnSignal:
         return self.signal_number is not None
 
     def __enter__(self) -> StopOnSignal:
-        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        for number in self.SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -49,6 +55,7 @@ class StopOnSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        leave_closed_terminal()
         # A launcher passes on the signal the terminal already sent to every process: once is enough.
         if not self.requested:
             self.signal_number = number

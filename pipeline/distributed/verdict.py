@@ -103,7 +103,8 @@ def sentence_of_hang(witnesses: Sequence[Witness], seconds: float, silent: Seque
     """
     everyone = sorted(witnesses, key=lambda w: w.who.rank)
     doing = max(everyone, key=lambda w: w.step).doing
-    start = f"hang: no {'step' if doing == 'step' else f'progress ({doing})'} for {seconds:.0f} s. "
+    since = f"{seconds:.0f}" if seconds >= 1 else f"{max(seconds, 0.1):.1f}"
+    start = f"hang: no {'step' if doing == 'step' else f'progress ({doing})'} for {since} s. "
     waiting = [w for w in everyone if w.collective is not None]
     busy = [w for w in everyone if w.collective is None]
     if silent:

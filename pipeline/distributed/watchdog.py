@@ -23,7 +23,7 @@ from pipeline.distributed.memory import memory_now
 from pipeline.distributed.progress import Limits, Progress
 from pipeline.distributed.signs import Signs
 from pipeline.distributed.stacks import frames_of
-from pipeline.distributed.verdict import Lost, Who
+from pipeline.distributed.verdict import Lost, Who, sentence_of_lost
 
 # What gloo, NCCL and torch's store say when it is another rank that failed, or when they gave up waiting.
 _OF_PEERS = re.compile(
@@ -99,7 +99,8 @@ class Watchdog:
         """Ends the process if it is another rank that made a collective fail; returns if none did."""
         self._ending.frames = frames_of(traceback.extract_tb(error.__traceback__))
         if is_from_peers(error) and _TIMED_OUT.search(str(error)):
-            self._wish = Failure(self._rank, "hang", HANG_EXIT_CODE, self._limits.timeout)
+            idle = time.monotonic() - self._progress.activity.since
+            self._wish = Failure(self._rank, "hang", HANG_EXIT_CODE, idle)
         self._is_suspicious = True
         self._wake.set()
         time.sleep(2 * self._pace.soon)
@@ -143,8 +144,8 @@ class Watchdog:
                 self._signs.hear(watched, self._lines.beats(watched), passed)
                 self._signs.look()
                 wish = self._wish
-                if wish is None and self._lost(watched):
-                    wish = Failure(self._rank, "lost", HANG_EXIT_CODE)
+                if wish is None and (lost := self._lost(watched)):
+                    wish = Failure(self._rank, "lost", HANG_EXIT_CODE, what=sentence_of_lost(lost))
                 if failure is None and wish is not None:
                     failure = self._lines.claim(wish)
             except dist.DistNetworkError:  # its process has ended: the guard does the rest

@@ -25,13 +25,15 @@ class Selection:
     num_gpus: int | None = None
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES of the shell: the same devices on every machine."""
+    source: str = "the hostfile"
+    """What says which devices there are."""
 
 
 def choose_devices(hosts: Sequence[Host], wanted: Selection) -> Devices:
     """The devices of the run.
 
     Raises:
-        LaunchError: two ways to choose at once, a machine or device that the hostfile has not, or none left.
+        LaunchError: two ways to choose at once, a machine or device that is not there, or none left.
     """
     counted = wanted.num_nodes is not None or wanted.num_gpus is not None
     ways = {
@@ -45,31 +47,32 @@ def choose_devices(hosts: Sequence[Host], wanted: Selection) -> Devices:
         raise LaunchError(f"{' and '.join(given)} both choose the devices; give one of them")
     every = {host.name: list(range(host.slots)) for host in hosts}
     if wanted.include:
-        chosen = _parse("--include", wanted.include, every)
+        chosen = _parse("--include", wanted.include, every, wanted.source)
         return {name: chosen[name] for name in every if name in chosen}
     if wanted.exclude:
-        without = _parse("--exclude", wanted.exclude, every)
+        without = _parse("--exclude", wanted.exclude, every, wanted.source)
         left = {name: [n for n in every[name] if n not in without.get(name, [])] for name in every}
         left = {name: devices for name, devices in left.items() if devices}
         if not left:
-            raise LaunchError(f"--exclude {wanted.exclude} leaves no device of the hostfile's")
+            raise LaunchError(f"--exclude {wanted.exclude} leaves no device of {wanted.source}'s")
         return left
     if wanted.visible:
-        return _visible(wanted.visible, every)
-    return _first(every, wanted.num_nodes, wanted.num_gpus)
+        return _visible(wanted.visible, every, wanted.source)
+    return _first(every, wanted)
 
 
-def _first(every: Devices, num_nodes: int | None, num_gpus: int | None) -> Devices:
+def _first(every: Devices, wanted: Selection) -> Devices:
+    num_nodes, num_gpus = wanted.num_nodes, wanted.num_gpus
     if num_nodes is not None and not 1 <= num_nodes <= len(every):
-        raise LaunchError(f"--num_nodes {num_nodes}: the hostfile has {len(every)} machines")
+        raise LaunchError(f"--num_nodes {num_nodes}: {wanted.source} has {len(every)} machines")
     left = dict(list(every.items())[:num_nodes])
     for name, devices in left.items():
         if num_gpus is not None and not 1 <= num_gpus <= len(devices):
-            raise LaunchError(f"--num_gpus {num_gpus}: {name} has slots={len(devices)} in the hostfile")
+            raise LaunchError(f"--num_gpus {num_gpus}: {name} has slots={len(devices)} in {wanted.source}")
     return {name: devices[:num_gpus] for name, devices in left.items()}
 
 
-def _visible(text: str, every: Devices) -> Devices:
+def _visible(text: str, every: Devices, source: str) -> Devices:
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
         raise LaunchError(
@@ -78,32 +81,32 @@ def _visible(text: str, every: Devices) -> Devices:
         )
     numbers = [int(word) for word in words]
     for name, devices in every.items():
-        _check(f"CUDA_VISIBLE_DEVICES={text}", name, numbers, devices)
+        _check(f"CUDA_VISIBLE_DEVICES={text}", name, numbers, devices, source)
     return dict.fromkeys(every, numbers)
 
 
-def _parse(option: str, text: str, every: Devices) -> Devices:
+def _parse(option: str, text: str, every: Devices, source: str) -> Devices:
     chosen: Devices = {}
     for spec in text.split("@"):
         name, colon, listed = spec.partition(":")
         if name not in every:
-            raise LaunchError(f"{option} {text}: {name!r} is not in the hostfile, but {', '.join(every)}")
+            raise LaunchError(f"{option} {text}: {name!r} is not in {source}, but {', '.join(every)}")
         numbers = every[name]
         if colon:
             words = listed.split(",")
             if not all(word.isdecimal() for word in words):
                 raise LaunchError(f"{option} {text}: write it as NAME or NAME:0,2, with @ between several")
             numbers = [int(word) for word in words]
-            _check(f"{option} {text}", name, numbers, every[name])
+            _check(f"{option} {text}", name, numbers, every[name], source)
         chosen[name] = sorted({*chosen.get(name, []), *numbers})
     return chosen
 
 
-def _check(given: str, name: str, numbers: list[int], devices: list[int]) -> None:
+def _check(given: str, name: str, numbers: list[int], devices: list[int], source: str) -> None:
     for number in numbers:
         if number not in devices:
             raise LaunchError(
-                f"{given}: {name} has no device {number}; the hostfile gives it slots={len(devices)}, "
+                f"{given}: {name} has no device {number}; {source} gives it slots={len(devices)}, "
                 f"0 to {len(devices) - 1}"
             )
     if len(set(numbers)) < len(numbers):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 HUNG, BAD_INPUT = 124, 2
 SIGTERM = 143
-STOPS = {130, 138, SIGTERM}  # with a checkpoint, by Ctrl-C, SIGUSR1, SIGTERM
+STOPS = {129, 130, 138, SIGTERM}  # with a checkpoint, by a closed terminal, Ctrl-C, SIGUSR1, SIGTERM
 
 Words = Mapping[int, Mapping[str, int]]
 """Rank -> its `code` and the `world_size` it knew of; a rank that was killed said nothing."""

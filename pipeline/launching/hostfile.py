@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import LaunchError
+from pipeline.foreign import CONFIGURATION, read_plain
 
-LINE = re.compile(r"(?P<name>[^\s#=]+)\s+slots=(?P<slots>\d{1,6})")
+LINE = re.compile(r"(?P<name>[^\s#=]+)\s+slots=(?P<slots>[0-9]{1,6})")
 # What neither a shell, nor ssh, nor pdsh, nor the launcher's NAME:0,1@NAME takes for something else.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 EXAMPLE = "worker-1 slots=8"
@@ -32,7 +33,7 @@ def read_hostfile(path: Path) -> list[Host]:
             characters than a name has, a name twice, or no machine at all.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_plain(path, CONFIGURATION).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise LaunchError(

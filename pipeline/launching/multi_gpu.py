@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.ranks import HANDED_OVER
-from pipeline.errors import report_errors
+from pipeline.distributed.ranks import HANDED_OVER, is_port
+from pipeline.errors import CommandLine, LaunchError, report_errors
 from pipeline.launching.arguments import split_arguments
+from pipeline.launching.devices import Selection, choose_devices
+from pipeline.launching.hostfile import Host
 from pipeline.launching.multi_node import TRAIN, program
 from pipeline.launching.supervise import Post, Supervisor
+
+NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +40,58 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = [f"--master_port={master['port']}", "--log_level=warning"]
         return [program("deepspeed"), *given, *options, str(TRAIN), *arguments]
 
-    environment = os.environ | {HANDED_OVER: str(folder / "environment.json")}
-    return report_errors(lambda: asyncio.run(Supervisor([guard], document, {}).run(start, environment)))
+    def run() -> int:
+        check(options, os.environ)
+        environment = os.environ | {HANDED_OVER: str(folder / "environment.json")}
+        return asyncio.run(Supervisor([guard], document, {}).run(start, environment))
+
+    return report_errors(run)
+
+
+def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
+    """What deepspeed would take for something else, or answer with a traceback.
+
+    Raises:
+        LaunchError: a device that is not there, several machines, an option with another spelling.
+    """
+    parser = CommandLine(prog="launch/multi_gpu.sh", add_help=False, allow_abbrev=False)
+    parser.add_argument("-i", "--include", default="")
+    parser.add_argument("-e", "--exclude", default="")
+    parser.add_argument("-H", "--hostfile")
+    parser.add_argument("--num_nodes", type=int)
+    parser.add_argument("--num_gpus", "--num_accelerators", type=int)
+    parser.add_argument("--master_port")
+    given, others = parser.parse_known_args(options)
+    for other in others:
+        name = other.partition("=")[0].replace("-", "_").replace("__", "--", 1)
+        if name in ("--include", "--exclude", "--num_nodes", "--num_gpus", "--master_port"):
+            raise LaunchError(f"{other}: unknown option; did you mean {name}?")
+    if given.hostfile is not None or (given.num_nodes or 1) != 1:
+        raise LaunchError(
+            "multi_gpu.sh trains on this machine alone; for several: launch/multi_node.sh HOSTFILE"
+        )
+    if given.num_gpus is not None and given.num_gpus < 1:
+        raise LaunchError(f"--num_gpus {given.num_gpus}: give 1 or more")
+    if given.master_port is not None and not is_port(given.master_port):
+        raise LaunchError(f"--master_port {given.master_port}: a port is a whole number from 1 to 65535")
+    has_gpus = NVIDIA.exists()
+    visible = environment.get("CUDA_VISIBLE_DEVICES") if has_gpus else None
+    # On CPUs it is a number of processes, as many as wanted.
+    num_gpus = given.num_gpus if has_gpus or given.include or given.exclude else None
+    if given.include or given.exclude or num_gpus or visible:
+        here = [Host("localhost", _count_devices(environment))]
+        choose_devices(here, Selection(given.include, given.exclude, None, num_gpus, visible, "this machine"))
+
+
+def _count_devices(environment: Mapping[str, str]) -> int:
+    """As deepspeed will count them: it must be asked, since on CPUs they are what numactl says."""
+    ask = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
+    every = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run([sys.executable, "-c", ask], env=every, capture_output=True, text=True, check=False)
+    match = re.search(r"^devices (\d+)$", done.stdout, re.MULTILINE)
+    if match is None:
+        raise LaunchError(f"deepspeed cannot count this machine's devices: {done.stderr.strip()[-200:]}")
+    return int(match[1])
 
 
 if __name__ == "__main__":

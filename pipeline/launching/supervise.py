@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.distributed.last_words import STOP_SIGNALS, leave_closed_terminal
 from pipeline.errors import LaunchError
 from pipeline.launching.ends import exit_code, silent_ranks
 
@@ -24,7 +25,7 @@ READY = 60.0  # seconds a guard has to answer
 STRAGGLING = 15.0  # seconds the other nodes have once one has ended with a failure
 SAVING = 60.0  # seconds ranks have to save once their launcher is gone
 LEAVING = 5.0  # the same where a node failed or is lost: nothing can be saved together
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._pass_on, number)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._pass_on, number)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # unheard, it would be taken for dead
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -234,6 +236,9 @@ class Supervisor:
                 os.killpg(self._child.pid, signal.SIGKILL)
 
     def _pass_on(self, number: int) -> None:
+        leave_closed_terminal()
+        if number == signal.SIGHUP in self._signals:
+            return  # the kernel and the shell both send it: nobody asks twice
         self._signals.append(number)
         self._tell_all({"signal": number})
         if self._child is None or len(self._signals) > 2:

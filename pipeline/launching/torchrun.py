@@ -7,16 +7,22 @@ with it: torchrun would start a mistake again and again.
 from __future__ import annotations
 
 import os
+import platform
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pipeline.distributed.ranks import is_port
+from pipeline.distributed.reach import Wait, is_own_address, reach
 from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.arguments import split_arguments
 from pipeline.launching.multi_node import TRAIN, program
 
 RESTARTS = 3
+JOIN_TIMEOUT = 600.0  # seconds: torchrun's
+WHOLE = re.compile(r"[0-9]{1,9}")
 FEW = 8  # numbers of machines that are planned for: a third of a second each
 
 
@@ -24,10 +30,11 @@ def command(argv: Sequence[str]) -> list[str]:
     """torchrun's command line.
 
     Raises:
-        LaunchError: several machines, and nowhere to meet.
+        LaunchError: several machines, and nowhere to meet; a number that cannot be.
     """
     options, arguments = split_arguments(argv)
     given = _values(options)
+    _check(given)
     nodes = given.get("nnodes", "1")
     added = [] if "nproc_per_node" in given else [f"--nproc-per-node={_devices()}"]
     if nodes in ("1", "1:1"):
@@ -46,6 +53,59 @@ def command(argv: Sequence[str]) -> list[str]:
     if ":" in nodes and "max_restarts" not in given:
         added.append(f"--max-restarts={RESTARTS}")
     return [program("torchrun"), *added, *options, str(TRAIN), *arguments]
+
+
+def _check(given: Mapping[str, str]) -> None:
+    """torchrun answers these with a traceback."""
+    least, colon, most = (nodes := given.get("nnodes", "1")).partition(":")
+    if not all(WHOLE.fullmatch(n) for n in (least, most if colon else least)) or not (
+        1 <= int(least) <= int(most or least)
+    ):
+        raise LaunchError(f"--nnodes {nodes}: give N, or MIN:MAX as 3:4")
+    each = given.get("nproc_per_node", "1")
+    if each not in ("auto", "cpu", "gpu", "xpu") and (not WHOLE.fullmatch(each) or int(each) < 1):
+        raise LaunchError(f"--nproc-per-node {each}: give the number of ranks on this machine, 1 or more")
+    for name in ("max_restarts", "node_rank"):
+        if name in given and (not WHOLE.fullmatch(given[name]) or int(given[name]) < 0):
+            raise LaunchError(f"--{name.replace('_', '-')} {given[name]}: give 0 or more")
+    ports = {"master_port": given.get("master_port")}
+    endpoint = given.get("rdzv_endpoint")
+    if endpoint is not None:
+        host, ports["rdzv_endpoint"] = split_endpoint(endpoint)
+        if not host:
+            raise LaunchError(f"--rdzv-endpoint {endpoint}: give HOST:PORT, of one of the machines")
+    for name, port in ports.items():
+        if port is not None and not is_port(port):
+            raise LaunchError(f"--{name.replace('_', '-')}: {port!r} is no port: give one from 1 to 65535")
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """Host and port; without one torchrun takes 29400."""
+    host, colon, port = endpoint.strip().rpartition(":")
+    host, port = (host, port) if colon else (port, "29400")
+    return host.strip("[]"), port
+
+
+def wait_for_others(words: Sequence[str]) -> None:
+    """Until the machine where all meet can be reached; torchrun itself would wait without a word, and give up
+    with a traceback.
+
+    Raises:
+        LaunchError: it could not be, for as long as torchrun would wait for the others.
+    """
+    given = _values(words[1 : words.index(str(TRAIN))])
+    if "rdzv_endpoint" in given:
+        if given.get("rdzv_backend") != "c10d" or "is_host" in given.get("rdzv_conf", ""):
+            return
+        host, port = split_endpoint(given["rdzv_endpoint"])
+    elif "master_addr" in given and given.get("node_rank", "0") != "0":
+        host, port = given["master_addr"], given.get("master_port", "29500")
+    else:
+        return
+    match = re.search(r"join_timeout=([0-9]+)", given.get("rdzv_conf", ""))
+    wait = Wait(float(match[1]) if match else JOIN_TIMEOUT, "--rdzv-conf=join_timeout=...")
+    if not is_own_address(host):
+        reach(host, int(port), f"{platform.node()} does not reach the machine where all meet", wait)
 
 
 def _values(options: Sequence[str]) -> dict[str, str]:
@@ -115,6 +175,11 @@ def _launch(argv: Sequence[str]) -> int:
     words = command(argv)
     if code := check_sizes(words):
         return code
+    try:
+        wait_for_others(words)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1  # no mistake in what was given: it may be there the next time
     # Else torch keeps the ranks' store from attempt to attempt, on the machine that had rank 0 in the first:
     # lost, it is looked for there by all machines but the one that takes its place.
     os.execve(words[0], words, os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})

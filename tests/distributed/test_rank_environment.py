@@ -252,3 +252,36 @@ def test_a_rank_tells_its_end_once(tmp_path, environment, monkeypatch):
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(stated, local_world_size, expected):
     assert cpu_threads(Ranks(0, 0, local_world_size, local_world_size), stated) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"MASTER_PORT": "abc"}, "^MASTER_PORT=abc: a port is a whole number from 1 to 65535"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: a port"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0: a port"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT=-1: a port"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT=: a port"),
+        ({"MASTER_PORT": "9" * 5000}, "a port is a whole number"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR='' is no name or address"),
+        ({"MASTER_ADDR": "node 1"}, "MASTER_ADDR='node 1' is no name or address"),
+        ({"MASTER_ADDR": "tcp://node1"}, "is no name or address"),
+        ({"RANK": ""}, "are not all whole numbers"),
+        ({"RANK": "1.0"}, "are not all whole numbers"),
+        ({"WORLD_SIZE": "9" * 5000}, "are not all whole numbers"),
+        ({"RANK": "4"}, "^RANK=4 is outside a job of WORLD_SIZE=4"),
+        ({"RANK": "-1"}, "^RANK=-1 is outside"),
+        ({"WORLD_SIZE": "0"}, "^RANK=3 is outside a job of WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "-1"}, "^LOCAL_RANK=-1 is outside the LOCAL_WORLD_SIZE=2 ranks of this machine"),
+        ({"LOCAL_RANK": "2"}, "^LOCAL_RANK=2 is outside"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "^LOCAL_WORLD_SIZE=0 ranks on this machine do not fit"),
+        (
+            {"LOCAL_WORLD_SIZE": "5"},
+            "^LOCAL_WORLD_SIZE=5 ranks on this machine do not fit into .* WORLD_SIZE=4",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(changes, words):
+    with pytest.raises(LaunchError, match=words) as caught:
+        read_ranks(PLACE | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"} | changes)
+    assert len(str(caught.value)) < 600

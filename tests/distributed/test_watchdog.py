@@ -81,15 +81,17 @@ def test_a_rank_that_sleeps_is_named_with_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_in_one_line(tmp_path, victim):
+def test_a_killed_rank_is_named_in_one_line_of_each_rank(tmp_path, victim):
     """Of rank 0, whose store dies with it, by the others alone."""
     job = Ranks(tmp_path, "kill", victim)
     living = [rank for rank in range(3) if rank != victim]
     assert job.codes(living) == [HANG_EXIT_CODE] * 2
-    (line,) = job.said().splitlines()
-    pid = job.processes[victim].pid
-    assert line.startswith(f"rank {victim} on {socket.gethostname()} (pid {pid}) is gone: last sign ")
-    assert "; it held 0." in line
+    named = f"rank {victim} on {socket.gethostname()} (pid {job.processes[victim].pid}) is gone: last sign "
+    # Each has a stderr of its own: one finds it out, the other one says what it ends of.
+    lines = [job.output[rank].read_text().splitlines() for rank in living]
+    assert [len(said) for said in lines] == [1, 1]
+    assert any(said[0].startswith(named) for said in lines)
+    assert all(named in said[0] and "; it held 0." in said[0] for said in lines)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

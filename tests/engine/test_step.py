@@ -233,8 +233,7 @@ class Peak(nn.Module):
         self.layers = nn.ModuleList()
         for _ in range(4):
             self.layers.append(nn.Linear(64, 64))
-            with torch._C.DisableTorchFunction():  # looked at otherwise, they would be made whole
-                Peak.whole_elements.append(sum(p.data.numel() for p in self.layers.parameters()))
+            Peak.whole_elements.append(sum(p.data.numel() for p in self.layers.parameters()))
 
 
 def whole_while_built(job: Job, deepspeed):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import warnings
 from pathlib import Path
@@ -14,7 +16,9 @@ import yaml
 from support.launch import ROOT, environment, numbers, run_directories, write_recipe
 
 from pipeline.config.settings import load_settings
+from pipeline.distributed.reach import Wait, is_own_address, reach
 from pipeline.errors import LaunchError
+from pipeline.launching import multi_gpu, torchrun
 from pipeline.launching.arguments import split_arguments
 from pipeline.launching.hostfile import read_hostfile
 from pipeline.launching.torchrun import check_sizes, command
@@ -168,3 +172,67 @@ def test_the_scripts_of_one_machine_train_alike(tmp_path):
     assert f"going on with {run} from step-" in done.stderr
     assert numbers(run)[-1]["step"] == stopped + 2
     assert json.loads((run / "summary.json").read_text())["global_step"] == stopped + 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nnodes", "3:2"], "--nnodes 3:2: give N, or MIN:MAX"),
+        (["--nnodes=0"], "--nnodes 0: give N"),
+        (["--nnodes=two"], "--nnodes two: give N"),
+        (["--nnodes=1:"], "--nnodes 1:: give N"),
+        (["--nproc-per-node", "x"], "--nproc-per-node x: give the number of ranks"),
+        (["--nproc_per_node=0"], "--nproc-per-node 0: give the number"),
+        (["--max-restarts=-1"], "--max-restarts -1: give 0 or more"),
+        (["--nnodes=2", "--rdzv-endpoint=node1:abc"], "--rdzv-endpoint: 'abc' is no port"),
+        (["--nnodes=2", "--rdzv-endpoint=node1:99999"], "--rdzv-endpoint: '99999' is no port"),
+        (["--nnodes=2", "--rdzv-endpoint=:29400"], "--rdzv-endpoint :29400: give HOST:PORT"),
+        (["--nnodes=2", "--master-addr=a", "--master-port=-3"], "--master-port: '-3' is no port"),
+    ],
+)
+def test_numbers_that_torchrun_cannot_take(options, words):
+    with pytest.raises(LaunchError, match=f"^{re.escape(words)}"):
+        command([*options, "name=x"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--num_gpus", "0"], "--num_gpus 0: give 1 or more"),
+        (["--num_gpus", "two"], "argument --num_gpus/--num_accelerators: invalid int value: 'two'"),
+        (["--num-gpus", "2"], "--num-gpus: unknown option; did you mean --num_gpus?"),
+        (["--num_nodes", "2"], "multi_gpu.sh trains on this machine alone"),
+        (["--hostfile", "hosts"], "multi_gpu.sh trains on this machine alone"),
+        (["--master_port", "abc"], "--master_port abc: a port is a whole number"),
+        (["--include", "localhost:99"], "--include localhost:99: localhost has no device 99; this machine"),
+        (["--exclude", "worker-1"], "--exclude worker-1: 'worker-1' is not in this machine, but localhost"),
+    ],
+)
+def test_what_deepspeed_answers_with_a_traceback_is_told_before(options, words, capfd):
+    try:
+        code = multi_gpu.main([*options, "name=x"])
+    except SystemExit as end:
+        code = end.code
+    said = capfd.readouterr().err
+    assert code == 2
+    assert said.startswith(f"error: {words}")
+    assert said.count("\n") == 1
+
+
+def test_an_endpoint_without_a_machine_is_told(capfd):
+    """In Kubernetes the names of pods come late; torchrun gave up without a word that names it."""
+    words = command(
+        ["--nnodes=2", "--rdzv-endpoint=nowhere.invalid:29400", "--rdzv-conf=join_timeout=1", "a=b"]
+    )
+    named = r"\S+ does not reach the machine where all meet, nowhere.invalid:29400 \("
+    with pytest.raises(LaunchError, match=named):
+        torchrun.wait_for_others(words)
+    assert re.match(f"waiting: {named}", capfd.readouterr().err)
+
+
+def test_a_machine_that_is_there_is_reached(capfd):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert is_own_address("127.0.0.1")
+        reach("127.0.0.1", server.getsockname()[1], "nobody", Wait(60))
+    assert not is_own_address("192.0.2.1")
+    assert not capfd.readouterr().err

@@ -1,0 +1,72 @@
+"""Waiting for another machine: what is waited for is said, and the wait ends. Imports no torch."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+from pipeline.errors import LaunchError
+
+PATIENCE = 30.0
+"""Seconds until it is said who is waited for; less where the timeout is short."""
+DOCTOR = "python -m pipeline doctor --hostfile HOSTFILE"
+
+
+class Wait:
+    """A wait that says what it waits for: after a while, then after twice as long, and so on.
+
+    Args:
+        seconds: After which it is given up.
+        setting: What sets them.
+    """
+
+    def __init__(self, seconds: float, setting: str = "distributed.timeout_seconds"):
+        self._began = time.monotonic()
+        self._seconds, self._setting = seconds, setting
+        self._say_after = min(PATIENCE, seconds / 4)
+
+    def __call__(self, line: str, advice: str, said: bool = True) -> None:
+        """Waits a moment more.
+
+        Raises:
+            LaunchError: that was too long.
+        """
+        waited = time.monotonic() - self._began
+        if waited > self._seconds:
+            raise LaunchError(f"{line} after {waited:.0f} s ({self._setting}); {advice}")
+        if waited > self._say_after and said:
+            print(f"waiting: {line} after {waited:.0f} s", file=sys.stderr, flush=True)
+        if waited > self._say_after:
+            self._say_after *= 2
+        time.sleep(0.05)
+
+
+def reach(host: str, port: int, what: str, wait: Wait, said: bool = True) -> None:
+    """Until something listens there.
+
+    Args:
+        what: Who does not reach what, in words.
+
+    Raises:
+        LaunchError: nothing did in time, or there is no such name.
+    """
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            wait(f"{what}, {host}:{port} ({reason})", f"what is in the way: {DOCTOR}", said)
+
+
+def is_own_address(host: str) -> bool:
+    """Whether it is one of this machine."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return True
+    except (OSError, UnicodeError):  # not this machine's, or no name of any
+        return False
+    return False

@@ -1,0 +1,126 @@
+"""No process ends without a word on its own stderr; a closed terminal is a stop with a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.launch import ROOT, TRAIN, environment, write_recipe
+from support.ranks import free_port
+
+from pipeline.distributed.last_words import STOP_SIGNALS, Terminated, terminable
+
+PATIENCE = 200
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_before_training_is_told(number):
+    def receive():
+        with terminable():
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(Terminated) as caught:
+        receive()
+    assert caught.value.exit_code == 128 + number
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_what_is_ignored_stays_ignored_and_children_end_as_ever():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminable():
+            os.kill(os.getpid(), signal.SIGHUP)
+            child = os.fork()
+            if child == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def start_rank(folder, rank, local_rank=0, **changes):
+    """A rank of two, alone on its machine, with streams of its own."""
+    place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1 + local_rank}
+    recipe = write_recipe(
+        folder,
+        model={"kind": "support.faults:faulty", "args": {"fault": "none", "rank": 0}},
+        data={"kind": "support.faults:points"},
+        objective={"kind": "classification"},
+        distributed={"timeout_seconds": 5},
+    )
+    variables = place | {"PYTHONPATH": ROOT / "tests"} | changes
+    return subprocess.Popen(
+        [sys.executable, TRAIN, "--config", str(recipe)],
+        env=environment(**{name: str(value) for name, value in variables.items()}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_each_rank_says_why_it_ends(tmp_path):
+    """A master that nobody can find, one that cannot be reached, and a rank whose peer does not come."""
+    port = free_port()
+    unknown = start_rank(tmp_path, 1, MASTER_ADDR="nowhere.invalid", MASTER_PORT=port)
+    second = start_rank(tmp_path, 1, local_rank=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    alone = start_rank(tmp_path, 0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    expected = {
+        unknown: f"rank 1 on .* does not reach the master, nowhere.invalid:{port}",
+        second: "rank 1 on .* does not reach the master, 127.0.0.1",
+        alone: "rank 1 of 2 is not there",
+    }
+    for process, words in expected.items():
+        _, said = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 2
+        last = said.splitlines()[-1]
+        assert last.startswith("error: "), said
+        assert re.search(words, last), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[sys.executable, TRAIN], ["launch/multi_gpu.sh", "--num_gpus", "2"]])
+def test_a_closed_terminal_is_a_stop_with_a_checkpoint(tmp_path, words):
+    """What sshd does when the connection is gone: the terminal hangs up."""
+    recipe = write_recipe(
+        tmp_path,
+        max_steps=100_000,
+        model={"kind": "multinode.paced:paced", "args": {"seconds": 0.05, "folder": str(tmp_path)}},
+        data={"kind": "support.faults:points"},
+        objective={"kind": "classification"},
+        checkpoint={"every": 100_000},
+    )
+    run = tmp_path / "run"
+    split = ["--deepspeed", str(ROOT / "ds_configs" / "zero1.json")] if "launch" in words[0] else []
+    outside, inside = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *words, *split, "--config", str(recipe), f"run_dir={run}"],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT / "tests"), TERM="xterm"),
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+    )
+    os.close(inside)
+    os.set_blocking(outside, False)
+    shown = b""
+    deadline = time.monotonic() + PATIENCE
+    rows = run / "metrics.jsonl"
+    while not (rows.exists() and rows.read_text().count("\n") > 5):
+        assert process.poll() is None, shown.decode()
+        assert time.monotonic() < deadline, shown.decode()
+        try:
+            shown += os.read(outside, 1 << 16)
+        except BlockingIOError:  # nothing new
+            time.sleep(0.05)
+    os.close(outside)
+    assert process.wait(PATIENCE) == 128 + signal.SIGHUP
+    (saved,) = (run / "checkpoints").glob("step-*")
+    assert (saved / "manifest.json").exists()
