@@ -20,8 +20,9 @@ from pipeline.config.split import Device
 from pipeline.distributed.last_words import Terminated, speaks, terminable
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks, tell_end
-from pipeline.errors import PipelineError
+from pipeline.errors import ConfigError, PipelineError
 from pipeline.launching.environment import take_up
+from pipeline.schedule import remark
 
 DEFAULT_RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "python_stdlib.yaml"
 
@@ -48,9 +49,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="recipe keys (model.num_layers=4) and, with ds., DeepSpeed keys (ds.zero_optimization.stage=3)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, load nothing, and stop")
-    parser.add_argument("--world-size", type=int, metavar="N", help="with --dry-run: plan for N ranks")
+    parser.add_argument("--world-size", type=_positive, metavar="N", help="with --dry-run: plan for N ranks")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of ranks")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,14 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.overrides.append(argument)  # an override after an option
         else:
             parser.error(f"unrecognized argument {argument}")
-    if arguments.world_size is not None and (not arguments.dry_run or arguments.world_size < 1):
+    if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size is a positive number and goes with --dry-run")
     try:
         settings = load_settings(arguments.config, arguments.deepspeed, arguments.overrides)
+        if ranks.is_main_process and settings.split is not None:
+            for line in settings.split.notes:
+                print(f"note: {line}", file=sys.stderr)
         if arguments.dry_run:
             if ranks.is_main_process:
                 print(describe(settings, arguments.world_size or ranks.world_size))
             return 0
+        refuse_early(settings, ranks.world_size)
     except PipelineError as error:
         return _refuse(error, ranks)
     stop_with_launcher(ranks)
@@ -96,6 +107,24 @@ def _run(settings: Settings, ranks: Ranks) -> int:
             if ranks.local_rank == 0 or speaks(False):
                 print("stopped at once, without a checkpoint", file=sys.stderr, flush=True)
             return signal.exit_code if isinstance(signal, Terminated) else 130
+
+
+def refuse_early(settings: Settings, world_size: int) -> None:
+    """What --dry-run would refuse is told before torch is loaded and any data prepared.
+
+    A GPU that the driver knows may be none of torch's: what a CPU would take is left to the run.
+    """
+    device = probe_device()
+    try:
+        settings.resolve(world_size, device)
+    except ConfigError as error:
+        if device.kind != "cpu":
+            try:
+                settings.resolve(world_size, Device.cpu())
+                return
+            except ConfigError:
+                pass
+        raise error
 
 
 def _refuse(error: PipelineError, ranks: Ranks) -> int:
@@ -129,7 +158,7 @@ def describe(settings: Settings, world_size: int) -> str:
         line = f"{config.max_steps:,} optimizer steps, {samples:,} samples"
         if isinstance(config.data, TextDataConfig):
             line += f", {samples * config.data.sequence_length:,} tokens"
-        parts.append(line)
+        parts += [line, *filter(None, [remark(config.schedule, config.max_steps)])]
     else:
         parts.append(f"{config.max_epochs:g} epochs of the training data (counted when it is read)")
     return "\n".join(parts)
@@ -137,7 +166,8 @@ def describe(settings: Settings, world_size: int) -> str:
 
 def probe_device() -> Device:
     """The device without torch: by the driver's word on a GPU, else a CPU."""
-    if not Path("/proc/driver/nvidia/version").exists():
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    if hidden or not Path("/proc/driver/nvidia/version").exists():
         return Device.cpu()
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:

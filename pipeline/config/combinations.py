@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline.config.data_schema import TextDataConfig
+from pipeline.config.json_file import JsonFile
 from pipeline.config.loading import Tree, get_dotted
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
@@ -230,7 +231,7 @@ def _quantized(choice: Choice) -> list[str]:
     return [key for key in keys if choice.zero(key)]
 
 
-def refuse_impossible(choice: Choice, path: Path | None) -> None:
+def refuse_impossible(choice: Choice, file: JsonFile | None) -> None:
     """Holds a choice to every rule.
 
     Raises:
@@ -238,8 +239,17 @@ def refuse_impossible(choice: Choice, path: Path | None) -> None:
     """
     for rule in RULES:
         if rule.broken(choice):
-            place = f"{path}: " if path is not None else ""
+            place = f"{_place(rule, file)}: " if file is not None else ""
             raise ConfigError(f"{place}{rule.what}: {rule.reason}; use {rule.instead}")
+
+
+def _place(rule: Rule, file: JsonFile) -> str:
+    """The line of the first key in the rule's words that the file has, or the file."""
+    for word in re.findall(r"[a-z_.]+", rule.what):
+        for dotted, place in file.places.items():
+            if dotted == word or dotted.endswith(f".{word}"):
+                return place
+    return str(file.path)
 
 
 def as_markdown() -> str:

@@ -17,7 +17,7 @@ class TokenizerConfig(Closed):
     pretrained: str | None = None
     """Local folder, `tokenizer.json` file or hub name. Default: that of `model.pretrained`; without one, a
     tokenizer is trained on the data."""
-    vocab_size: int = Field(8192, gt=256)
+    vocab_size: int = Field(8192, gt=256, le=2**24)
     """Entries of the byte-level BPE trained on the data. Not read with `pretrained`."""
 
 
@@ -49,7 +49,7 @@ class SourceConfig(Closed):
     weight: float | None = Field(None, ge=0)
     """Share of the training samples that come from this source, relative to the other weights. Give all
     sources a weight, or none."""
-    epochs: float = Field(1.0, gt=0)
+    epochs: float = Field(1.0, gt=0, le=1e9)
     """How often the source is gone through in one epoch of the mixture. Not with `weight`."""
     max_documents: int | None = Field(None, gt=0)
     """Read no more than the first ones. Default: all."""
@@ -81,13 +81,13 @@ class DocumentsConfig(Closed):
     eval_fraction: float = Field(0.02, ge=0, lt=1)
     """Share of each source's documents held out for evaluation, chosen by a hash of the document: it stays
     held out whatever is added."""
-    sequence_length: int = Field(256, gt=1)
+    sequence_length: int = Field(256, gt=1, le=2**30)
     """Tokens a sequence (the inputs; the targets are the same tokens shifted by one)."""
     separate_documents: bool = True
     """Documents that share a sequence do not see each other: position ids restart, attention stays within a
     document, and no document's first token is predicted from the one before. `false`: one stream."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    prepare_workers: int | None = Field(None, gt=0)
+    prepare_workers: int | None = Field(None, gt=0, le=1024)
     """Processes that tokenise. Default: one a core of this machine."""
     cache_dir: str = "~/.cache/deepspeed-pipeline"
     """Where tokenised data is kept; keyed by content, tokenizer and settings."""
@@ -187,7 +187,7 @@ class ImagesDataConfig(Closed):
     """Column of images."""
     label_field: str = "label"
     """Column of labels."""
-    image_size: int = Field(224, gt=0)
+    image_size: int = Field(224, gt=0, le=2**14)
     """Pixels a side: the shorter side is resized to it and the middle cut out."""
     channels: Literal[1, 3] = 3
     """1: grey, 3: colour."""

@@ -1,109 +1,46 @@
-"""The DeepSpeed JSON: load it, hold it to what it owns, fill every "auto", hand on a plain dict.
-
-The only module that reads the JSON of ds_configs/. It validates names itself, since DeepSpeed accepts an
-unknown top-level key in silence and drops many an "auto".
-"""
+"""The DeepSpeed JSON: load it, hold it to what it owns, fill every "auto", hand on a plain dict."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.batch import BatchPlan
-from pipeline.config.loading import Tree, did_you_mean, get_dotted, read_text, set_dotted
+from pipeline.config.deepspeed_check import check, rules
+from pipeline.config.json_file import JsonFile, is_comment, read_json
+from pipeline.config.loading import Tree, did_you_mean, get_dotted, override, set_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device
 from pipeline.errors import ConfigError
 
 
-def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> Tree:
-    """The file with the command line's `ds.` overrides, all names checked.
+def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> JsonFile:
+    """The file with the command line's `ds.` overrides, every key and value checked.
 
     Raises:
-        ConfigError: missing or malformed (line and column), unknown, dropped or misplaced keys.
+        ConfigError: missing or malformed (line and column), unknown, dropped or misplaced keys, values that
+            DeepSpeed does not take.
     """
-    try:
-        tree = json.loads(read_text(path), object_pairs_hook=_refuse_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
-    except _DuplicateKeyError as error:
-        raise ConfigError(f"{path}: the key {error.args[0]!r} is given twice") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid JSON: nested too deeply") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected an object of keys to values, found a {type(tree).__name__}")
-    given: set[str] = set()
+    file = read_json(path)
     for parts, value in overrides:
-        set_dotted(tree, parts, value, "command line")
-        given.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
-    _check_names(tree, path, given)
-    return _without_nulls(tree)
+        override(file.tree, file.places, parts, value)
+    check(file)
+    return file
 
 
-class _DuplicateKeyError(Exception):
-    pass
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Tree:
-    tree: Tree = {}
-    for key, value in pairs:
-        if key in tree:
-            raise _DuplicateKeyError(key)
-        tree[key] = value
-    return tree
-
-
-def _without_nulls(tree: Tree) -> Tree:
-    """DeepSpeed's defaults are null where they are not a value: an explicit one says nothing."""
-    return {
-        key: _without_nulls(value) if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if value is not None
-    }
-
-
-def _check_names(tree: Tree, path: Path, given: set[str]) -> None:
-    def place(full: str) -> str:
-        return f"command line: ds.{full}" if full in given else f"{path}: {full}"
-
-    for dotted, valid in [("", keys.TOP_LEVEL | keys.OWN), *keys.SECTIONS.items()]:
-        section = get_dotted(tree, dotted) if dotted else tree
-        if section is None:
-            continue
-        if not isinstance(section, dict):
-            raise ConfigError(f"{place(dotted)}: expected an object, given {section!r}")
-        for key in section:
-            full = f"{dotted}.{key}" if dotted else key
-            if full in keys.REMOVED:
-                raise ConfigError(f"{place(full)}: DeepSpeed no longer has this; {keys.REMOVED[full]}")
-            if full in keys.NOT_HERE:
-                raise ConfigError(f"{place(full)}: not read here; {keys.NOT_HERE[full]}")
-            if key not in valid:
-                known = valid | set(keys.NOT_HERE) if not dotted else valid
-                near = did_you_mean(key, known)
-                raise ConfigError(f"{place(full)}: unknown key{near if 'mean' in near else ''}")
-    stage = get_dotted(tree, "zero_optimization.stage")
-    if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-        raise ConfigError(f"{place('zero_optimization.stage')}: expected 0, 1, 2 or 3, given {stage!r}")
-    partition = get_dotted(tree, "pipeline.partition")
-    if partition not in (None, *keys.PARTITIONS):
-        words = " or ".join(keys.PARTITIONS)
-        raise ConfigError(f"{place('pipeline.partition')}: expected {words}, given {partition!r}")
-    enabled = get_dotted(tree, "compile.enabled")
-    if enabled is not None and not isinstance(enabled, bool):
-        raise ConfigError(f"{place('compile.enabled')}: expected true or false, given {enabled!r}")
-    for full in ("bf16.enabled", "fp16.enabled", "tf32.enabled"):
-        enabled = get_dotted(tree, full)
-        if enabled not in (None, "auto") and not isinstance(enabled, bool):
-            raise ConfigError(f'{place(full)}: expected true, false or "auto", given {enabled!r}')
-
-
-def adopt_stated_numbers(recipe: Tree, tree: Tree, path: Path) -> tuple[Tree, dict[str, str]]:
+def adopt_stated_numbers(
+    recipe: Tree, file: JsonFile, places: Mapping[str, str]
+) -> tuple[Tree, dict[str, str]]:
     """The recipe, completed with numbers that a JSON from elsewhere states and the recipe does not.
+
+    Args:
+        recipe: What the recipe and the command line say.
+        file: The JSON.
+        places: Where each of the recipe's dotted keys stands.
 
     Returns:
         The completed recipe, and the place in the JSON of each key that was completed.
@@ -112,32 +49,34 @@ def adopt_stated_numbers(recipe: Tree, tree: Tree, path: Path) -> tuple[Tree, di
         ConfigError: both state a number and the two differ (both are quoted), the JSON's optimizer or
             scheduler is of a type this trainer does not build, or has parameters that nothing here reads.
     """
-    recipe = copy.deepcopy(recipe)
+    recipe, tree = copy.deepcopy(recipe), file.tree
     optimizer, scheduler = get_dotted(tree, "optimizer.type"), get_dotted(tree, "scheduler.type")
     if optimizer is not None and str(optimizer).lower() not in ("adam", "adamw"):
         raise ConfigError(
-            f"{path}: optimizer.type: {optimizer!r}; this trainer builds AdamW (drop the section)"
+            f"{file.at('optimizer.type')}: {optimizer!r}; this trainer builds AdamW (drop the section)"
         )
-    if scheduler is not None and scheduler not in keys.SCHEDULES:
-        raise ConfigError(f"{path}: scheduler.type: {scheduler!r}; set schedule.kind in the recipe instead")
-    _refuse_unread(tree, path)
+    if scheduler is not None and (not isinstance(scheduler, str) or scheduler not in keys.SCHEDULES):
+        place = file.at("scheduler.type")
+        raise ConfigError(f"{place}: {scheduler!r}; set schedule.kind in the recipe instead")
+    _refuse_unread(file)
     stated = [(json_key, mine, get_dotted(tree, json_key)) for json_key, mine in keys.RECIPE_OWNS.items()]
-    stated.append(("scheduler.type", "schedule.kind", keys.SCHEDULES.get(scheduler)))
+    stated.append(("scheduler.type", "schedule.kind", keys.SCHEDULES.get(scheduler or "")))
     adopted: dict[str, str] = {}
     for json_key, mine, value in stated:
         if value is None or value == "auto":
             continue
         own = get_dotted(recipe, mine)
         if own is None:
-            adopted[mine] = f"{path}: {json_key}"
+            adopted[mine] = file.at(json_key)
             set_dotted(recipe, mine.split("."), value, adopted[mine])
         elif own != value:
-            other = adopted.get(mine, f"the recipe's {mine}")
-            raise ConfigError(f'{path}: {json_key} is {value}, {other} is {own}; write "auto" here')
+            theirs = "the command line's" if places.get(mine) == "command line" else "the recipe's"
+            other = adopted.get(mine, f"{theirs} {mine}")
+            raise ConfigError(f'{file.at(json_key)} is {value}, {other} is {own}; write "auto" here')
     return recipe, adopted
 
 
-def adopt_torch_section(recipe: Tree, tree: Tree, path: Path) -> tuple[Tree, dict[str, str]]:
+def adopt_torch_section(recipe: Tree, file: JsonFile) -> tuple[Tree, dict[str, str]]:
     """The recipe with the `engine` section that a file with a `torch` section stands for.
 
     Returns:
@@ -146,15 +85,17 @@ def adopt_torch_section(recipe: Tree, tree: Tree, path: Path) -> tuple[Tree, dic
     Raises:
         ConfigError: the recipe has an engine section too, or the file also speaks to DeepSpeed.
     """
+    tree = file.tree
     if foreign := sorted(set(tree) - keys.WITH_TORCH):
         raise ConfigError(
-            f"{path}: torch: plain PyTorch does not read {', '.join(foreign)}; drop torch, or drop these"
+            f"{file.at('torch')}: plain PyTorch does not read {', '.join(foreign)}; drop torch, or drop these"
         )
     if "engine" in recipe:
-        raise ConfigError(f"{path}: torch: the recipe has an engine section too; drop one of the two")
+        raise ConfigError(f"{file.at('torch')}: the recipe has an engine section too; drop one of the two")
     if get_dotted(tree, "fp16.enabled") is True:
         raise ConfigError(
-            f"{path}: fp16.enabled: plain PyTorch computes in fp32 or bf16; use ds_configs/zero2_fp16.json"
+            f"{file.at('fp16.enabled')}: plain PyTorch computes in fp32 or bf16; use "
+            "ds_configs/zero2_fp16.json"
         )
     bf16 = get_dotted(tree, "bf16.enabled")
     engine = {
@@ -163,31 +104,40 @@ def adopt_torch_section(recipe: Tree, tree: Tree, path: Path) -> tuple[Tree, dic
         "tf32": get_dotted(tree, "tf32.enabled") in (True, "auto"),
         "compile": bool(get_dotted(tree, "compile.enabled")),
     }
-    places = {f"engine.{key}": f"{path}: torch.{key}" for key in engine}
+    from_torch = {key: f"torch.{key}" for key in tree["torch"]}
+    from_sections = {"precision": "bf16.enabled", "tf32": "tf32.enabled", "compile": "compile.enabled"}
+    places = {f"engine.{key}": file.at(theirs) for key, theirs in (from_torch | from_sections).items()}
     return recipe | {"engine": engine}, places
 
 
-def _refuse_unread(tree: Tree, path: Path) -> None:
+def _refuse_unread(file: JsonFile) -> None:
     """Refuses parameters of the JSON's optimizer and scheduler that change something, but nothing here."""
-    unread = []
+    unread: dict[str, str] = {}
     for name in ("optimizer", "scheduler"):
-        section = tree.get(name, {})
-        for dotted, part in ((name, section), (f"{name}.params", get_dotted(tree, f"{name}.params") or {})):
+        section, params = file.tree.get(name, {}), get_dotted(file.tree, f"{name}.params")
+        for dotted, part in ((name, section), (f"{name}.params", {} if params is None else params)):
             if not isinstance(part, dict):
-                raise ConfigError(f"{path}: {dotted}: expected an object, given {part!r}")
+                raise ConfigError(f"{file.at(dotted)}: expected an object, given {part!r}")
             for key, value in part.items():
                 full = f"{dotted}.{key}"
                 read = full in keys.RECIPE_OWNS or full in (f"{name}.type", f"{name}.params")
-                if not read and value != "auto" and value not in keys.AS_BUILT.get(full, ()):
-                    unread.append(f"{full} ({json.dumps(value)})")
+                if read or value is None or is_comment(key):
+                    continue
+                if value != "auto" and value not in keys.AS_BUILT.get(full, ()):
+                    unread[full] = f"{full} ({json.dumps(value)})"
     if unread:
+        first = next(iter(unread))
+        section, _, name = first.rpartition(".")
+        known = {key.removeprefix(f"{section}.") for key in (*keys.RECIPE_OWNS, *keys.AS_BUILT)}
+        near = did_you_mean(name, {key for key in known if "." not in key} - {name} | {"type", "params"})
         raise ConfigError(
-            f"{path}: {', '.join(unread)}: the recipe's optimizer and schedule know no such thing, and would "
-            "train without it; drop it here"
+            f"{file.at(first).removesuffix(first)}{', '.join(unread.values())}: the recipe's optimizer and "
+            f"schedule know no such thing{near if 'mean' in near else ''}, and would train without it; drop "
+            "it here"
         )
 
 
-def resolve_deepspeed(tree: Tree, config: RunConfig, plan: BatchPlan, precision: str, path: Path) -> Tree:
+def resolve_deepspeed(file: JsonFile, config: RunConfig, plan: BatchPlan, precision: str) -> Tree:
     """The dict DeepSpeed gets: every "auto" a value, optimizer and schedule left to the recipe's builders.
 
     Raises:
@@ -195,7 +145,7 @@ def resolve_deepspeed(tree: Tree, config: RunConfig, plan: BatchPlan, precision:
     """
     filled = {
         key: copy.deepcopy(value)
-        for key, value in tree.items()
+        for key, value in file.tree.items()
         if key not in ("optimizer", "scheduler") and key not in keys.OWN
     }
     filled["train_batch_size"] = plan.global_batch_size
@@ -210,7 +160,7 @@ def resolve_deepspeed(tree: Tree, config: RunConfig, plan: BatchPlan, precision:
         if name in filled:
             filled[name]["enabled"] = name == precision
     for dotted in _leftover_autos(filled):
-        raise ConfigError(f'{path}: {dotted}: nothing here can fill this "auto"; write a value')
+        raise ConfigError(f'{file.at(dotted)}: nothing here can fill this "auto"; write a value')
     return filled
 
 
@@ -229,24 +179,24 @@ def _zero_defaults(config: RunConfig) -> Tree:
     }
 
 
-def decide_precision(tree: Tree, device: Device, path: Path) -> str:
+def decide_precision(file: JsonFile, device: Device) -> str:
     """`bf16` where it is asked for, or left open and the device has it; else `fp16`; else `fp32`.
 
     Raises:
         ConfigError: both half precisions asked for, or one the device does not compute in.
     """
-    bf16 = get_dotted(tree, "bf16.enabled") or False
-    fp16 = get_dotted(tree, "fp16.enabled") or False
+    bf16 = get_dotted(file.tree, "bf16.enabled") or False
+    fp16 = get_dotted(file.tree, "fp16.enabled") or False
     if bf16 is True and fp16 is True:
-        raise ConfigError(f"{path}: bf16.enabled and fp16.enabled are both true; choose one")
+        raise ConfigError(f"{file.at('bf16.enabled')} and fp16.enabled are both true; choose one")
     if fp16 is True and device.kind == "cuda" and not device.fp16:
         raise ConfigError(
-            f"{path}: fp16.enabled: this device does not compute in fp16; use bf16 (ds_configs/zero2.json), "
-            "or fp32 with ds.fp16.enabled=false"
+            f"{file.at('fp16.enabled')}: this device does not compute in fp16; use bf16 "
+            "(ds_configs/zero2.json), or fp32 with ds.fp16.enabled=false"
         )
     if bf16 is True and device.kind == "cuda" and not device.bf16:
         raise ConfigError(
-            f"{path}: bf16.enabled: this device does not compute in bf16; use fp16 "
+            f"{file.at('bf16.enabled')}: this device does not compute in bf16; use fp16 "
             "(ds_configs/zero2_fp16.json), or fp32 with ds.bf16.enabled=false"
         )
     if bf16 is True or (bf16 == "auto" and fp16 is not True and device.bf16):
@@ -270,6 +220,7 @@ def _leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         if value == "auto" and isinstance(value, str):
-            yield f"{prefix}{key}"
+            if rules().get(f"{prefix}{key}", {}).get("default") != "auto":
+                yield f"{prefix}{key}"
         else:
             yield from _leftover_autos(value, f"{prefix}{key}.")

@@ -1,60 +1,30 @@
-"""DeepSpeed's configuration keys, as of 0.19: those it reads, those it dropped, those another file owns.
+"""What this trainer has to say of DeepSpeed's keys; which there are stands in deepspeed_schema.json."""
 
-DeepSpeed accepts an unknown top-level key in silence, so the names must be known here. A test holds these
-tables against the installed DeepSpeed.
-"""
+from __future__ import annotations
 
-TOP_LEVEL = {
-    "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type", "data_types",
-    "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "fp16",
-    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "log_level",
-    "memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "scheduler",
-    "seq_parallel_communication_data_type", "sequence_parallel_size", "steps_per_print", "tensor_parallel",
-    "timers", "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism",
-    "vocabulary_size", "wall_clock_breakdown", "weight_quantization", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "zero_optimization",
-}  # fmt: skip
+from typing import Any
 
+# This trainer's own sections, and those of DeepSpeed's of which only some keys are passed on.
 SECTIONS = {
-    "torch": {"bucket_cap_mb", "find_unused_parameters", "parallel"},
     "compile": {"enabled"},
-    "tf32": {"enabled"},
-    "tensor_parallel": {"autotp_size", "partition_config", "preset_model", "tp_overlap_comm"},
     "pipeline": {"partition", "stages"},
-    "zero_optimization": {
-        "allgather_bucket_size", "allgather_partitions", "compute_grad_norm",
-        "contiguous_gradients", "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters",
-        "leaf_module", "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings",
-        "memory_efficient_linear", "offload_optimizer", "offload_param", "overlap_comm",
-        "override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint",
-        "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
-        "save_muon_momentum_buffer_in_memory", "stage", "stage3_allgather_sequential",
-        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
-        "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
-        "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
-        "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size",
-        "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size",
-        "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights",
-    },
-    "fp16": {
-        "auto_cast", "consecutive_hysteresis", "enabled", "fp16_master_weights_and_grads", "hysteresis",
-        "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale",
-    },
-    "bf16": {
-        "bf16_master_weights_and_grads", "bf16_optimizer_states", "check_grad_overflow", "enabled",
-        "immediate_grad_update",
-    },
-    "zero_optimization.offload_optimizer": {
-        "buffer_count", "cpuadam_cores_perc", "device", "fast_init", "nvme_path", "pin_memory",
-        "pipeline_read", "pipeline_write", "ratio", "super_offload",
-    },
-    "zero_optimization.offload_param": {
-        "buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory",
-    },
-}  # fmt: skip
+    "tensor_parallel": {"autotp_size", "partition_config", "preset_model", "tp_overlap_comm"},
+    "tf32": {"enabled"},
+    "torch": {"bucket_cap_mb", "find_unused_parameters", "parallel"},
+}
 
-# This trainer's own, beside DeepSpeed's: `torch` asks for plain PyTorch in place of DeepSpeed.
+# Sections that DeepSpeed does not get.
 OWN = {"compile", "tf32", "torch"}
+
+OWN_MEANINGS = {
+    "compile.enabled": "`true`: have torch.compile fuse the model (with ZeRO 0 to 2 or plain PyTorch). "
+    "DeepSpeed's section of this name has no such key.",
+    "tf32.enabled": '`true` or `"auto"`: let a GPU multiply fp32 matrices in TF32 (10 bits of mantissa): '
+    "faster, and no longer fp32's digits. A CPU has none. Default: `false`. No key of DeepSpeed's.",
+    "torch": "Plain PyTorch in place of DeepSpeed: the keys `parallel`, `bucket_cap_mb` and "
+    "`find_unused_parameters` as in the recipe's `engine`. Beside it only `bf16`, `tf32`, `compile` and the "
+    "batch numbers. No key of DeepSpeed's.",
+}
 
 # pipeline.partition: what stages are made alike in; `uniform`: in blocks, `time`: measured at the start.
 PARTITIONS = ("parameters", "uniform", "time")
@@ -68,7 +38,6 @@ WITH_TORCH = {
 # What DeepSpeed 0.19 no longer has, and what to use instead.
 REMOVED = {
     "amp": "use bf16 or fp16",
-    "bfloat16": "the section is called bf16",
     "compression_training": "compress after training, with the exported weights",
     "cpu_offload": "use zero_optimization.offload_optimizer: {device: cpu}",
     "curriculum_learning": "order the data in the recipe",
@@ -81,10 +50,7 @@ REMOVED = {
     "quantize_training": "quantise after training, with the exported weights",
     "sparse_attention": "use model.attention in the recipe",
     "sparse_gradients": "an nn.Embedding(sparse=True) needs no setting",
-    "zero_optimization.cpu_offload": "use zero_optimization.offload_optimizer: {device: cpu}",
-    "zero_optimization.cpu_offload_param": "use zero_optimization.offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_params": "use zero_optimization.offload_param: {device: cpu}",
-    "zero_optimization.cpu_offload_use_pin_memory": "use offload_optimizer: {pin_memory: true}",
     "zero_optimization.mics_hierarchical_params_gather": "use zero_hpz_partition_size",
     "zero_optimization.mics_shard_size": "use zero_hpz_partition_size",
     "zero_optimization.zeropp_loco_param": "use zero_quantized_gradients alone",
@@ -110,6 +76,82 @@ NOT_HERE = {
     "wandb": "set the wandb section of the recipe",
 }
 
+# What many files have, and nothing here reads: taken, with a line.
+IGNORED = {
+    "checkpoint": "this trainer writes checkpoints itself",
+    "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed does not read it",
+    "zero_optimization.elastic_checkpoint": "a checkpoint here starts on any number of ranks",
+    "zero_optimization.load_from_fp32_weights": "a checkpoint here always has the fp32 weights",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "a checkpoint here has whole tensors",
+}
+
+# Names that DeepSpeed still takes, besides those its models declare.
+OTHER_NAMES = {"bfloat16": "bf16"}
+
+_POSITIVE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0}
+_DTYPE: dict[str, Any] = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
+_ANY_CASE: dict[str, Any] = {"type": "string", "anyCase": True}
+
+# What DeepSpeed reads without a look at the value, and fails on later or in silence: added to the schema.
+LIMITS: dict[str, dict[str, Any]] = {
+    "activation_checkpointing.number_checkpoints": _POSITIVE,
+    "aio.block_size": _POSITIVE,
+    "aio.intra_op_parallelism": _POSITIVE,
+    "aio.queue_depth": _POSITIVE,
+    "communication_data_type": _DTYPE | _ANY_CASE,
+    "compile": {"type": "object"},
+    "compile.enabled": {"type": "boolean"},
+    "checkpoint.tag_validation": _ANY_CASE | {"enum": ["WARN", "IGNORE", "FAIL"]},
+    "checkpoint.writer.data_parallel": {
+        "type": "string",
+        "enum": ["REPLICA", "SOCKET", "MACHINE"],
+        "anyCase": True,
+    },
+    "checkpoint.writer.type": _ANY_CASE | {"enum": ["MOCK", "PYTHON", "FAST"]},
+    "data_types.buffer_dtype": _DTYPE,
+    "data_types.grad_accum_dtype": _DTYPE,
+    "data_types.keep_in_fp32_modules": {"type": ["array", "string"]},
+    "data_types.param_dtype": _DTYPE,
+    "flops_profiler.module_depth": {"minimum": -1},
+    "flops_profiler.output_file": {"type": "string"},
+    "flops_profiler.profile_step": _POSITIVE,
+    "flops_profiler.recompute_fwd_factor": {"minimum": 0},
+    "flops_profiler.top_modules": _POSITIVE,
+    "fp16.hysteresis": _POSITIVE,
+    "fp16.initial_scale_power": {"minimum": 0, "maximum": 127},
+    "fp16.loss_scale": {"minimum": 0},
+    "fp16.loss_scale_window": _POSITIVE,
+    "fp16.min_loss_scale": _POSITIVE,
+    "gradient_predivide_factor": {"exclusiveMinimum": 0},
+    "log_level": {
+        "type": "string",
+        "enum": ["debug", "info", "warning", "error", "critical"],
+        "anyCase": True,
+    },
+    "pipeline.partition": {"enum": list(PARTITIONS)},
+    "pipeline.stages": {"type": "integer", "default": 1},
+    "seq_parallel_communication_data_type": _DTYPE,
+    "sequence_parallel_size": {"type": "integer"},
+    "steps_per_print": _POSITIVE,
+    "tf32": {"type": "object"},
+    "tf32.enabled": {"type": "boolean"},
+    "torch": {"type": "object"},
+    "torch.bucket_cap_mb": {"type": "number", "exclusiveMinimum": 0},
+    "torch.find_unused_parameters": {"type": "boolean"},
+    "torch.parallel": {"type": "string", "enum": ["auto", "single", "dp", "ddp"]},
+    "vocabulary_size": _POSITIVE,
+    "zero_optimization.allgather_bucket_size": {"exclusiveMinimum": 0, "multipleOf": 2},
+    "zero_optimization.leaf_module.classes": {"type": ["array", "string"]},
+    "zero_optimization.leaf_module.name_suffixes": {"type": ["array", "string"]},
+    "zero_optimization.leaf_module.names": {"type": ["array", "string"]},
+    "zero_optimization.offload_optimizer.buffer_count": _POSITIVE,
+    "zero_optimization.offload_param.buffer_count": _POSITIVE,
+    "zero_optimization.offload_param.buffer_size": _POSITIVE,
+    "zero_optimization.zenflow.full_warm_up_rounds": {"minimum": 0},
+    "zero_optimization.zenflow.select_strategy": {"enum": ["auto", "step", "epoch"]},
+    "zero_optimization.zenflow.update_interval": {"minimum": 1},
+}
+
 # JSON key -> the recipe's key for the same number.
 RECIPE_OWNS = {
     "train_batch_size": "batch.global_batch_size",
@@ -128,7 +170,7 @@ RECIPE_OWNS = {
 
 # Values of optimizer and scheduler parameters that say what this trainer does anyway; others are refused,
 # since nothing here would read them.
-AS_BUILT = {
+AS_BUILT: dict[str, tuple[Any, ...]] = {
     "optimizer.legacy_fusion": (False,),
     "optimizer.params.adam_w_mode": (True,),
     "optimizer.params.amsgrad": (False,),

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from pipeline.config.consistency import contradictions
 from pipeline.config.schema import RunConfig
 from pipeline.config.yaml_loader import Loader
 from pipeline.errors import ConfigError
@@ -135,14 +136,24 @@ def get_dotted(tree: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def validate_recipe(tree: Tree, source: Path, places: Mapping[str, str], overridden: set[str]) -> RunConfig:
+def override(tree: Tree, places: dict[str, str], parts: list[str], value: Any) -> None:
+    """Sets what the command line says, and that it stands there; `places` as read_yaml returns them."""
+    dotted = ".".join(parts)
+    set_dotted(tree, parts, value, "command line")
+    for at in [at for at in places if f"{at}.".startswith(f"{dotted}.")]:
+        del places[at]
+    for length in range(1, len(parts)):
+        places.setdefault(".".join(parts[:length]), "command line")
+    places[dotted] = "command line"
+
+
+def validate_recipe(tree: Tree, source: Path, places: Mapping[str, str]) -> RunConfig:
     """The typed recipe.
 
     Args:
         tree: What the recipe and the command line say.
         source: The recipe's file.
         places: Where each dotted key stands.
-        overridden: Dotted keys from the command line.
 
     Raises:
         ConfigError: one line a problem, each with file, line, key, what was given and what is valid.
@@ -150,40 +161,37 @@ def validate_recipe(tree: Tree, source: Path, places: Mapping[str, str], overrid
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(problem, source, places, overridden) for problem in error.errors()]
+        problems = [_explain(problem, source, places) for problem in error.errors()]
         unique = list(dict.fromkeys(problems))
         raise ConfigError("\n".join(unique)) from None
-    if (config.max_steps is None) == (config.max_epochs is None):
-        raise ConfigError(f"{source}: give exactly one of max_steps and max_epochs")
-    keep, evaluations = config.checkpoint, config.eval.every
-    if keep.keep_best and keep.every and (not evaluations or keep.every % evaluations):
-        place = place_of("checkpoint.keep_best", source, places, overridden)
-        raise ConfigError(
-            f"{place}: checkpoint.keep_best chooses by an evaluation of the very step that is saved; make "
-            f"checkpoint.every ({keep.every}) a multiple of eval.every ({evaluations})"
-        )
+    for keys, message in contradictions(config):
+        found = [place_of(key, source, places) for key in keys]
+        place = "command line" if "command line" in found else found[0]
+        raise ConfigError(f"{place}: {message}")
     return config
 
 
-def place_of(dotted: str, source: Path, places: Mapping[str, str], overridden: set[str]) -> str:
+def place_of(dotted: str, source: Path, places: Mapping[str, str]) -> str:
     """`command line`, `file:line` of the key or of the section it is missing in, or the recipe's file."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
-        known = ".".join(parts[:length])
-        if known in overridden:
-            return "command line"
-        if known in places:
-            return places[known]
+        if (place := places.get(".".join(parts[:length]))) is not None:
+            return place
     return str(source)
 
 
-def _explain(problem: Any, source: Path, places: Mapping[str, str], overridden: set[str]) -> str:
+def _explain(problem: Any, source: Path, places: Mapping[str, str]) -> str:
     parts, section = _locate(problem["loc"])
     kind, given = problem["type"], problem["input"]
     if kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(given, dict):
         parts.append("kind")
     dotted = ".".join(parts)
-    start = f"{place_of(dotted, source, places, overridden)}: {dotted}: "
+    place = place_of(dotted, source, places)
+    if kind == "value_error" and any(
+        at.startswith(f"{dotted}.") and there == "command line" for at, there in places.items()
+    ):
+        place = "command line"  # keys of a section that exclude each other, one of them given there
+    start = f"{place}: {dotted}: "
     if kind == "extra_forbidden":
         if parts[-1] in DEEPSPEED_OWNS:
             return start + "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"

@@ -41,19 +41,19 @@ class CausalLMConfig(ModelSection):
     """transformers model type of a new model with random weights: `llama`, `gpt2`, `qwen2`, ..."""
     pretrained: str | None = None
     """Local folder or hub name to start from (safetensors). Exactly one of this and `architecture`."""
-    vocab_size: int | None = Field(None, gt=0)
+    vocab_size: int | None = Field(None, gt=0, le=2**28)
     """Rows of the embedding. Default: the tokenizer's size. Not smaller than the tokenizer's."""
-    hidden_size: int | None = Field(None, gt=0)
+    hidden_size: int | None = Field(None, gt=0, le=2**20)
     """Width of the residual stream. Default: the architecture's own."""
-    intermediate_size: int | None = Field(None, gt=0)
+    intermediate_size: int | None = Field(None, gt=0, le=2**24)
     """Width of the MLP. Default: the architecture's own."""
-    num_layers: int | None = Field(None, gt=0)
+    num_layers: int | None = Field(None, gt=0, le=2**14)
     """Decoder blocks. Default: the architecture's own."""
-    num_heads: int | None = Field(None, gt=0)
+    num_heads: int | None = Field(None, gt=0, le=2**16)
     """Attention heads. Default: the architecture's own."""
-    num_key_value_heads: int | None = Field(None, gt=0)
+    num_key_value_heads: int | None = Field(None, gt=0, le=2**16)
     """Key-value heads of grouped-query attention. Default: the architecture's own."""
-    max_sequence_length: int | None = Field(None, gt=0)
+    max_sequence_length: int | None = Field(None, gt=0, le=2**30)
     """Longest sequence the positions allow. Default of a new model: `data.sequence_length`."""
     extra: dict[str, Any] = {}
     """Further fields of the transformers config of this architecture, in its own words."""
@@ -70,9 +70,9 @@ class CNNConfig(ModelSection):
     """A small convolutional network for images, a plain nn.Module."""
 
     kind: Literal["cnn"]
-    num_classes: int | None = Field(None, gt=1)
+    num_classes: int | None = Field(None, gt=1, le=2**28)
     """Outputs. Default: the data set's."""
-    channels: int = Field(32, gt=0)
+    channels: int = Field(32, gt=0, le=2**16)
     """Channels of the first convolution; the second has twice as many."""
     dropout: float = Field(0.1, ge=0, lt=1)
     """Probability of dropping an activation before the last layer."""

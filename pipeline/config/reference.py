@@ -47,7 +47,9 @@ deepspeed launch/train.py --deepspeed ds_configs/zero2.json ds.zero_optimization
 ```
 
 A key that begins with `ds.` changes the DeepSpeed JSON, any other the recipe. The command line goes before
-the file, the file before the default. An unknown key is an error that names the nearest one.
+the file, the file before the default. In both files an unknown key is an error with file, line and the
+nearest key, or `command line`; so is a key given twice, a value out of its range, and a number of absurd
+size. Two keys that cannot stand together are told before anything is loaded.
 """
 
 
@@ -78,11 +80,22 @@ def _deepspeed() -> Iterator[str]:
     owned = [*keys.RECIPE_OWNS.items(), ("scheduler.type", "schedule.kind")]
     yield "## The DeepSpeed JSON\n"
     yield _paragraph(
-        "DeepSpeed's own keys; the names are checked before anything starts. `null` is the same as leaving a "
-        'key out. `"auto"` is filled in here: the batch numbers from the recipe, `bf16.enabled` and '
-        "`fp16.enabled` by what the device computes in (bf16 before fp16), ZeRO's bucket sizes by the width "
-        "of the model."
+        "DeepSpeed's own keys, and three more. Every key of every section is checked before anything "
+        "starts, with its value, against what DeepSpeed takes (`pipeline/config/deepspeed_schema.json`, "
+        "written by `python -m pipeline.engine.deepspeed_schema`; a test compares the two). An error names "
+        "the file, the line, the key and the nearest one. What DeepSpeed calls by other names too "
+        "(`max_live_parameters`, `cpu_offload`, `bfloat16`) may be called so here. Only what is below "
+        "`optimizer` and `scheduler` is the recipe's and has a table of its own."
     )
+    yield _paragraph(
+        '`null` is the same as leaving a key out. `"auto"` is filled in here: the batch numbers from the '
+        "recipe, `bf16.enabled` and `fp16.enabled` by what the device computes in (bf16 before fp16), ZeRO's "
+        'bucket sizes by the width of the model; an `"auto"` that nothing fills is an error. Keys that '
+        "people write for each other (`_comment`, `//`, `comment`, `$schema`) and sections that are switched "
+        "off (`enabled: false`) are passed over, with a line."
+    )
+    yield "This trainer's own:\n"
+    yield _rows(("key", "meaning"), [(f"`{key}`", text) for key, text in keys.OWN_MEANINGS.items()])
     yield _paragraph(
         'These numbers are the recipe\'s. The JSON says `"auto"` or nothing; a file brought from elsewhere '
         "may state one where the recipe does not. Two different values for one number are an error."
@@ -92,7 +105,9 @@ def _deepspeed() -> Iterator[str]:
         f"As `schedule.kind`, {kinds}. Any other parameter of `optimizer` and `scheduler` is refused, unless "
         "it says what is done here anyway."
     )
-    yield "Refused, with what to use instead:\n"
+    yield "Taken, with a line, and read by nobody:\n"
+    yield _rows(("key", "why"), [(f"`{key}`", text) for key, text in keys.IGNORED.items()])
+    yield "Refused, with what to use instead, unless switched off:\n"
     yield _rows(("key", "instead"), [(f"`{key}`", text) for key, text in keys.NOT_HERE.items()])
     yield "No longer in DeepSpeed:\n"
     yield _rows(("key", "instead"), [(f"`{key}`", text) for key, text in keys.REMOVED.items()])

@@ -18,7 +18,7 @@ RUN_NAME = r"^[\w.-]+$"
 class LoaderConfig(Closed):
     """How samples reach the device."""
 
-    num_workers: int = Field(0, ge=0)
+    num_workers: int = Field(0, ge=0, le=1024)
     """Worker processes that fetch ahead. 0 fetches in the training process: right for tokenised text,
     which is read from memory; images that must be decoded want a few."""
 
@@ -42,11 +42,11 @@ class BatchConfig(Closed):
     """Any two of the three numbers; the third follows for the world size of the run. Without this section:
     `micro_batch_size: 8`."""
 
-    micro_batch_size: int | None = Field(None, gt=0)
+    micro_batch_size: int | None = Field(None, gt=0, le=2**24)
     """Samples one rank takes through the model at once."""
-    gradient_accumulation_steps: int | None = Field(None, gt=0)
+    gradient_accumulation_steps: int | None = Field(None, gt=0, le=2**24)
     """Micro-batches a rank adds up before the optimizer steps. Default where nothing else decides it: 1."""
-    global_batch_size: int | None = Field(None, gt=0)
+    global_batch_size: int | None = Field(None, gt=0, le=2**40)
     """Samples an optimizer step sees: micro x accumulation x data-parallel size."""
 
 
@@ -96,7 +96,7 @@ class EngineConfig(Closed):
     """Let a GPU multiply fp32 matrices in TF32 (10 bits of mantissa): faster, and no longer fp32's digits."""
     compile: bool = False
     """Have torch.compile fuse the model: a minute at the start, faster steps on a GPU."""
-    bucket_cap_mb: float = Field(25.0, gt=0)
+    bucket_cap_mb: float = Field(25.0, gt=0, le=2**20)
     """MiB of gradients `ddp` sends at once."""
     find_unused_parameters: bool = False
     """`ddp`: look each step for parameters that took no part. Without it they are an
@@ -162,7 +162,7 @@ class SampleConfig(Closed):
 
     prompt: str = "def "
     """What it goes on from; a question, where `data.kind` is `chat`."""
-    max_new_tokens: int = Field(48, ge=0)
+    max_new_tokens: int = Field(48, ge=0, le=2**20)
     """Tokens it writes; 0: none."""
 
 
@@ -170,10 +170,10 @@ class DistributedConfig(Closed):
     """Several ranks: how long they wait for each other, and what is said of one that hangs, is lost or is
     slow."""
 
-    timeout_seconds: float = Field(1800, gt=0)
+    timeout_seconds: float = Field(1800, gt=0, le=10**7)
     """Seconds that a collective waits for the other ranks, in every process group. Also the watchdog's limit
     while a run starts, resumes, saves or ends, and for its first step, which may compile."""
-    hang_seconds: float | None = Field(None, gt=0)
+    hang_seconds: float | None = Field(None, gt=0, le=10**7)
     """Seconds without a step after which the watchdog writes down where every rank stands, names those that
     are behind, and ends the job with code 124. Default: ten times the recent median step, at least 60."""
     straggler_share: float = Field(0.25, gt=0)
@@ -194,10 +194,10 @@ class RunConfig(Closed):
     """One fixed directory for this run instead (made if missing)."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Fixes initial weights, data order and dropout."""
-    max_steps: int | None = Field(None, gt=0)
+    max_steps: int | None = Field(None, gt=0, le=10**12)
     """Optimizer steps of the run. Exactly one of this and `max_epochs`; the one on the command line takes the
     place of the other in the recipe."""
-    max_epochs: float | None = Field(None, gt=0)
+    max_epochs: float | None = Field(None, gt=0, le=1e9)
     """Passes over the training data."""
     model: ModelConfig
     data: DataConfig

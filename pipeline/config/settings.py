@@ -17,13 +17,14 @@ from pipeline.config.deepspeed_json import (
     load_deepspeed_json,
     resolve_deepspeed,
 )
+from pipeline.config.json_file import JsonFile
 from pipeline.config.loading import (
     Tree,
     get_dotted,
+    override,
     parse_override,
     place_of,
     read_yaml,
-    set_dotted,
     validate_recipe,
 )
 from pipeline.config.model_schema import CausalLMConfig
@@ -52,10 +53,19 @@ class Settings:
     """A validated recipe and, where DeepSpeed is asked for, its JSON with names checked."""
 
     config: RunConfig
-    deepspeed: Tree | None
     recipe_path: Path
-    split_path: Path | None
+    split: JsonFile | None
     """The file after --deepspeed."""
+
+    @property
+    def split_path(self) -> Path | None:
+        """The file after --deepspeed."""
+        return None if self.split is None else self.split.path
+
+    @property
+    def deepspeed(self) -> Tree | None:
+        """What the JSON says to DeepSpeed; None for plain PyTorch."""
+        return None if self.split is None or "torch" in self.split.tree else self.split.tree
 
     def resolve(self, world_size: int, device: Device) -> Resolved:
         """Everything filled in for this many ranks.
@@ -63,7 +73,7 @@ class Settings:
         Raises:
             ConfigError: the numbers do not fit these ranks or this device, or two choices exclude each other.
         """
-        if self.deepspeed is None or self.split_path is None:
+        if self.split is None or self.deepspeed is None:
             engine = self.config.engine
             precision: str = engine.precision
             if precision == "auto":
@@ -76,15 +86,15 @@ class Settings:
                 plan_batch(self.config.batch, world_size), None, split, engine.tf32, engine.compile
             )
         else:
-            precision = decide_precision(self.deepspeed, device, self.split_path)
-            split = deepspeed_split(self.deepspeed, world_size, precision, self.split_path)
+            precision = decide_precision(self.split, device)
+            split = deepspeed_split(self.split, world_size, precision)
             plan = plan_batch(self.config.batch, split.dp_world_size)
-            filled = resolve_deepspeed(self.deepspeed, self.config, plan, precision, self.split_path)
+            filled = resolve_deepspeed(self.split, self.config, plan, precision)
             tf32 = get_dotted(self.deepspeed, "tf32.enabled") in (True, "auto")
             compiled = get_dotted(self.deepspeed, "compile.enabled") is True
             resolved = Resolved(plan, filled, split, tf32, compiled)
         choice = Choice(self.config, resolved.deepspeed or {}, split, device, resolved.compile)
-        refuse_impossible(choice, self.split_path)
+        refuse_impossible(choice, self.split)
         return resolved
 
 
@@ -104,25 +114,26 @@ def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) ->
         )
     tree, places = read_yaml(recipe)
     for parts, value in for_recipe:
-        set_dotted(tree, parts, value, "command line")
+        override(tree, places, parts, value)
     overridden = {".".join(parts) for parts, _ in for_recipe}
     _set_aside_alternatives(tree, overridden)
-    raw = None
+    split = None
     if deepspeed is not None:
-        raw = load_deepspeed_json(deepspeed, for_deepspeed)
-        tree, adopted = adopt_stated_numbers(tree, raw, deepspeed)
+        split = load_deepspeed_json(deepspeed, for_deepspeed)
+        tree, adopted = adopt_stated_numbers(tree, split, places)
         places |= adopted
-        if "torch" in raw:
-            tree, adopted = adopt_torch_section(tree, raw, deepspeed)
+        if "torch" in split.tree:
+            tree, adopted = adopt_torch_section(tree, split)
             places |= adopted
-            raw = None
-    config = _with_own_tokenizer(validate_recipe(tree, recipe, places, overridden))
-    if raw is not None and "engine" in config.model_fields_set:
-        place = place_of("engine.precision", recipe, places, overridden)
+    config = _with_own_tokenizer(validate_recipe(tree, recipe, places))
+    settings = Settings(config, recipe, split)
+    if settings.deepspeed is not None and "engine" in config.model_fields_set:
+        given = [place_of(f"engine.{key}", recipe, places) for key in config.engine.model_fields_set]
+        place = "command line" if "command line" in given else [*given, place_of("engine", recipe, places)][0]
         raise ConfigError(
             f"{place}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); drop the section"
         )
-    return Settings(config, raw, recipe, deepspeed)
+    return settings
 
 
 def _set_aside_alternatives(tree: Tree, overridden: set[str]) -> None:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.loading import Tree, get_dotted
+from pipeline.config.json_file import JsonFile
+from pipeline.config.loading import get_dotted
 from pipeline.errors import ConfigError
 
 # JSON key -> the degree's name in messages. Their product divides the number of ranks.
@@ -80,7 +81,7 @@ class Split:
         return ", ".join(parts)
 
 
-def deepspeed_split(tree: Tree, world_size: int, precision: str, path: object) -> Split:
+def deepspeed_split(file: JsonFile, world_size: int, precision: str) -> Split:
     """The split a DeepSpeed JSON asks for on this many ranks.
 
     Raises:
@@ -88,16 +89,18 @@ def deepspeed_split(tree: Tree, world_size: int, precision: str, path: object) -
     """
     degrees: dict[str, int] = {}
     for key, name in DEGREES.items():
-        degree = get_dotted(tree, key)
+        degree = get_dotted(file.tree, key)
         if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
-            raise ConfigError(f"{path}: {key}: expected a positive number of ranks, given {degree!r}")
+            raise ConfigError(f"{file.at(key)}: expected a positive number of ranks, given {degree!r}")
         degrees[name] = degree or 1
-    stage = get_dotted(tree, "zero_optimization.stage") or 0
+    stage = get_dotted(file.tree, "zero_optimization.stage") or 0
     needed = math.prod(degrees.values())
     if world_size % needed:
-        asked = " x ".join(f"{key} {degrees[name]}" for key, name in DEGREES.items() if degrees[name] > 1)
+        cut = {key: degrees[name] for key, name in DEGREES.items() if degrees[name] > 1}
+        asked = " x ".join(f"{key} {degree}" for key, degree in cut.items())
+        place = file.at(next(iter(cut))).rpartition(": ")[0]
         raise ConfigError(
-            f"{path}: {asked} needs a multiple of {needed} ranks, and this job has {world_size}; "
+            f"{place}: {asked} needs a multiple of {needed} ranks, and this job has {world_size}; "
             f"start {-(-world_size // needed) * needed}, or lower the degree"
         )
     return Split(world_size, precision, "deepspeed", stage, **degrees)

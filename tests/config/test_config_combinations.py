@@ -18,6 +18,7 @@ HPZ = "ds.zero_optimization.zero_hpz_partition_size"
 QUANTIZED = "ds.zero_optimization.zero_quantized_weights"
 OFFLOAD, KV = "ds.zero_optimization.offload_optimizer", "model.num_key_value_heads"
 ACCUMULATION, BF16 = "ds.data_types.grad_accum_dtype", "ds.bf16.enabled"
+NVME = {OPTIMIZER: "nvme", f"{OFFLOAD}.nvme_path": "/tmp"}
 CNN = {"model.kind": "cnn", "data.kind": "digits"}
 
 # For each rule, in order: what breaks it (with the ranks), and the change that its last column names.
@@ -30,7 +31,7 @@ EXAMPLES = [
     (2, {TENSOR: 2, **CNN}, {TENSOR: 1, STAGE: 3}),
     (3, {TENSOR: 3, STAGE: 1}, {TENSOR: 1}),
     (3, {SEQUENCE: 3}, {SEQUENCE: 1}),
-    (2, {SEQUENCE: 2, KV: 3, "model.num_heads": 6}, {KV: 1}),
+    (2, {SEQUENCE: 2, KV: 3, "model.num_heads": 6, "model.hidden_size": 96}, {KV: 1}),
     (2, {SEQUENCE: 2, "data.sequence_length": 63}, {"data.sequence_length": 64}),
     (2, {SEQUENCE: 2, "model.attention": "eager"}, {"model.attention": "sdpa"}),
     (8, {STAGES: 8, STAGE: 1}, {STAGES: 4}),
@@ -39,8 +40,8 @@ EXAMPLES = [
     (1, {"ds.compile.enabled": True, STAGE: 3}, {STAGE: 2}),
     (1, {PARAMETERS: "cpu", STAGE: 2}, {STAGE: 3}),
     (1, {OPTIMIZER: "cpu", STAGE: 0}, {STAGE: 1}),
-    (1, {OPTIMIZER: "nvme", STAGE: 2}, {OPTIMIZER: "cpu"}),
-    (1, {OPTIMIZER: "nvme", f"{OFFLOAD}.pipeline_read": True, STAGE: 3}, {f"{OFFLOAD}.pipeline_read": False}),
+    (1, {**NVME, STAGE: 2}, {OPTIMIZER: "cpu"}),
+    (1, {**NVME, f"{OFFLOAD}.pipeline_read": True, STAGE: 3}, {f"{OFFLOAD}.pipeline_read": False}),
     (1, {OPTIMIZER: "cpu", f"{OFFLOAD}.super_offload": True, STAGE: 3}, {f"{OFFLOAD}.super_offload": False}),
     (2, {HPZ: 2, STAGE: 2}, {STAGE: 3}),
     (3, {HPZ: 2, STAGE: 3}, {HPZ: 3}),

@@ -125,12 +125,14 @@ def test_the_same_number_twice_is_fine_and_another_one_is_an_error_that_quotes_b
     assert field(config, mine) == stated
     own = [0.9, 0.95] if isinstance(stated, list) else 71 if isinstance(stated, int) else 0.25
     message = fails_with(load, tmp_path, split, as_yaml(mine, own), max_steps=max_steps)
-    assert message == f'split.json: {json_key} is {stated}, the recipe\'s {mine} is {own}; write "auto" here'
+    assert (
+        message == f'split.json:1: {json_key} is {stated}, the recipe\'s {mine} is {own}; write "auto" here'
+    )
 
 
 def test_the_command_line_counts_as_the_recipe(load, tmp_path):
     message = fails_with(load, tmp_path, {"gradient_clipping": 0.5}, "", "optimizer.max_grad_norm=2.0")
-    assert "gradient_clipping is 0.5, the recipe's optimizer.max_grad_norm is 2.0" in message
+    assert "gradient_clipping is 0.5, the command line's optimizer.max_grad_norm is 2.0" in message
 
 
 def test_the_json_may_not_contradict_itself(load, tmp_path):
@@ -139,16 +141,16 @@ def test_the_json_may_not_contradict_itself(load, tmp_path):
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}},
     }
     message = fails_with(load, tmp_path, split)
-    assert "scheduler.params.warmup_max_lr is 0.0002, split.json: optimizer.params.lr is 0.0001" in message
+    assert "scheduler.params.warmup_max_lr is 0.0002, split.json:1: optimizer.params.lr is 0.0001" in message
 
 
 def test_an_adopted_number_that_is_none_names_the_json(load, tmp_path):
     message = fails_with(load, tmp_path, nested("optimizer.params.lr", "1e-4"))
-    place = "split.json: optimizer.params.lr: optimizer.learning_rate: "
+    place = "split.json:1: optimizer.params.lr: optimizer.learning_rate: "
     assert message == f"{place}input should be a valid number, given '1e-4'"
     message = fails_with(load, tmp_path, {"gradient_clipping": -1})
     assert message.startswith(
-        "split.json: gradient_clipping: optimizer.max_grad_norm: input should be greater"
+        "split.json:1: gradient_clipping: optimizer.max_grad_norm: input should be greater"
     )
 
 
@@ -171,7 +173,7 @@ def test_a_schedule_of_the_json_is_adopted(load, tmp_path, theirs, ours):
 )
 def test_a_type_that_is_not_built_here_is_refused(load, tmp_path, section, kind):
     message = fails_with(load, tmp_path, {section: {"type": kind}})
-    assert message.startswith(f"split.json: {section}.type: {kind!r}; ")
+    assert message.startswith(f"split.json:1: {section}.type: {kind!r}; ")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_a_type_that_is_not_built_here_is_refused(load, tmp_path, section, kind)
 )
 def test_a_parameter_that_nothing_here_reads_is_refused(load, tmp_path, dotted, value, quoted):
     message = fails_with(load, tmp_path, nested(dotted, value))
-    assert message.startswith(f"split.json: {dotted} ({quoted}): ")
+    assert message.startswith(f"split.json:1: {dotted} ({quoted}): ")
     assert message.endswith("; drop it here")
 
 
@@ -215,7 +217,7 @@ def test_a_parameter_that_says_what_is_done_anyway_is_fine(load, dotted, values)
 @pytest.mark.parametrize("dotted", ["optimizer", "scheduler", "optimizer.params", "scheduler.params"])
 def test_a_section_is_an_object(load, tmp_path, dotted):
     message = fails_with(load, tmp_path, nested(dotted, "AdamW"))
-    assert message == f"split.json: {dotted}: expected an object, given 'AdamW'"
+    assert message == f"split.json:1: {dotted}: expected an object, given 'AdamW'"
 
 
 def test_a_file_from_the_hugging_face_trainer_works(load):

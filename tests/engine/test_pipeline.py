@@ -268,7 +268,7 @@ def test_a_wrong_word_is_refused_with_the_right_ones(tmp_path):
     file = tmp_path / "stages.json"
     file.write_text(json.dumps(staged(0, partition="layers")))
     with pytest.raises(
-        ConfigError, match=r"pipeline\.partition: expected parameters or uniform or time, given"
+        ConfigError, match=r"pipeline\.partition: expected parameters, uniform or time, given"
     ):
         load_deepspeed_json(file, [])
 

@@ -29,7 +29,7 @@ def split_of(path, folder):
             pytest.skip("no libaio to link with (apt-get install libaio-dev)")
         for section in ("offload_optimizer", "offload_param"):
             overrides.append(parse_override(f"zero_optimization.{section}.nvme_path={folder}"))
-    return load_deepspeed_json(path, overrides)
+    return load_deepspeed_json(path, overrides).tree
 
 
 @pytest.mark.thin(8)

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from pipeline.assemble import build_engine, build_loader
 from pipeline.config.batch import plan_batch
 from pipeline.config.deepspeed_json import adopt_torch_section
+from pipeline.config.json_file import JsonFile
 from pipeline.config.loading import validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
@@ -103,11 +104,10 @@ def deepspeed_json(stage: int, precision: str = "fp32", **zero: Any) -> dict[str
 
 def settings(tree: dict[str, Any], deepspeed: dict[str, Any] | None) -> Settings:
     source = Path("tiny.yaml")
-    if deepspeed is not None and "torch" in deepspeed:
-        tree, _ = adopt_torch_section(tree, deepspeed, Path("tiny.json"))
-        deepspeed = None
-    config = validate_recipe(tree, source, {}, set())
-    return Settings(config, deepspeed, source, Path("tiny.json") if deepspeed is not None else None)
+    split = None if deepspeed is None else JsonFile(Path("tiny.json"), deepspeed)
+    if split is not None and "torch" in split.tree:
+        tree, _ = adopt_torch_section(tree, split)
+    return Settings(validate_recipe(tree, source, {}), source, split)
 
 
 def resolve(

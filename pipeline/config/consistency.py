@@ -1,0 +1,108 @@
+"""What two keys of a recipe say together that cannot be: known before any data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.config.data_schema import ChatDataConfig, DigitsDataConfig, ImagesDataConfig, TextDataConfig
+from pipeline.config.model_schema import CausalLMConfig, CNNConfig
+from pipeline.config.schema import RunConfig, ScheduleConfig
+
+Contradiction = tuple[tuple[str, ...], str]
+"""The dotted keys, the one that the message is about first, and the message."""
+
+# transformers' architectures that cannot be built where the width is no multiple of the heads.
+WHOLE_HEADS = {
+    "biogpt", "bloom", "codegen", "falcon", "gemma2", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "llama",
+    "openai-gpt", "opt", "persimmon", "stablelm", "xglm",
+}  # fmt: skip
+
+LARGEST_MODEL = 10**15
+"""Parameters; a thousand times the largest models there are."""
+
+
+def contradictions(config: RunConfig) -> Iterator[Contradiction]:
+    """Every pair of keys that cannot stand together."""
+    if (config.max_steps is None) == (config.max_epochs is None):
+        yield ("max_steps", "max_epochs"), "give exactly one of max_steps and max_epochs"
+    keep, evaluations = config.checkpoint, config.eval.every
+    if keep.keep_best and keep.every and (not evaluations or keep.every % evaluations):
+        yield (
+            ("checkpoint.keep_best", "checkpoint.every", "eval.every"),
+            "checkpoint.keep_best chooses by an evaluation of the very step that is saved; make "
+            f"checkpoint.every ({keep.every}) a multiple of eval.every ({evaluations})",
+        )
+    if isinstance(config.model, CausalLMConfig):
+        yield from _of_language_model(config.model)
+    yield from _of_objective(config)
+    yield from _of_schedule(config.schedule)
+
+
+def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
+    if (model.architecture is None) == (model.pretrained is None):
+        yield (
+            ("model.architecture" if model.architecture else "model", "model.pretrained"),
+            "model: give exactly one of architecture (new weights) and pretrained (a folder or hub name)",
+        )
+    if model.pretrained is not None and model.weights is not None:
+        yield (
+            ("model.weights", "model.pretrained"),
+            "model: give pretrained or weights, not both; a pretrained model brings its weights",
+        )
+    heads, groups, width = model.num_heads, model.num_key_value_heads, model.hidden_size
+    if heads and groups and heads % groups:
+        yield (
+            ("model.num_heads", "model.num_key_value_heads"),
+            f"model.num_heads {heads} is not a multiple of num_key_value_heads {groups}",
+        )
+    if (
+        width
+        and heads
+        and width % heads
+        and model.architecture in WHOLE_HEADS
+        and "head_dim" not in model.extra
+    ):
+        yield (
+            ("model.hidden_size", "model.num_heads"),
+            f"model.hidden_size {width} is not a multiple of num_heads {heads}",
+        )
+    layers, inner = model.num_layers or 1, model.intermediate_size or 0
+    parameters = layers * ((width or 0) ** 2 + (width or 0) * inner) + (model.vocab_size or 0) * (width or 1)
+    if parameters > LARGEST_MODEL:
+        yield (
+            ("model.hidden_size", "model.num_layers", "model.intermediate_size", "model.vocab_size"),
+            f"model: more than {parameters:.0e} parameters, which no machine holds; lower hidden_size, "
+            "intermediate_size, num_layers or vocab_size",
+        )
+
+
+def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
+    kind, language = config.objective.kind, isinstance(config.model, CausalLMConfig)
+    if kind == "auto" and not isinstance(config.model, (CausalLMConfig, CNNConfig)):
+        return  # said where the objective is built
+    kind = kind if kind != "auto" else "causal_lm" if language else "classification"
+    for name in ("class_weights", "label_smoothing"):
+        if getattr(config.objective, name) and kind != "classification":
+            key = f"objective.{name}"
+            yield (key, "objective.kind", "model"), f"{key}: only classification reads it, and this is {kind}"
+    if language and isinstance(config.data, (DigitsDataConfig, ImagesDataConfig)):
+        wanted = "text or chat"
+    elif isinstance(config.model, CNNConfig) and isinstance(config.data, (TextDataConfig, ChatDataConfig)):
+        wanted = "digits or images"
+    else:
+        return
+    yield (
+        ("data.kind", "model.kind"),
+        f"data.kind {config.data.kind}: a {config.model.kind} model cannot be trained on it; use {wanted}",
+    )
+
+
+def _of_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:
+    unread = {"wsd": (), "constant": ("decay_steps", "min_learning_rate_ratio")}
+    for name in unread.get(schedule.kind, ("decay_steps",)):
+        if getattr(schedule, name) != ScheduleConfig.model_fields[name].default:
+            yield (
+                (f"schedule.{name}", "schedule.kind"),
+                f"schedule.{name}: a {schedule.kind} schedule does not read it; drop it, or change "
+                "schedule.kind",
+            )

@@ -1,0 +1,278 @@
+"""Holds a DeepSpeed JSON to what the installed DeepSpeed takes: every key of every section, and its value.
+
+DeepSpeed passes over many an unknown key in silence and reads many a value first in the middle of a run.
+deepspeed_schema.json lists its keys (python -m pipeline.engine.deepspeed_schema writes it), so that nothing
+slow is imported here; deepspeed_keys.py has what this trainer adds.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import deepspeed_keys as keys
+from pipeline.config.json_file import JsonFile, is_comment
+from pipeline.config.loading import Tree, did_you_mean, get_dotted
+from pipeline.errors import ConfigError
+
+SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+}
+WORDS = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "a text",
+    "array": "a list",
+    "object": "an object",
+}
+BOUNDS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "up to",
+    "exclusiveMaximum": "below",
+}
+
+
+@functools.cache
+def rules() -> dict[str, dict[str, Any]]:
+    """Dotted key -> its type, bounds and choices: DeepSpeed's, with this trainer's on top."""
+    found: dict[str, dict[str, Any]] = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    for dotted, more in keys.LIMITS.items():
+        found[dotted] = found.get(dotted, {}) | more
+    return found
+
+
+@functools.cache
+def _names(section: str) -> dict[str, str]:
+    """Every name of a key of this section ("" is the top level) -> the name in DeepSpeed's documentation."""
+    prefix = f"{section}." if section else ""
+    found: dict[str, str] = {}
+    for dotted, rule in rules().items():
+        if dotted.startswith(prefix) and "." not in (key := dotted.removeprefix(prefix)):
+            found |= dict.fromkeys((key, *rule.get("names", ())), key)
+    own = keys.SECTIONS.get(section)
+    return {name: key for name, key in found.items() if own is None or key in own}
+
+
+def check(file: JsonFile) -> None:
+    """Makes the file's tree what DeepSpeed's documentation would have it, with a note for what is left out.
+
+    Left out are nulls (DeepSpeed's defaults are null where they are not a value), comments, sections that
+    are switched off and what nobody reads; other names become the documented ones.
+
+    Raises:
+        ConfigError: a key that is unknown, dropped or not read here; a value of another type or out of range.
+    """
+    file.tree = _section(file, file.tree, "", file.notes)
+    for dotted, wrong, message in _TOGETHER:
+        if wrong(file.tree):
+            raise ConfigError(f"{file.at(dotted)}: {message}")
+
+
+def _section(file: JsonFile, section: Tree, prefix: str, notes: list[str]) -> Tree:
+    clean: Tree = {}
+    names = _names(prefix.removesuffix("."))
+    for given, value in section.items():
+        full = f"{prefix}{given}"
+        if is_comment(given) and given not in names:
+            notes.append(f"{file.at(full)}: a comment, passed over")
+            continue
+        _refuse_key(file, full, given, value, names, notes)
+        if value is None or full in keys.REMOVED or full in keys.NOT_HERE:
+            continue
+        name = keys.OTHER_NAMES.get(full, names[given])
+        name, renewed = _renewed(file, f"{prefix}{name}", value, notes)
+        dotted = f"{prefix}{name}"
+        if name in clean or (name != given and section.get(name) is not None):
+            raise ConfigError(f"{file.at(full)}: another name of {name}, which is given too; drop one")
+        if full != dotted:
+            file.places |= {dotted + at[len(full) :]: place for at, place in _below(file, full)}
+        final = _value(file, dotted, renewed, notes)
+        if dotted in keys.IGNORED:
+            notes.append(f"{file.at(full)}: passed over; {keys.IGNORED[dotted]}")
+        else:
+            clean[name] = final
+    return clean
+
+
+def _below(file: JsonFile, dotted: str) -> list[tuple[str, str]]:
+    return [(at, place) for at, place in file.places.items() if f"{at}.".startswith(f"{dotted}.")]
+
+
+def _refuse_key(
+    file: JsonFile, full: str, given: str, value: Any, names: dict[str, str], notes: list[str]
+) -> None:
+    """Refuses what is unknown, dropped or not read here, unless it is switched off."""
+    reason = keys.REMOVED.get(full) or keys.NOT_HERE.get(full)
+    if reason is not None:
+        if value is None:
+            return
+        if not _says_nothing(full, value):
+            why = "DeepSpeed no longer has this" if full in keys.REMOVED else "not read here"
+            raise ConfigError(f"{file.at(full)}: {why}; {reason}")
+        if isinstance(value, dict) and full in keys.NOT_HERE and _names(full):
+            _section(file, value, f"{full}.", [])
+        notes.append(f"{file.at(full)}: switched off, passed over")
+    elif given not in names:
+        section = full.rpartition(".")[0]
+        if full in rules():
+            raise ConfigError(
+                f"{file.at(full)}: not read here; of {section} this trainer reads "
+                f"{', '.join(sorted(set(names.values())))}"
+            )
+        if "." in given and given in rules():
+            raise ConfigError(f"{file.at(full)}: unknown key; write {_nested(given)}")
+        known = set(names) | ({key for key in keys.NOT_HERE if "." not in key} if not section else set())
+        near = did_you_mean(given, known)
+        if len(known) > 12 and "mean" not in near:
+            near = ""
+        raise ConfigError(f"{file.at(full)}: unknown key{near}")
+
+
+def _nested(dotted: str) -> str:
+    first, _, rest = dotted.partition(".")
+    return f'"{first}": ' + ("{" + _nested(rest) + "}" if rest else "...")
+
+
+def _says_nothing(dotted: str, value: Any) -> bool:
+    """Whether a key that is not read here asks for nothing: switched off, or what DeepSpeed does anyway."""
+    if isinstance(value, dict):
+        if "enabled" in value:
+            return value["enabled"] in (False, "auto")
+        default = {key: rules().get(f"{dotted}.{key}", {}).get("default") for key in value}
+        return bool(value) and all(each is None or each == default[key] for key, each in value.items())
+    return value is False or (value == rules().get(dotted, {}).get("default") and value is not None)
+
+
+def _renewed(file: JsonFile, dotted: str, value: Any, notes: list[str]) -> tuple[str, Any]:
+    """The key (without its section) and value that DeepSpeed makes of a deprecated one."""
+    section, _, name = dotted.rpartition(".")
+    new = rules()[dotted].get("deprecated")
+    if new is None or dotted in keys.IGNORED:
+        return name, value
+    _value(file, dotted, value, [])
+    new = _names(section)[new]
+    if rules()[f"{section}.{new}"].get("type") != "object":
+        return new, value
+    notes.append(f"{file.at(dotted)}: DeepSpeed's old word for {new}: {{device: cpu}}")
+    return new, {"device": "cpu" if value is True else "none"}
+
+
+def _value(file: JsonFile, dotted: str, value: Any, notes: list[str]) -> Any:
+    """The value, sections checked within, a whole number as one (1e9).
+
+    Raises:
+        ConfigError: not of the type that DeepSpeed reads, or out of its range.
+    """
+    rule = rules()[dotted]
+    kinds = [rule["type"]] if isinstance(rule.get("type"), str) else rule.get("type", [])
+    if value == "auto" and isinstance(value, str) and "object" not in kinds and dotted not in _NEVER_AUTO:
+        return value  # filled in later, or told
+    if "integer" in kinds and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    fits = not kinds or any(_is(kind, value) for kind in kinds)
+    if not fits or not _in_range(rule, value):
+        raise ConfigError(f"{file.at(dotted)}: expected {_expected(dotted, rule, kinds)}, given {value!r}")
+    if isinstance(value, dict) and _names(dotted):
+        return _section(file, value, f"{dotted}.", notes)
+    return value
+
+
+def _is(kind: str, value: Any) -> bool:
+    return isinstance(value, TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def _in_range(rule: dict[str, Any], value: Any) -> bool:
+    if "enum" in rule:
+        # DeepSpeed turns the letters of its own words to one case before it compares.
+        words = (value.lower(), value.upper()) if rule.get("anyCase") and isinstance(value, str) else (value,)
+        return any(word in rule["enum"] for word in words)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    return (
+        math.isfinite(value)
+        and rule.get("minimum", value) <= value <= rule.get("maximum", value)
+        and rule.get("exclusiveMinimum", -math.inf) < value < rule.get("exclusiveMaximum", math.inf)
+        and ("multipleOf" not in rule or value % rule["multipleOf"] == 0)
+    )
+
+
+def _expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
+    if "enum" in rule:
+        words = [str(each) for each in rule["enum"]]
+    elif dotted in AUTO and kinds == ["boolean"]:
+        words = ["true", "false", '"auto"']
+    else:
+        bounds = " and ".join(f"{word} {rule[bound]:,}" for bound, word in BOUNDS.items() if bound in rule)
+        multiple = f", a multiple of {rule['multipleOf']}" if "multipleOf" in rule else ""
+        return " or ".join(WORDS[kind] for kind in kinds) + (f" {bounds}" if bounds else "") + multiple
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+# Keys whose "auto" is filled in by decide_precision.
+AUTO = {"bf16.enabled", "fp16.enabled", "tf32.enabled"}
+_NEVER_AUTO = {"compile.enabled", "pipeline.partition", "zero_optimization.stage"}
+
+
+def _get(tree: Tree, dotted: str) -> Any:
+    default = rules()[dotted].get("default")
+    value = get_dotted(tree, dotted)
+    return default if value is None else value
+
+
+def _stage(tree: Tree) -> int:
+    return int(_get(tree, "zero_optimization.stage"))
+
+
+def _no_path(section: str) -> tuple[str, Any, str]:
+    at = f"zero_optimization.{section}"
+    return (
+        f"{at}.device",
+        lambda tree: get_dotted(tree, f"{at}.device") == "nvme" and not get_dotted(tree, f"{at}.nvme_path"),
+        f"nvme needs a folder on a local NVMe disk; set {at}.nvme_path",
+    )
+
+
+# (key, whether it is wrong with the others, what to change): what DeepSpeed refuses once it starts.
+_TOGETHER = [
+    _no_path("offload_optimizer"),
+    _no_path("offload_param"),
+    (
+        "zero_optimization.compute_grad_norm",
+        lambda tree: not _get(tree, "zero_optimization.compute_grad_norm"),
+        "the norm is logged, and without one nothing guards against gradients that are not finite; drop it",
+    ),
+    (
+        "zero_optimization.offload_optimizer.ratio",
+        lambda tree: _get(tree, "zero_optimization.offload_optimizer.ratio") < 1 and _stage(tree) < 3,
+        "only ZeRO 3 offloads a part; set zero_optimization.stage 3, or drop it",
+    ),
+    (
+        "bf16.bf16_master_weights_and_grads",
+        lambda tree: _get(tree, "bf16.bf16_master_weights_and_grads") and not _stage(tree),
+        "only ZeRO has master weights; set zero_optimization.stage 1, 2 or 3",
+    ),
+    (
+        "fp16.fp16_master_weights_and_grads",
+        lambda tree: _get(tree, "fp16.fp16_master_weights_and_grads") and not _stage(tree),
+        "only ZeRO has master weights; set zero_optimization.stage 1, 2 or 3",
+    ),
+    (
+        "bf16.bf16_optimizer_states",
+        lambda tree: (
+            _get(tree, "bf16.bf16_optimizer_states") and not _get(tree, "bf16.bf16_master_weights_and_grads")
+        ),
+        "needs bf16.bf16_master_weights_and_grads: true",
+    ),
+]
