@@ -50,6 +50,8 @@ def rules() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = json.loads(SCHEMA.read_text(encoding="utf-8"))
     for dotted, more in keys.LIMITS.items():
         found[dotted] = found.get(dotted, {}) | more
+        if "exclusiveMinimum" in more:
+            found[dotted].pop("minimum", None)
     return found
 
 
@@ -98,7 +100,7 @@ def _section(file: JsonFile, section: Tree, prefix: str, notes: list[str]) -> Tr
             raise ConfigError(f"{file.at(full)}: another name of {name}, which is given too; drop one")
         if full != dotted:
             file.places |= {dotted + at[len(full) :]: place for at, place in _below(file, full)}
-        final = _value(file, dotted, renewed, notes)
+        final = _value(file, dotted, renewed, notes, full)
         if dotted in keys.IGNORED:
             notes.append(f"{file.at(full)}: passed over; {keys.IGNORED[dotted]}")
         else:
@@ -126,13 +128,13 @@ def _refuse_key(
         notes.append(f"{file.at(full)}: switched off, passed over")
     elif given not in names:
         section = full.rpartition(".")[0]
+        if "." in given and given in rules():
+            raise ConfigError(f"{file.at(full)}: unknown key; write {_nested(given)}")
         if full in rules():
             raise ConfigError(
                 f"{file.at(full)}: not read here; of {section} this trainer reads "
                 f"{', '.join(sorted(set(names.values())))}"
             )
-        if "." in given and given in rules():
-            raise ConfigError(f"{file.at(full)}: unknown key; write {_nested(given)}")
         known = set(names) | ({key for key in keys.NOT_HERE if "." not in key} if not section else set())
         near = did_you_mean(given, known)
         if len(known) > 12 and "mean" not in near:
@@ -161,7 +163,7 @@ def _renewed(file: JsonFile, dotted: str, value: Any, notes: list[str]) -> tuple
     new = rules()[dotted].get("deprecated")
     if new is None or dotted in keys.IGNORED:
         return name, value
-    _value(file, dotted, value, [])
+    _value(file, dotted, value, [], dotted)
     new = _names(section)[new]
     if rules()[f"{section}.{new}"].get("type") != "object":
         return new, value
@@ -169,8 +171,8 @@ def _renewed(file: JsonFile, dotted: str, value: Any, notes: list[str]) -> tuple
     return new, {"device": "cpu" if value is True else "none"}
 
 
-def _value(file: JsonFile, dotted: str, value: Any, notes: list[str]) -> Any:
-    """The value, sections checked within, a whole number as one (1e9).
+def _value(file: JsonFile, dotted: str, value: Any, notes: list[str], said: str) -> Any:
+    """The value, sections checked within, a whole number as one (1e9); `said` is the key in the file's words.
 
     Raises:
         ConfigError: not of the type that DeepSpeed reads, or out of its range.
@@ -179,11 +181,13 @@ def _value(file: JsonFile, dotted: str, value: Any, notes: list[str]) -> Any:
     kinds = [rule["type"]] if isinstance(rule.get("type"), str) else rule.get("type", [])
     if value == "auto" and isinstance(value, str) and "object" not in kinds and dotted not in _NEVER_AUTO:
         return value  # filled in later, or told
+    given = value
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
         value = int(value)
     fits = not kinds or any(_is(kind, value) for kind in kinds)
     if not fits or not _in_range(rule, value):
-        raise ConfigError(f"{file.at(dotted)}: expected {_expected(dotted, rule, kinds)}, given {value!r}")
+        expected = _expected(dotted, rule, kinds)
+        raise ConfigError(f"{file.at(said)}: expected {expected}, given {given!r}")
     if isinstance(value, dict) and _names(dotted):
         return _section(file, value, f"{dotted}.", notes)
     return value

@@ -159,7 +159,9 @@ def _of_schema(schema: Rule, definitions: Rule) -> Rule:
         name = each.get("$ref", "").rpartition("/")[2]
         part = definitions[name] if name else each
         types |= {part["type"]} if "type" in part else set()
-        rule |= {word: part[word] for word in BOUNDS if word in part}
+        # 0 and 0.0 are one to typing's cache: which of them comes back depends on who asked first.
+        bounds = {word: part[word] for word in BOUNDS if word in part}
+        rule |= {word: int(each) if each == int(each) else each for word, each in bounds.items()}
         rule |= {"enum": list(dict.fromkeys(part["enum"]))} if "enum" in part else {}
         rule |= {"enum": [part["const"]]} if "const" in part else {}
     kinds = sorted(types - {"null"})
