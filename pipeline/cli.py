@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of ranks")
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no positive number of ranks")
     return int(text)
 
 

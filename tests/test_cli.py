@@ -101,7 +101,9 @@ def test_a_dry_run_shows_everything_a_run_would_use():
     assert (
         "8 (micro_batch_size) x 1 (gradient_accumulation_steps) x 64 (data-parallel ranks) = 512" in equation
     )
-    assert section(text, "steps").strip() == "10 optimizer steps, 5,120 samples, 1,310,720 tokens"
+    steps, remark = section(text, "steps").strip().splitlines()
+    assert steps == "10 optimizer steps, 5,120 samples, 1,310,720 tokens"
+    assert remark.startswith("schedule.warmup_steps 30 is longer than the run of 10 steps")
 
 
 def test_a_dry_run_without_deepspeed_is_plain_pytorch():
@@ -191,8 +193,11 @@ def test_a_plan_that_does_not_divide_is_told_before_anything_starts(main):
         (["--bogus"], "unrecognized argument --bogus"),
         (["--seed=4"], "unrecognized argument --seed=4"),
         (["--world-size", "8"], "--world-size is a positive number and goes with --dry-run"),
-        (["--dry-run", "--world-size", "0"], "--world-size is a positive number and goes with --dry-run"),
-        (["--dry-run", "--world-size", "many"], "argument --world-size: invalid int value: 'many'"),
+        (["--dry-run", "--world-size", "0"], "argument --world-size: '0' is no positive number of ranks"),
+        (
+            ["--dry-run", "--world-size", "many"],
+            "argument --world-size: 'many' is no positive number of ranks",
+        ),
     ],
 )
 def test_a_wrong_option_is_told_with_the_usage(main, arguments, message):

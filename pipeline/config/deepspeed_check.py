@@ -198,6 +198,8 @@ def _is(kind: str, value: Any) -> bool:
 
 
 def _in_range(rule: dict[str, Any], value: Any) -> bool:
+    if isinstance(value, list) and rule.get("items") == "string":
+        return all(isinstance(each, str) for each in value)
     if "enum" in rule:
         # DeepSpeed turns the letters of its own words to one case before it compares.
         words = (value.lower(), value.upper()) if rule.get("anyCase") and isinstance(value, str) else (value,)
@@ -220,7 +222,10 @@ def _expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
     else:
         bounds = " and ".join(f"{word} {rule[bound]:,}" for bound, word in BOUNDS.items() if bound in rule)
         multiple = f", a multiple of {rule['multipleOf']}" if "multipleOf" in rule else ""
-        return " or ".join(WORDS[kind] for kind in kinds) + (f" {bounds}" if bounds else "") + multiple
+        items = " of texts" * ("items" in rule)
+        return (
+            " or ".join(WORDS[kind] for kind in kinds) + items + (f" {bounds}" if bounds else "") + multiple
+        )
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 

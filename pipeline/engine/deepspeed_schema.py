@@ -164,6 +164,7 @@ def _of_schema(schema: Rule, definitions: Rule) -> Rule:
         rule |= {word: int(each) if each == int(each) else each for word, each in bounds.items()}
         rule |= {"enum": list(dict.fromkeys(part["enum"]))} if "enum" in part else {}
         rule |= {"enum": [part["const"]]} if "const" in part else {}
+        rule |= {"items": "string"} if part.get("items", {}).get("type") == "string" else {}
     kinds = sorted(types - {"null"})
     return rule | ({"type": kinds[0] if len(kinds) == 1 else kinds} if kinds else {})
 

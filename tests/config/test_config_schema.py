@@ -248,3 +248,29 @@ def test_an_alias_is_told_by_the_name_that_was_given(load, tmp_path):
         "split.json:4: zero_optimization.max_reuse_distance: expected a whole number of at least 0, "
         "given 'far'"
     )
+
+
+def refused_by_deepspeed(tree):
+    try:
+        installed.DeepSpeedConfig({"train_batch_size": 1, **tree})
+    except (ValueError, AssertionError, TypeError, AttributeError, installed.DeepSpeedConfigError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("section", ["", *SECTIONS])
+def test_what_deepspeed_refuses_is_refused_before_it_is_loaded(load, tmp_path, section):
+    """Every key with every odd value: what DeepSpeed's own validation refuses, --dry-run does too."""
+    for dotted in PASSED_ON:
+        owned = dotted in keys.RECIPE_OWNS or dotted.partition(".")[0] in keys.OWN
+        if dotted.rpartition(".")[0] != section or owned:
+            continue
+        for value in (0, -1, 1.5, 10**30, True, "often", "1", [], {}, [1], {"nothing": 1}):
+            tree = nested(dotted, value)
+            zero = tree.setdefault("zero_optimization", {})
+            if isinstance(zero, dict):
+                zero.setdefault("stage", 2)
+            if (dotted, value) == ("aio.use_gds", True):
+                continue  # refused on a CPU only
+            if refused_by_deepspeed(tree):
+                refusal(load, tmp_path, tree)
