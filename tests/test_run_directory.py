@@ -16,7 +16,7 @@ SPLIT = {"data": "tiny", "global_batch_size": 8, "deepspeed": None, "world_size"
 
 
 def test_a_run_is_held_by_one_process(tmp_path, monkeypatch):
-    config = validate_recipe(recipe(run_dir=str(tmp_path / "run")), Path("tiny.yaml"), {}, set())
+    config = validate_recipe(recipe(run_dir=str(tmp_path / "run")), Path("tiny.yaml"), {})
     is_held, may_end = Event(), Event()
 
     def before() -> None:
