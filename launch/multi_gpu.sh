@@ -10,6 +10,8 @@
 # the number of processes. train.py's arguments begin at --deepspeed, --config, a key=value, or after --. Without
 # arguments the default recipe is trained.
 #
+# Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal reach every rank: a checkpoint, then the end.
+#
 # It is `deepspeed launch/train.py ...` on a free port, with an exit code that every rank has proven: 0 all
 # finished; 2 bad input; 128 + n stopped by signal n; 124 hung; anything else: a rank failed.
 set -euo pipefail

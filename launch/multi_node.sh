@@ -16,7 +16,7 @@
 #   --enable_each_rank_log --save_pid
 # train.py's arguments begin at --deepspeed, --config, a key=value, or after --.
 #
-# Ctrl-C, SIGTERM and SIGUSR1 reach every rank: a checkpoint, then the end. A third one ends all at once.
+# Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach every rank: a checkpoint, then the end. A third one ends all at once.
 # Exit code: 0 every rank finished; 2 bad input, or a machine that cannot take part; 128 + n stopped by signal n;
 # 124 hung; anything else: a rank or a node failed. Nothing of the run stays on any node.
 set -euo pipefail
