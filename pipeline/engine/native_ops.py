@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import platform
+import shlex
 import threading
 import time
 import warnings
@@ -91,7 +92,7 @@ def _build(op: NativeOp) -> str | None:
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 warnings.catch_warnings(),
-                _batons_that_tell(waiting),
+                _changes_in_torch(waiting),
             ):
                 warnings.simplefilter("ignore")
                 builder = getattr(deepspeed.ops.op_builder, op.builder)()
@@ -201,12 +202,16 @@ class _Baton(FileBaton):
 
 
 @contextlib.contextmanager
-def _batons_that_tell(waiting: _Waiting) -> Iterator[None]:
-    """torch has no other way in: it names its lock itself."""
+def _changes_in_torch(waiting: _Waiting) -> Iterator[None]:
+    """torch has no other way in: it names its lock itself, and quotes all paths but the one it links with."""
     names = vars(cpp_extension)
-    original = names["FileBaton"]
-    names["FileBaton"] = partial(_Baton, waiting)
+    own = {
+        "FileBaton": partial(_Baton, waiting),
+        "TORCH_LIB_PATH": shlex.quote(cpp_extension.TORCH_LIB_PATH),
+    }
+    before = {name: names[name] for name in own}
+    names.update(own)
     try:
         yield
     finally:
-        names["FileBaton"] = original
+        names.update(before)

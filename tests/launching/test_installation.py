@@ -1,0 +1,135 @@
+"""From a clone to a trained model: under a path with a space, and with every Python that is promised."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from support.launch import ROOT, write_recipe
+
+MADE_HERE = (".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", ".*_cache", "wandb")
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """The project in a folder whose name a shell would take for two, and which is not ASCII."""
+    clone = tmp_path / "a b" / "ü" / "clone"
+    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(*MADE_HERE))
+    return clone
+
+
+def run(clone: Path, *words: str) -> str:
+    """What it says on stdout; nothing of this test's own environment counts there."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    result = subprocess.run(
+        words,
+        cwd=clone,
+        env=inherited | {"PATH": f"{clone}/.venv/bin:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def train_two_steps(clone: Path, *options: str) -> None:
+    """By `make train`, and on two ranks."""
+    recipe = write_recipe(clone.parent, max_steps=2)
+    given = f"--config '{recipe}' checkpoint.resume=never"
+    assert "2/2  loss" in run(clone, "make", "train", f"ARGS={given}", *options)
+    split = ("--deepspeed", "ds_configs/zero2.json", *shlex.split(given))
+    assert "2/2  loss" in run(clone, "launch/multi_gpu.sh", "--num_gpus", "2", *split)
+
+
+@pytest.mark.slow
+def test_a_clone_under_a_path_with_a_space(clone):
+    """Installed as `make setup` does it, but for the packages, which are those of this environment."""
+    run(clone, sys.executable, "-m", "venv", "--without-pip", ".venv")
+    (packages,) = clone.glob(".venv/lib/python*/site-packages")
+    (packages / "others.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("-packages")) + "\n"
+    )
+    install = ("install", "--no-deps", "--no-index", "--no-build-isolation", "-q", "-e", ".")
+    run(clone, ".venv/bin/python", "-m", "pip", *install)
+    said = run(clone, ".venv/bin/python", "-c", "import pipeline; print(pipeline.__file__)")
+    assert said.strip() == f"{clone}/pipeline/__init__.py"
+    (clone / ".venv" / ".installed").touch()
+    train_two_steps(clone)
+
+
+@pytest.mark.parametrize(
+    ("folder", "python", "reason"),
+    [
+        ("a$b", sys.executable, "a$b holds $, with which programs in .venv do not start; move the folder"),
+        ("old", "old", "old is Python 3.10; 3.11 to 3.14 have a build of the pinned torch"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_installed(tmp_path, folder, python, reason):
+    clone = tmp_path / folder
+    clone.mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, clone)
+    if python == "old":
+        stand_in = tmp_path / "bin-old"
+        code = "import sys; sys.version_info = (3, 10, 13); exec(sys.argv[1])"
+        stand_in.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{code}' \"$2\"\n")
+        stand_in.chmod(0o755)
+        python = str(stand_in)
+    before = sorted(clone.iterdir())
+    made = subprocess.run(
+        ["make", "setup", f"PYTHON={python}"], cwd=clone, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 2
+    assert reason in made.stderr
+    assert sorted(clone.iterdir()) == before
+
+
+PROMISED = ("3.11", "3.12", "3.13", "3.14")
+
+
+def find_python(version: str) -> str | None:
+    """One that runs: a shim of pyenv may be there and not."""
+    pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
+    beside = [str(Path(sys.base_prefix) / "bin" / f"python{version}"), *map(str, pyenv)]
+    for python in [*beside, shutil.which(f"python{version}")]:
+        if python is None:
+            continue
+        tried = subprocess.run([python, "-c", "import venv"], capture_output=True, check=False)
+        if tried.returncode == 0:
+            return python
+    return None
+
+
+def test_the_promise_is_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["requires-python"] == f">={PROMISED[0]}"
+    assert project["tool"]["ruff"]["target-version"] == f"py{PROMISED[0].replace('.', '')}"
+    assert project["tool"]["mypy"]["python_version"] == PROMISED[0]
+    for name in ("README.md", "Makefile"):
+        assert f"{PROMISED[0]} to {PROMISED[-1]}" in (ROOT / name).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", PROMISED)
+def test_every_python_that_is_promised_installs_and_trains(clone, version):
+    """`make train` itself, with the pinned packages."""
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"no Python {version} on this machine")
+    try:
+        train_two_steps(clone, f"PYTHON={python}")
+        there = run(clone, ".venv/bin/python", "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
+        assert there.strip() == version
+    finally:
+        shutil.rmtree(clone / ".venv", ignore_errors=True)  # gigabytes
