@@ -15,7 +15,7 @@
 # It is `deepspeed launch/train.py ...` on a free port, with an exit code that every rank has proven: 0 all
 # finished; 2 bad input; 128 + n stopped by signal n; 124 hung; anything else: a rank failed.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" && exit ;; esac
 python=$root/.venv/bin/python
 [ -x "$python" ] || python=python3

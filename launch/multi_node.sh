@@ -20,7 +20,7 @@
 # Exit code: 0 every rank finished; 2 bad input, or a machine that cannot take part; 128 + n stopped by signal n;
 # 124 hung; anything else: a rank or a node failed. Nothing of the run stays on any node.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:---help} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" && exit ;; esac
 python=$root/.venv/bin/python
 [ -x "$python" ] || python=python3

@@ -16,7 +16,7 @@
 # equals sign are written as one word: --rdzv-conf=join_timeout=60. Without them: one rank for each GPU here, or one.
 # Each machine's own environment is what its ranks get.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" && exit ;; esac
 python=$root/.venv/bin/python
 [ -x "$python" ] || python=python3
