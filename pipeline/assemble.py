@@ -117,7 +117,7 @@ def build_engine(
     def model_in(sharding: Sharding) -> nn.Module:
         model = build_model(config.model, model_request(config, data, sharding), config.seed)
         if config.model.weights is not None and not resumes:
-            load_weights(model, config.model, sharding, job)
+            load_weights(model, config.model, sharding, job, ids_trained_here(config, data))
         return model
 
     allow_tf32(resolved.tf32)
@@ -159,6 +159,12 @@ def build_engine(
     engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job)
     weakref.finalize(engine, swap.close)  # at the latest when the interpreter ends
     return engine
+
+
+def ids_trained_here(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
+    """Token -> id of the tokenizer, where it was trained on this data for want of another."""
+    named = getattr(getattr(config.data, "tokenizer", None), "pretrained", None)
+    return data.tokenizer.get_vocab() if data.tokenizer is not None and named is None else None
 
 
 def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> ModelRequest:

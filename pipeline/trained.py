@@ -166,11 +166,12 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
     section = config.model.model_copy(update={"weights": str(trained.checkpoint), "strict": True})
     load_weights(model, section, Whole(), job)
     if deepspeed is not None:
-        return Inference(model, precision_of(deepspeed), True, job.device)
-    precision: str = config.engine.precision
-    if precision == "auto":
-        precision = "bf16" if describe_device(job.device).bf16 else "fp32"
-    return Inference(model, precision, False, job.device)
+        precision, autocast = precision_of(deepspeed), not isinstance(config.model, CausalLMConfig)
+    else:
+        precision, autocast = str(config.engine.precision), True
+        if precision == "auto":
+            precision = "bf16" if describe_device(job.device).bf16 else "fp32"
+    return Inference(model, precision, job.device, casts=deepspeed is not None, autocast=autocast)
 
 
 def _micro_batch_size(trained: Trained) -> int:

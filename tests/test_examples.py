@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, TRAIN, environment, launch, numbers
+from support.launch import ROOT, TRAIN, environment, launch, numbers, write_recipe
 
 OFFLINE = "wandb.mode=disabled"
 
@@ -64,12 +64,35 @@ def test_the_default_run_learns_saves_and_writes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_zero3_through_the_launcher(tmp_path, ranks):
+def test_zero3_through_the_launcher(tmp_path, capsys, ranks):
     small = ["max_steps=3", "model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128"]
     split = ["--deepspeed", "ds_configs/zero3.json"]
     result = launch(*split, *small, "eval.max_samples=8", f"run_dir={tmp_path}", OFFLINE, ranks=ranks)
     assert result.returncode == 0, result.stderr
     assert "the model wrote" in result.stdout
+    assert evaluated(tmp_path, capsys) == pytest.approx(last(tmp_path, "eval/loss"), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("split", ["tensor2", "pipeline2", "sequence2", "zero3_offload"])
+def test_a_checkpoint_of_any_split_is_evaluated_in_one_process(tmp_path, capsys, split, precision):
+    recipe = write_recipe(tmp_path, max_steps=2, batch={"global_batch_size": 8, "micro_batch_size": 2})
+    chosen = [f"ds.{name}.enabled={str(name == precision).lower()}" for name in ("bf16", "fp16")]
+    split_file = f"ds_configs/{split}.json"
+    run = tmp_path / "run"
+    result = launch("--config", str(recipe), "--deepspeed", split_file, *chosen, f"run_dir={run}", ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert evaluated(run, capsys) == pytest.approx(last(run, "eval/loss"), rel=2e-4)
+
+
+def evaluated(run: Path, capsys) -> float:
+    """What `evaluate` says of the last checkpoint."""
+    from pipeline.__main__ import main
+
+    assert main(["evaluate", str(run)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval/loss ")]
+    return float(line.split()[1])
 
 
 @pytest.mark.slow

@@ -50,6 +50,14 @@ def open_weights(path: Path) -> WeightFile:
     return _open_files({path: None})
 
 
+def tokenizer_beside(path: Path) -> Path | None:
+    """The tokenizer.json of these weights: in their folder, or in the run they are of; None: neither has."""
+    folder = path if path.is_dir() else path.parent
+    places = (folder, folder / "model", folder.parent.parent / "model")  # the last of a checkpoint
+    files = (place / "tokenizer.json" for place in places)
+    return next((file for file in files if file.is_file()), None)
+
+
 def _open_folder(folder: Path) -> WeightFile:
     if (folder / MANIFEST).is_file():
         return _open_checkpoint(folder)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from pipeline.checkpoint.files import as_bytes
 from pipeline.checkpoint.weight_files import Entry, WeightFile
-from pipeline.checkpoint.weight_folders import open_weights
+from pipeline.checkpoint.weight_folders import open_weights, tokenizer_beside
 from pipeline.config.model_schema import ModelSection
 from pipeline.distributed.process_group import Job
 from pipeline.engine.unused import listed
@@ -53,13 +54,23 @@ class Plan:
         return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds if names)
 
 
-def load_weights(model: nn.Module, config: ModelSection, sharding: Sharding, job: Job) -> None:
+def load_weights(
+    model: nn.Module,
+    config: ModelSection,
+    sharding: Sharding,
+    job: Job,
+    new_ids: Mapping[str, int] | None = None,
+) -> None:
     """Fills the model, whole or in shards, from `config.weights`. Collective.
 
     Host memory beside the model: the largest tensor, on rank 0 also in the dtype of the file.
 
+    Args:
+        new_ids: Token -> id of a tokenizer that was trained for this run, in which nobody named one.
+
     Raises:
-        ModelError: nothing can be read from there, or it does not fit and `config.strict` is set.
+        ModelError: nothing can be read from there, or it does not fit and `config.strict` is set; the weights
+            were trained with other ids.
     """
     assert config.weights is not None
     targets = targets_of(model)
@@ -69,6 +80,8 @@ def load_weights(model: nn.Module, config: ModelSection, sharding: Sharding, job
         if job.ranks.is_main_process:
             try:
                 source = open_weights(path)
+                if new_ids is not None:
+                    _refuse_other_ids(path, new_ids)
                 answer = plan(model, targets, source, config)
                 _refuse(answer, path, config)
             except PipelineError as error:
@@ -86,6 +99,29 @@ def load_weights(model: nn.Module, config: ModelSection, sharding: Sharding, job
         log.info("%d tensors are from %s", len(answer.moves), path)
         if remarks := answer.remarks():
             log.warning("model.strict is off, so this stays as it was drawn or is left out: %s", remarks)
+
+
+def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
+    """Rows of an embedding are a tokenizer's: under another one they are those of other words."""
+    file = tokenizer_beside(path)
+    if file is None:
+        log.warning(
+            "model.weights: nothing beside %s says which tokenizer they were trained with, and the one that "
+            "was trained on this data has ids of its own; data.tokenizer.pretrained names the right one",
+            path,
+        )
+        return
+    try:
+        ids = Tokenizer.from_file(str(file)).get_vocab()
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(
+            f"model.weights: {file} is no tokenizer: {' '.join(str(error).split())[:200]}"
+        ) from None
+    if any(new_ids.get(token) != number for token, number in ids.items()):
+        raise ModelError(
+            f"model.weights: {path} was trained with another tokenizer than the one that was trained on this "
+            f"data; use its own: data.tokenizer.pretrained={file}"
+        )
 
 
 def _refuse(found: Plan, path: Path, config: ModelSection) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -19,24 +17,28 @@ class Inference:
     Args:
         model: With its weights, in fp32.
         precision: The run's.
-        under_deepspeed: In half precision the weights themselves are cast; without it bf16 is autocast.
+        casts: In half precision the parameters are cast, as DeepSpeed does it; buffers stay as they are.
+        autocast: In half precision products are computed under torch.autocast.
     """
 
     dp_rank = 0
     dp_world_size = 1
 
-    def __init__(self, model: nn.Module, precision: str, under_deepspeed: bool, device: torch.device):
+    def __init__(
+        self, model: nn.Module, precision: str, device: torch.device, *, casts: bool, autocast: bool
+    ):
         self.device = device
-        self._float_dtype = DTYPES[precision] if under_deepspeed else None
-        self._autocast: dict[str, Any] = {
-            "device_type": device.type,
-            "dtype": torch.bfloat16,
-            "enabled": precision == "bf16" and not under_deepspeed,
-        }
-        self.module = model.to(device=device, dtype=self._float_dtype).eval()
+        self.module = model.to(device).eval()
+        self._dtype = DTYPES[precision]
+        self._is_autocast = autocast and precision != "fp32"
+        for p in model.parameters():
+            if casts and p.is_floating_point():
+                p.data = p.data.to(self._dtype)
+        self._float_dtype = next(model.parameters()).dtype
 
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step."""
-        with torch.autocast(**self._autocast):
-            return objective(self.module, to_device(batch, self.device, self._float_dtype))
+        inputs = objective.inputs(self.module, batch)
+        with torch.autocast(self.device.type, self._dtype, enabled=self._is_autocast):
+            return objective(self.module, to_device(batch, self.device, self._float_dtype, inputs))
