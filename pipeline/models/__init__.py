@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig, CustomModelConfig, ModelConfig
+from pipeline.errors import ModelError
 from pipeline.models.attention import refuse_leaks
 from pipeline.models.custom import build_custom
 from pipeline.models.huggingface import build_causal_lm
@@ -14,16 +15,28 @@ from pipeline.models.vision import build_cnn
 
 BUILDERS = {CausalLMConfig: build_causal_lm, CNNConfig: build_cnn, CustomModelConfig: build_custom}
 
+# What torch says where a tensor is larger than the memory, or than a number of bytes can be.
+NO_MEMORY = ("allocate memory", "calculation overflowed", "out of memory")
+
 
 def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Module:
     """The model the recipe names, in fp32 on the CPU (sharded where `request.sharding` says so).
 
     Raises:
-        ModelError: it cannot be built, does not fit the data, or its weights do not fit it; or it does
-            not keep the documents of a row apart.
+        ModelError: it cannot be built, does not fit the data or into memory, or its weights do not fit
+            it; or it does not keep the documents of a row apart.
     """
     torch.manual_seed(seed)
-    model: nn.Module = BUILDERS[type(config)](config, request)  # type: ignore[operator]
+    try:
+        model: nn.Module = BUILDERS[type(config)](config, request)  # type: ignore[operator]
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
+            raise
+        reason = " ".join(str(error).split())[-120:]
+        raise ModelError(
+            f"model: it does not fit into memory ({reason}); make it smaller, or divide it with "
+            "zero_optimization.stage 3"
+        ) from None
     if request.separate_documents:
         refuse_leaks(model)
     return model

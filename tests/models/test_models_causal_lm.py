@@ -6,13 +6,14 @@ import importlib.util
 import json
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.model_schema import CausalLMConfig, CustomModelConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.request import ModelRequest
@@ -331,3 +332,14 @@ def test_the_sharding_of_the_request_is_used():
     model = build(tiny(), request=ModelRequest(Counting(), vocab_size=VOCABULARY, sequence_length=16))
     assert entered[0] == "construct"
     assert sum(entered[1:]) >= len(list(model.parameters())), "every parameter is drawn whole"
+
+
+def endless_model():
+    return torch.nn.Linear(2**30, 2**29)  # two EiB: more than an address can say
+
+
+def test_a_model_larger_than_the_memory_is_told(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config = CustomModelConfig(kind=f"{Path(__file__).stem}:endless_model")
+    with pytest.raises(ModelError, match=r"^model: it does not fit into memory \(.*\); make it smaller"):
+        build_model(config, ModelRequest(Whole(), vocab_size=None, sequence_length=None), 0)

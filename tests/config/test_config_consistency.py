@@ -1,0 +1,168 @@
+"""Two keys that exclude each other, and numbers of absurd size: told by --dry-run, before data is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.cli import main
+from pipeline.config.consistency import WHOLE_HEADS
+from pipeline.config.settings import load_settings
+from pipeline.errors import ConfigError
+
+LLAMA = """\
+max_steps: 10
+model:
+  kind: causal_lm
+  architecture: llama
+  hidden_size: 64
+  num_heads: 4
+data: {kind: text, paths: [nothing-is-read.txt]}
+"""
+CNN = "max_steps: 10\nmodel: {kind: cnn}\ndata: {kind: digits}\n"
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """The one error that both --dry-run and a start give, before anything is loaded or prepared."""
+
+    def function(text, *arguments):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(text)
+        told = []
+        for more in (["--dry-run"], [f"runs_dir={tmp_path}/runs"]):
+            assert main(["--config", str(recipe), *more, *arguments]) == 2
+            told.append(capsys.readouterr().err.replace(f"{tmp_path}/", ""))
+        assert told[0] == told[1]
+        assert not (tmp_path / "runs").exists()
+        assert told[0].count("\n") <= 3
+        assert len(told[0]) < 1500
+        return told[0].removeprefix("error: ").strip()
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        (LLAMA, ["model.num_heads=3"], "command line: model.hidden_size 64 is not a multiple of num_heads 3"),
+        (LLAMA.replace("num_heads: 4", "num_heads: 5"), [], "recipe.yaml:5: model.hidden_size 64 is not"),
+        (LLAMA, ["model.num_key_value_heads=3"], "command line: model.num_heads 4 is not a multiple"),
+        (LLAMA, ["model.pretrained=./there"], "command line: model: give exactly one of architecture"),
+        (LLAMA.replace("  architecture: llama\n", ""), [], "recipe.yaml:2: model: give exactly one of arch"),
+        (LLAMA, ["objective.class_weights=[1, 2]"], "command line: objective.class_weights: only"),
+        (LLAMA + "objective: {label_smoothing: 0.1}\n", [], "recipe.yaml:8: objective.label_smoothing: only"),
+        (CNN, ["objective={kind: model_loss, class_weights: [1]}"], "command line: objective.class_we"),
+        (CNN, ["schedule.decay_steps=3"], "command line: schedule.decay_steps: a cosine schedule does"),
+        (CNN + "schedule: {kind: constant, min_learning_rate_ratio: 0}\n", [], "recipe.yaml:4: schedule.min"),
+        (CNN, ["data={kind: text, paths: [a]}"], "command line: data.kind text: a cnn model cannot"),
+        (LLAMA, ["data={kind: digits}"], "command line: data.kind digits: a causal_lm model cannot"),
+        (CNN, ["max_epochs=2", "max_steps=3"], "command line: give exactly one of max_steps and max_epochs"),
+        (CNN, ["checkpoint={keep_best: true, every: 3}"], "command line: checkpoint.keep_best chooses by an"),
+        (CNN, ["batch={micro_batch_size: 3, global_batch_size: 4}"], "batch: micro_batch_size = 3, global"),
+        (CNN, ["engine.parallel=fsdp"], "command line: engine.parallel: input should be 'auto', 'single'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_stand_together_is_told_first(refused, text, arguments, message):
+    assert refused(text, *arguments).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "override"),
+    [
+        (LLAMA, "model.hidden_size=1000000000000"),
+        (LLAMA, f"model.hidden_size={'9' * 5000}"),
+        (LLAMA, f"model.hidden_size=0x{'f' * 5000}"),
+        (LLAMA, "model={kind: causal_lm, architecture: llama, hidden_size: 1000000, num_layers: 5000}"),
+        (LLAMA, "model.num_layers=1000000000000"),
+        (LLAMA, "data.sequence_length=1000000000000"),
+        (LLAMA, "data.prepare_workers=1000000"),
+        (CNN, "batch.micro_batch_size=1000000000000"),
+        (CNN, "loader.num_workers=1000000"),
+        (CNN, "optimizer.learning_rate=1e999"),
+        (CNN, "optimizer.learning_rate=.nan"),
+        (CNN, "distributed.timeout_seconds=1e300"),
+        (CNN, "distributed.hang_seconds=1e300"),
+        (CNN, "max_steps=1e999"),
+        (CNN, f"max_steps={'9' * 4000}"),
+        (CNN, f"seed={'9' * 30}"),
+        (CNN, "eval.every=true"),
+        (CNN, "log.every=auto"),
+        (CNN, "batch={micro_batch_size: auto}"),
+        (CNN, "checkpoint.every={a: 1}"),
+    ],
+)
+def test_a_number_that_cannot_be_is_one_line_of_bounded_length(refused, text, override):
+    message = refused(text, override)
+    assert message.startswith(("command line: " + override.partition("=")[0], "command line: "))
+    assert override.partition("=")[0].partition(".")[0] in message
+
+
+def test_an_absurd_number_in_the_file_has_its_line(refused):
+    assert refused(LLAMA.replace("64", "9" * 5000)).startswith(
+        "recipe.yaml:5:16: not valid YAML: a number of"
+    )
+    assert refused(LLAMA.replace("64", "10000000000000")).startswith(
+        "recipe.yaml:5: model.hidden_size: input"
+    )
+
+
+def test_a_world_of_absurd_size_is_told(capsys):
+    for number in ("9" * 5000, "10000000000", "-1", "1e3"):
+        with pytest.raises(SystemExit) as ended:
+            main(["--dry-run", "--world-size", number])
+        assert ended.value.code == 2
+        assert len(capsys.readouterr().err) < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "override"),
+    [
+        (CNN + "engine: {precision: fp32}\n", "engine.tf32=true"),
+        (CNN, "engine.tf32=true"),
+        (CNN, "engine={compile: true}"),
+    ],
+)
+def test_an_engine_from_the_command_line_is_blamed_there(tmp_path, text, override):
+    (tmp_path / "recipe.yaml").write_text(text)
+    (tmp_path / "split.json").write_text('{"zero_optimization": {"stage": 1}}')
+    with pytest.raises(ConfigError, match=r"^command line: engine: with --deepspeed the JSON decides"):
+        load_settings(tmp_path / "recipe.yaml", tmp_path / "split.json", [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data={kind: images}", "command line: data.images: give exactly one of path and dataset"),
+        ("data.weight=3", "command line: data.weight: unknown key"),
+        ("model={kind: causal_lm, hiden_size: 3}", "command line: model.hiden_size: unknown key"),
+        ("optimizer={betas: [0.9]}", "command line: optimizer.betas"),
+    ],
+)
+def test_every_error_about_an_override_says_command_line(refused, override, message):
+    text = LLAMA + "optimizer:\n  betas: [0.9, 0.95]\n"
+    told = refused(text, override)
+    assert told.startswith("command line: ")
+    assert message.split(": ")[-1].split(" ")[0] in told
+
+
+def test_a_warm_up_longer_than_the_run_is_told_by_the_dry_run(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text(CNN + "schedule: {warmup_steps: 30}\n")
+    assert main(["--dry-run", "--config", str(tmp_path / "recipe.yaml")]) == 0
+    assert "schedule.warmup_steps 30 is longer than the run of 10 steps" in capsys.readouterr().out
+
+
+def test_notes_of_a_file_from_elsewhere_go_to_standard_error(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text(CNN)
+    split = tmp_path / "split.json"
+    split.write_text('{"_comment": "mine",\n"zero_optimization": {"stage": 1}}')
+    assert main(["--dry-run", "--config", str(tmp_path / "recipe.yaml"), "--deepspeed", str(split)]) == 0
+    assert capsys.readouterr().err == f"note: {split}:1: _comment: a comment, passed over\n"
+
+
+@pytest.mark.parametrize("architecture", sorted(WHOLE_HEADS))
+def test_architectures_with_whole_heads_cannot_be_built_otherwise(architecture):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 104, "num_hidden_layers": 1, "vocab_size": 64}
+    with pytest.raises(Exception, match=r"(?i)multiple|divisible|RoPE"):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, num_attention_heads=3, **sizes))
