@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare
+from pipeline.errors import CommandLine
 
 COMMANDS = {
     "prepare": prepare,
@@ -21,7 +21,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the process's exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="python -m pipeline", description="What there is to do besides training (launch/train.py)."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.data_schema import TextDataConfig
+from pipeline.config.own_code import OPTION
 from pipeline.config.settings import Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
 from pipeline.distributed.last_words import Terminated, speaks, terminable
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks, tell_end
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import CommandLine, ConfigError, PipelineError, shown
 from pipeline.launching.environment import take_up
 from pipeline.schedule import remark
 
@@ -29,7 +30,7 @@ DEFAULT_RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "python_stdl
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of launch/train.py."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="train.py",
         description="Train a model. The recipe says what, the JSON how the work is split.",
         epilog="Without --deepspeed: plain PyTorch. All keys: docs/configuration.md.",
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, load nothing, and stop")
     parser.add_argument("--world-size", type=_positive, metavar="N", help="with --dry-run: plan for N ranks")
+    parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     return parser
 
@@ -80,10 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size is a positive number and goes with --dry-run")
     try:
-        settings = load_settings(arguments.config, arguments.deepspeed, arguments.overrides)
+        import_paths = not arguments.no_import_paths
+        settings = load_settings(
+            arguments.config, arguments.deepspeed, arguments.overrides, import_paths=import_paths
+        )
         if ranks.is_main_process and settings.split is not None:
             for line in settings.split.notes:
-                print(f"note: {line}", file=sys.stderr)
+                print(f"note: {shown(line)}", file=sys.stderr)
         if arguments.dry_run:
             if ranks.is_main_process:
                 print(describe(settings, arguments.world_size or ranks.world_size))

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-# What moves a terminal's cursor, hides or turns text round, or cannot be written at all: control characters
-# but for line breaks and tabs, marks of direction, halves of surrogate pairs.
-UNSHOWN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
-)
+# What moves a terminal's cursor, turns text round or cannot be written at all: control characters but for
+# line breaks and tabs, separators of lines, overrides of direction, halves of surrogate pairs.
+UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 MOST_LINES = 3
+LONGEST_USAGE = 120
 LONGEST_LINE, LONGEST_WORD = 1000, 400  # characters; a path may have 4096, but nobody reads it
 
 
@@ -76,6 +76,13 @@ class NonFiniteLossError(PipelineError):
     """The loss or its gradient stayed infinite or NaN; the parameters were not touched by those steps."""
 
 
+def too_long_a_name(error: OSError) -> PipelineError | None:
+    """For a path that no file can have, wherever it was used; None where something else is wrong."""
+    if error.errno != errno.ENAMETOOLONG:
+        return None
+    return PipelineError(f"{error.filename}: {error.strerror}; a name has 255 bytes at most, a path 4095")
+
+
 def report_errors(work: Callable[[], int | None], interrupted: str | None = None) -> int:
     """What a command ends with: what `work` returns or 0, 2 bad input, 130 Ctrl-C (`interrupted` is said)."""
     try:
@@ -83,6 +90,11 @@ def report_errors(work: Callable[[], int | None], interrupted: str | None = None
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        if (mistake := too_long_a_name(error)) is None:
+            raise
+        print(f"error: {mistake}", file=sys.stderr, flush=True)
+        return mistake.exit_code
     except KeyboardInterrupt:
         if interrupted is not None:
             print(interrupted, file=sys.stderr, flush=True)
@@ -90,14 +102,14 @@ def report_errors(work: Callable[[], int | None], interrupted: str | None = None
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser whose mistakes are one line like all others."""
+    """A parser whose mistakes are a line of usage and a line of error."""
 
     def error(self, message: str) -> NoReturn:
         """Ends with code 2."""
-        given = message.rpartition(" ")[2]
+        unknown = re.search(r"unrecognized argument (--?[\w-]+)", message)
         options = [option for action in self._actions for option in action.option_strings]
-        near = (
-            difflib.get_close_matches(given.partition("=")[0], options, n=1) if given.startswith("-") else []
-        )
-        hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
-        self.exit(2, f"error: {shown(message)}; {hint}\n")
+        near = difflib.get_close_matches(unknown[1], options, n=1, cutoff=0.75) if unknown else []
+        usage = " ".join(self.format_usage().split())
+        usage = usage if len(usage) <= LONGEST_USAGE else f"{usage[:LONGEST_USAGE].rpartition(' ')[0]} ..."
+        hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
+        self.exit(2, f"{usage}\n{self.prog}: error: {shown(message)}{hint}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 CONFIGURATION = 1 << 20  # bytes of a file that somebody wrote by hand
+IMAGE = 1 << 29  # bytes of an encoded one
 DESCRIPTION = 1 << 28  # bytes of one that a program wrote: a vocabulary, an index of weights
 
 
@@ -46,13 +48,13 @@ def open_plain(path: Path | str, follow_links: bool = True) -> int:
     return descriptor
 
 
-def read_plain(path: Path | str, most: int) -> bytes:
+def read_plain(path: Path | str, most: int, follow_links: bool = True) -> bytes:
     """The content of a plain file of at most so many bytes.
 
     Raises:
         OSError: as in `open_plain`; it is larger.
     """
-    with open(open_plain(path), "rb") as file:
+    with open(open_plain(path, follow_links), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(
@@ -69,22 +71,35 @@ def inside(folder: Path, name: str) -> Path | None:
     given, root = Path(name), folder.resolve()
     root = root.parents[1] if root.parent.name == "snapshots" else root
     try:
-        if ".." in given.parts or given.is_absolute() or not (folder / name).resolve().is_relative_to(root):
-            return None
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that cannot be
-        return None
-    return folder / name
+        stays = (folder / name).resolve().is_relative_to(root)
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that cannot be: nothing is there
+        stays = True
+    return folder / name if stays and ".." not in given.parts and not given.is_absolute() else None
 
 
 def unsafe_files(folder: Path) -> Iterator[str]:
-    """What is wrong with the files right in a folder whose reader, a library, opens whatever is there."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False):
-            continue
-        if inside(folder, entry.name) is None:
-            yield f"{entry.name[:100]!r} is a link that leads out of the folder"
-        elif path.exists() and not path.is_file():
-            yield f"{entry.name[:100]!r} is {_kind(path.stat().st_mode)}"
-        elif path.suffix in (".json", ".jinja", ".txt", ".model") and entry.stat().st_size > DESCRIPTION:
-            yield f"{entry.name[:100]!r} is larger than the {DESCRIPTION >> 20} MiB that such a file may have"
+    """What is wrong with the files of a folder whose reader, a library, opens whatever is there."""
+    for place in (folder, folder / "additional_chat_templates"):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            if path.is_dir() or not path.exists():
+                continue
+            if not path.is_file():
+                yield f"{path.name[:100]!r} is {_kind(path.stat().st_mode)}"
+            elif path.suffix in (".json", ".jinja", ".txt", ".model") and path.stat().st_size > DESCRIPTION:
+                yield f"{path.name[:100]!r} is larger than the {DESCRIPTION >> 20} MiB that it may have"
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as the index of a model in several files has it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such index.
+    """
+    try:
+        places: dict[str, str] = json.loads(read_plain(index, DESCRIPTION))["weight_map"]
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(places, dict) or not places or not all(isinstance(p, str) for p in places.values()):
+        raise ValueError("no map of tensors to files")
+    return places

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pipeline.distributed.ranks import Ranks
+from pipeline.errors import printable, shown
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
@@ -22,10 +23,25 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
+class _Printable(logging.Formatter):
+    """What a line repeats may come from anywhere; a traceback keeps its lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+class _Short(_Printable):
+    """For the console: without megabytes."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = shown(record.message)
+        return super().formatMessage(record)
+
+
 def log_to_console(ranks: Ranks) -> None:
     """Rank 0 speaks, the others keep to warnings; libraries to warnings too."""
     console = _CurrentStderr()
-    console.setFormatter(logging.Formatter("%(message)s"))
+    console.setFormatter(_Short("%(message)s"))
     console.setLevel(logging.INFO if ranks.is_main_process else logging.ERROR)
     console.addFilter(lambda record: record.name != "pipeline.failure")  # running.py shows that one, once
     logger = logging.getLogger("pipeline")
@@ -41,5 +57,5 @@ def log_to_file(run_dir: Path, ranks: Ranks) -> None:
     path = run_dir / "logs" / f"rank{ranks.rank:05d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own machine
     file = logging.FileHandler(path)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    file.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.getLogger("pipeline").addHandler(file)

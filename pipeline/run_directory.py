@@ -20,10 +20,12 @@ import yaml
 from filelock import FileLock, Timeout
 
 from pipeline.checkpoint.folders import newest_good
-from pipeline.config.loading import Tree
+from pipeline.config.loading import Tree, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
+from pipeline.config.yaml_loader import Loader
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.foreign import CONFIGURATION, read_plain
 
 log = logging.getLogger(__name__)
 
@@ -140,11 +142,11 @@ def _difference(path: Path, config: RunConfig, split: Tree, allowed: tuple[str, 
     """The first key, but the allowed ones, in which the run in `path` is another one; None: the same."""
     try:
         then = _identity(
-            yaml.safe_load((path / "recipe.yaml").read_text()), json.loads((path / "split.json").read_text())
+            read_yaml(path / "recipe.yaml")[0], json.loads(read_plain(path / "split.json", CONFIGURATION))
         )
-    except (OSError, ValueError, yaml.YAMLError, AttributeError):
+    except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
         return "its recipe.yaml or split.json cannot be read"
-    now = _identity(yaml.safe_load(recipe_yaml(config)), json.loads(json.dumps(split)))
+    now = _identity(yaml.load(recipe_yaml(config), Loader=Loader), json.loads(json.dumps(split)))
     for key in allowed:
         then.pop(key, None)
         now.pop(key, None)

@@ -19,7 +19,7 @@ from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.last_words import Terminated, ignore_stop_signals, speaks
 from pipeline.distributed.ranks import Ranks, tell_end
-from pipeline.errors import DataError, PipelineError
+from pipeline.errors import DataError, PipelineError, printable, too_long_a_name
 from pipeline.logs import log_to_console, log_to_file
 
 if not os.path.exists("/dev/nvidiactl"):
@@ -66,6 +66,9 @@ def run(settings: Settings, ranks: Ranks) -> int:
     except Terminated as error:
         return _end(job, ranks, "stopped at once, without a checkpoint", error.exit_code, error)
     except Exception as error:
+        mistake = too_long_a_name(error) if isinstance(error, OSError) else None
+        if mistake is not None:
+            return _end(job, ranks, f"error: {mistake}", mistake.exit_code)
         return _end(job, ranks, traceback.format_exc(), 1, error)
 
 
@@ -174,7 +177,7 @@ def _conclude(path: Path, state: TrainState, signal_number: int | None, text: st
         goes_on = "starts again" if saved is None else f"goes on from step {saved}"
         print(f"stopped at step {state.global_step}; the same command {goes_on}")
     if text is not None:
-        print(f"\nthe model wrote:\n\n{text}\n")
+        print(f"\nthe model wrote:\n\n{printable(text)}\n")
     print(f"metrics     {path / 'metrics.jsonl'}")
     print(f"checkpoint  {path / 'checkpoints'}")
     print(f"settings    {path / 'recipe.yaml'}", flush=True)

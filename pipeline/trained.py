@@ -31,6 +31,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.engine.inference import Inference
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import evaluate
+from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.models import build_model
 from pipeline.models.huggingface import build_described
 from pipeline.models.sharding import Whole
@@ -54,8 +55,11 @@ class Trained:
     """split.json: how the run was divided when it was last started."""
 
 
-def open_trained(run: Path, checkpoint: Path, overrides: list[str]) -> Trained:
+def open_trained(run: Path, checkpoint: Path, overrides: list[str], import_paths: bool = True) -> Trained:
     """Reads the run's recipe, with what the command line changes of its data and evaluation.
+
+    Args:
+        import_paths: Whether the recipe may name code to run.
 
     Raises:
         ConfigError: the recipe cannot be read; an override changes what the checkpoint decides; the model
@@ -69,16 +73,16 @@ def open_trained(run: Path, checkpoint: Path, overrides: list[str]) -> Trained:
                 f"command line: {key}: the checkpoint decides this; what can be changed: "
                 f"{', '.join(f'{section}.*' for section in CHANGEABLE)}"
             )
-    config = load_settings(run / "recipe.yaml", None, overrides).config
+    config = load_settings(run / "recipe.yaml", None, overrides, import_paths=import_paths).config
     if getattr(config.model, "trust_remote_code", False) and REMOTE_CODE not in changed:
         raise ConfigError(
             f"{run / 'recipe.yaml'}: the model brings Python code of its own; to run it say so here too: "
             f"{REMOTE_CODE}=true"
         )
     try:
-        split = json.loads((run / "split.json").read_text("utf-8"))
+        split = json.loads(read_plain(run / "split.json", CONFIGURATION))
         _ = split["deepspeed"], int(split["world_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{run / 'split.json'} cannot be read ({error}); bring it back") from None
     return Trained(run, checkpoint, _with_its_tokenizer(config, run / DESCRIPTION), split)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 
 import pytest
 
+from pipeline.distributed.ranks import Ranks
 from pipeline.errors import LONGEST_LINE, ConfigError, printable
 from pipeline.foreign import inside, open_plain, read_plain, unsafe_files
+from pipeline.inspection.screen import Screen
+from pipeline.logs import log_to_console, log_to_file
 
 
 def test_what_is_no_plain_file_is_not_waited_for(tmp_path):
@@ -42,9 +46,9 @@ def test_no_name_and_no_link_leads_out_of_a_folder(tmp_path):
     (folder / "link").symlink_to("deep")
     (folder / "out").symlink_to(tmp_path)
     (folder / "round").symlink_to("round")
-    for name in ("file", "deep/file", "link/file"):
+    for name in ("file", "deep/file", "link/file", "round", "a\0b"):
         assert inside(folder, name) == folder / name
-    for name in ("../file", "deep/../../file", "/etc/passwd", "out/file", "round", "a\0b"):
+    for name in ("../file", "deep/../../file", "/etc/passwd", "out/file"):
         assert inside(folder, name) is None, name
 
 
@@ -55,13 +59,13 @@ def test_links_of_the_hubs_cache_are_no_way_out(tmp_path):
     (tmp_path / "models--x" / "blobs" / "1").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/1")
     assert list(unsafe_files(snapshot)) == []
-    (snapshot / "vocab.json").symlink_to(tmp_path)
+    assert inside(snapshot, "config.json") == snapshot / "config.json"
     os.mkfifo(snapshot / "pipe")
-    (snapshot / "tokenizer.json").symlink_to("/etc/passwd")
+    (snapshot / "additional_chat_templates").mkdir()
+    (snapshot / "additional_chat_templates" / "a.jinja").symlink_to("/dev/zero")
     assert list(unsafe_files(snapshot)) == [
         "'pipe' is a pipe, not a file",
-        "'tokenizer.json' is a link that leads out of the folder",
-        "'vocab.json' is a link that leads out of the folder",
+        "'a.jinja' is a device, not a file",
     ]
 
 
@@ -81,3 +85,20 @@ def test_a_message_moves_no_cursor_and_has_an_end():
 def test_a_message_has_three_lines_at_most():
     assert str(ConfigError("\n".join("abc"))) == "a\nb\nc"
     assert str(ConfigError("\n".join("abcdefg"))) == "a\nb\n... and 5 more"
+
+
+def test_no_line_of_a_log_and_no_table_moves_a_cursor(capfd, tmp_path):
+    hostile = "\x1b[2J\x9b31m\u202e"
+    log_to_console(Ranks(0, 0, 1, 1))
+    log_to_file(tmp_path, Ranks(0, 0, 1, 1))
+    logging.getLogger("pipeline.tests").warning("%s and %s", hostile, "x" * 10**6)
+    screen = Screen(no_color=True)
+    screen.title(hostile)
+    screen.line(hostile)
+    screen.table([hostile], [[hostile * 10_000]])
+    out, err = capfd.readouterr()
+    logged = (tmp_path / "logs" / "rank00000.log").read_text()
+    assert len(out + err) < 5000
+    for text in (out, err, logged):
+        assert "\\x1b[2J" in text
+        assert printable(text) == text

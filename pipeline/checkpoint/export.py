@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from pipeline import foreign
 from pipeline.checkpoint.files import as_bytes, opened
 from pipeline.checkpoint.layout import DTYPE_NAMES
 from pipeline.checkpoint.layout import DTYPES as SAVED_DTYPES
@@ -202,10 +203,10 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> bool:
         if file.is_file() and not file.is_symlink():
             shutil.copyfile(file, folder / file.name)
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except ValueError as error:
+        config = json.loads(foreign.read_plain(folder / "config.json", foreign.DESCRIPTION))
+        config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{source / 'config.json'} is no JSON ({error}); bring it back") from None
-    config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return True
 
@@ -225,5 +226,9 @@ def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
         ("weights", dtype),
     ]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
-    recipe = (run / "recipe.yaml").read_text("utf-8") if (run / "recipe.yaml").is_file() else ""
+    try:  # a link may lead anywhere
+        content = foreign.read_plain(run / "recipe.yaml", foreign.CONFIGURATION, follow_links=False)
+        recipe = content.decode(errors="replace")
+    except OSError:
+        recipe = ""
     return f"# {run.name}\n\n| | |\n|---|---|\n{table}\n\nThe recipe:\n\n```yaml\n{recipe}```\n"

@@ -5,10 +5,10 @@ What lies outside the folder that was named is not read.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
+from pipeline import foreign
 from pipeline.checkpoint.folders import steps_in
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
@@ -115,18 +115,13 @@ def _open_checkpoint(folder: Path) -> WeightFile:
 
 def _inside(folder: Path, name: str) -> Path:
     """The file of that name, which must lie in the folder: names and links may lead anywhere."""
-    # The hub's cache keeps a snapshot's files beside it, in blobs/.
-    root = folder.resolve()
-    root = root.parents[1] if root.parent.name == "snapshots" else root
-    path, given = folder / name, Path(name)
-    try:
-        stays = ".." not in given.parts and not given.is_absolute()
-        is_inside = stays and path.resolve().is_relative_to(root)
-        is_there = is_inside and path.is_file()
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that cannot be
-        is_inside, is_there = True, False
-    if not is_inside:
+    path = foreign.inside(folder, name)
+    if path is None:
         raise refusal(folder, f"points outside of itself: {name[:100]!r}")
+    try:
+        is_there = path.is_file()
+    except (OSError, ValueError):  # a name that cannot be
+        is_there = False
     if not is_there:
         raise refusal(folder, f"has no file {name[:100]!r}")
     return path
@@ -135,14 +130,12 @@ def _inside(folder: Path, name: str) -> Path:
 def _listed(folder: Path, index: str) -> dict[Path, list[str] | None]:
     """file -> the names of its tensors, of an index of several files."""
     try:
-        places = json.loads(_inside(folder, index).read_text("utf-8"))["weight_map"].items()
-        if not places or not all(isinstance(place, str) for _, place in places):
-            raise ValueError
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        places = foreign.weight_map(_inside(folder, index))
+    except (OSError, ValueError):
         raise refusal(folder / index, "cannot be read as an index of weights") from None
-    files = {place: _inside(folder, place) for place in dict.fromkeys(place for _, place in places)}
+    files = {place: _inside(folder, place) for place in dict.fromkeys(places.values())}
     listed: dict[Path, list[str] | None] = {}
-    for name, place in places:
+    for name, place in places.items():
         listed.setdefault(files[place], []).append(name)  # type: ignore[union-attr]
     return listed
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pipeline.commands.run_argument import find_checkpoint, report_errors
+from pipeline.config.own_code import OPTION
 from pipeline.distributed.ranks import Ranks
 from pipeline.logs import log_to_console
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
     parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
+    parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="recipe keys of data, eval, loader and batch"
     )
@@ -42,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         from pipeline.sinks.jsonl import METRICS_FILE, read_metrics
         from pipeline.trained import evaluate_trained, open_trained
 
-        row = evaluate_trained(open_trained(directory, checkpoint, arguments.overrides))
+        row = evaluate_trained(
+            open_trained(directory, checkpoint, arguments.overrides, not arguments.no_import_paths)
+        )
         record = directory / METRICS_FILE
         rows = read_metrics(record) if record.is_file() else []
         at_this_step = [each for each in rows if each["step"] == manifest.global_step and "eval/loss" in each]

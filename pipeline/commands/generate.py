@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from pipeline.commands.run_argument import find_checkpoint, report_errors
+from pipeline.config.own_code import OPTION
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, printable
 from pipeline.logs import log_to_console
 
 HELP = "have a checkpoint's language model write text"
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest (default: 0.8)"
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=argparse.SUPPRESS)
 
 
@@ -45,12 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
         from pipeline.trained import generate, open_trained
 
         before, written = generate(
-            open_trained(directory, checkpoint, arguments.overrides),
+            open_trained(directory, checkpoint, arguments.overrides, not arguments.no_import_paths),
             arguments.prompt,
             max_new_tokens=arguments.max_new_tokens,
             temperature=arguments.temperature,
             seed=arguments.seed,
         )
-        print(before + written, flush=True)
+        print(printable(before + written), flush=True)
 
     return report_errors(work)

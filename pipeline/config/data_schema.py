@@ -41,7 +41,8 @@ class SourceConfig(Closed):
     streaming: bool = False
     """Read the `dataset` over the network, without a copy of its files on this machine."""
     iterable: str | None = Field(None, pattern=IMPORT_PATH)
-    """Import path `package.module:function` of a function that returns an iterable of texts or dicts."""
+    """Import path `package.module:function` of a function that returns an iterable of texts or dicts. It runs
+    that code; `--no-import-paths` refuses it."""
     args: dict[str, Any] = Field({})
     """Keyword arguments of the `iterable`."""
     text_field: str = "text"
@@ -225,14 +226,14 @@ class CustomDataConfig(Closed):
     """Data of your own: `kind: package.module:function`, called as `function(split, **args)`."""
 
     kind: str = Field(pattern=IMPORT_PATH)
-    """Import path `package.module:function`. It is called with `"train"` and `"eval"` and returns a
-    torch Dataset of dicts, tuples or tensors (or None where there is no such split); for `"eval"` also a
-    dict of several, by name."""
+    """Import path `package.module:function`. It runs that code; `--no-import-paths` refuses it. It is called
+    with `"train"` and `"eval"` and returns a torch Dataset of dicts, tuples or tensors (or None where there
+    is no such split); for `"eval"` also a dict of several, by name."""
     args: dict[str, Any] = Field({})
     """Keyword arguments of the function."""
     collate_fn: str | None = Field(None, pattern=IMPORT_PATH)
-    """Import path of a function that makes a batch of a list of samples. Default: the data set's own
-    `collate_fn`, or what stacks samples of one shape."""
+    """Import path of a function that makes a batch of a list of samples; it runs as `kind` does. Default: the
+    data set's own `collate_fn`, or what stacks samples of one shape."""
 
 
 DataConfig = Annotated[

@@ -63,7 +63,8 @@ class CausalLMConfig(ModelSection):
     """Recompute activations in backward instead of keeping them: those of every block (`full`), of every
     Nth (a number), or of every block but for its matrix products (`selective`)."""
     trust_remote_code: bool = False
-    """Run Python code that ships with the hub repository named in `pretrained`."""
+    """Run Python code that ships with the hub repository named in `pretrained`. `--no-import-paths` refuses
+    it."""
 
 
 class CNNConfig(ModelSection):
@@ -82,7 +83,7 @@ class CustomModelConfig(ModelSection):
     """A model of your own: `kind: package.module:function`, called with `args`, returns an nn.Module."""
 
     kind: str = Field(pattern=IMPORT_PATH)
-    """Import path `package.module:function`."""
+    """Import path `package.module:function`. It runs that code; `--no-import-paths` refuses it."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 

@@ -31,7 +31,8 @@ class ObjectiveConfig(Closed):
     )
     """`causal_lm`, `classification`, `model_loss`, or `package.module:function` with
     `function(outputs, batch) -> loss_sum`. `model_loss`: the model is called with the targets too and
-    returns the mean loss of the samples it was given. `auto`: by the model's kind."""
+    returns the mean loss of the samples it was given. `auto`: by the model's kind. An import path runs that
+    code; `--no-import-paths` refuses it."""
     class_weights: list[Annotated[float, Field(ge=0)]] | None = None
     """Weight of each class in the classification loss. Default: all 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)

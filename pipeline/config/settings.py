@@ -28,6 +28,7 @@ from pipeline.config.loading import (
     validate_recipe,
 )
 from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.own_code import refuse_code
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.errors import ConfigError
@@ -98,11 +99,16 @@ class Settings:
         return resolved
 
 
-def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) -> Settings:
+def load_settings(
+    recipe: Path, deepspeed: Path | None, overrides: list[str], *, import_paths: bool = True
+) -> Settings:
     """Reads and checks both files with the command line's overrides.
 
+    Args:
+        import_paths: Whether the recipe may name code to run.
+
     Raises:
-        ConfigError: see pipeline.config.loading and pipeline.config.deepspeed_json.
+        ConfigError: see pipeline.config.loading, pipeline.config.deepspeed_json and pipeline.config.own_code.
     """
     parsed = [parse_override(argument) for argument in overrides]
     for_deepspeed = [(parts[1:], value) for parts, value in parsed if parts[0] == "ds"]
@@ -126,6 +132,8 @@ def load_settings(recipe: Path, deepspeed: Path | None, overrides: list[str]) ->
             tree, adopted = adopt_torch_section(tree, split)
             places |= adopted
     config = _with_own_tokenizer(validate_recipe(tree, recipe, places))
+    if not import_paths:
+        refuse_code(config, recipe, places)
     settings = Settings(config, recipe, split)
     if settings.deepspeed is not None and "engine" in config.model_fields_set:
         given = [place_of(f"engine.{key}", recipe, places) for key in config.engine.model_fields_set]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,8 +17,9 @@ import numpy as np
 
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.chat_layouts import Conversation, read_conversation
-from pipeline.data.chat_template import BEGIN, END, ChatTemplate, find_template
+from pipeline.data.chat_template import BEGIN, END, Spans, find_template
 from pipeline.data.prepared.encoder import Document, EncoderSettings, Records, plain_text_tokenizer
+from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
 
 SHORTENED = "conversations shortened"
@@ -81,7 +83,7 @@ class ChatEncoder:
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         tokenizer = AutoTokenizer.from_pretrained(str(settings.tokenizer), trust_remote_code=False)
         template = find_template(settings.config, tokenizer.chat_template)
-        self._template = ChatTemplate(template, dict(tokenizer.special_tokens_map), special)
+        self._template = TemplateProcess(template, dict(tokenizer.special_tokens_map), special)
 
     @cached_property
     def _plain(self) -> Any:
@@ -108,7 +110,14 @@ class ChatEncoder:
         written = self._write(given)
         shorter = iter(self._shorten([each for each in written if not self._fits(each)]))
         kept = [each if self._fits(each) else next(shorter) for each in written]
-        return [self._document(each) for each in kept if each is not None]
+        documents = [each for each in kept if each is not None]
+        return [self._document(*each) for each in zip(documents, self._find_answers(documents), strict=True)]
+
+    def _find_answers(self, written: list[_Written]) -> Sequence[Spans | None]:
+        """Where the assistant speaks in each; None: all of it is learned."""
+        if self._config.learn_from == "all":
+            return [None] * len(written)
+        return self._template.find_answers([(each.where, each.conversation, each.text) for each in written])
 
     def _escape(self, conversation: Conversation) -> Conversation:
         """With marks around the special tokens that somebody wrote."""
@@ -124,7 +133,7 @@ class ChatEncoder:
         return conversation if escaped == conversation else escaped
 
     def _write(self, given: list[tuple[str, Conversation, bytes]]) -> list[_Written]:
-        texts = [self._template.write(where, conversation) for where, conversation, _ in given]
+        texts = self._template.write([(where, conversation) for where, conversation, _ in given])
         clean = [text for text in texts if BEGIN not in text and END not in text]
         encodings = iter(self._core.encode_batch(clean, add_special_tokens=False))
         written = []
@@ -218,15 +227,14 @@ class ChatEncoder:
         self.tally.update(TOO_LONG if each is None else SHORTENED for each in best)
         return best
 
-    def _document(self, written: _Written) -> Document:
+    def _document(self, written: _Written, spans: Spans | None) -> Document:
         is_ended = self._is_ended(written)
         ids = written.ids if is_ended else [*written.ids, self._settings.end_of_document]
         row = np.array(ids, dtype=self._settings.dtype)
         if BEGIN in written.text:
             self.tally[ESCAPED] += 1
-        if self._config.learn_from == "all":
+        if spans is None:
             return Document(row, None, written.key)
-        spans = self._template.find_answers(written.where, written.conversation, written.text)
         starts, ends = np.array(written.offsets, dtype=np.int64).reshape(-1, 2).T
         learned = np.zeros(len(row), dtype=np.bool_)
         behind = 0

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.chat_layouts import Conversation
 from pipeline.errors import ConfigError, DataError
+from pipeline.foreign import CONFIGURATION, read_plain
 
 Spans = list[tuple[int, int]]
 
@@ -28,6 +29,8 @@ MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 BEGIN, END = "\ud800", "\ud801"  # around a special token in what somebody said
 PLACEHOLDER = 0xDC00  # first of those that stand for a turn's content
 MAX_TURNS = 1024  # there are no more of them
+# Whatever goes wrong in a template is a fault of the template's.
+FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
 def find_template(config: ChatDataConfig, own: str | dict[str, str] | None) -> str:
@@ -53,7 +56,7 @@ def find_template(config: ChatDataConfig, own: str | dict[str, str] | None) -> s
     if given in BUILT_IN:
         return BUILT_IN[given]
     try:
-        return Path(given).expanduser().read_text("utf-8")
+        return read_plain(Path(given).expanduser(), CONFIGURATION).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         known = ", ".join(BUILT_IN)
@@ -95,7 +98,7 @@ class ChatTemplate:
             alone, prompted = self._write(turns), self._write(turns, prompt=True)
         except TemplateSyntaxError as error:
             raise DataError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from None
-        except (TemplateError, TypeError, ValueError, LookupError):
+        except (TemplateError, *FAULTS):
             return ""
         return prompted.removeprefix(alone) if prompted.startswith(alone) else ""
 
@@ -127,7 +130,7 @@ class ChatTemplate:
 
         try:
             return self._write(conversation.turns, conversation.tools)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        except (TemplateError, *FAULTS) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{where}: the chat template refuses the conversation: {reason}") from None
 
@@ -162,7 +165,7 @@ class ChatTemplate:
                 spans = self._write_marked(conversation.turns, conversation.tools, False, marks=True)[1]
             else:
                 spans = self._by_prefixes(conversation, text) or self._by_placeholders(conversation, text)
-        except (TemplateError, TypeError, ValueError, LookupError):
+        except (TemplateError, *FAULTS):
             spans = []
         bounds = [bound for span in spans for bound in span]
         if not spans or bounds != sorted(bounds) or bounds[-1] > len(text):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pipeline.config.loading import did_you_mean
 from pipeline.data.labelled_images import TAIL, LabelledImages, check_classes, check_known, key_of
 from pipeline.errors import DataError
+from pipeline.foreign import IMAGE, open_plain, read_plain
 
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 SUFFIXES |= {".pbm", ".jp2", ".avif", ".tga", ".ico"}
@@ -31,7 +32,7 @@ class FolderImages(LabelledImages):
         return self.root / os.fsdecode(self.names[index])
 
     def encoded(self, index: int) -> bytes:
-        return self.path(index).read_bytes()
+        return read_plain(self.path(index), IMAGE)
 
     def where(self, index: int) -> str:
         return str(self.path(index))
@@ -40,7 +41,7 @@ class FolderImages(LabelledImages):
         return [self._key(index) for index in indices]
 
     def _key(self, index: int) -> bytes:
-        with self.path(index).open("rb") as file:
+        with open(open_plain(self.path(index)), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL))
             return key_of(size, file.read())

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.config.loading import did_you_mean
+from pipeline.data.documents.saved import check_data_files, check_saved
 from pipeline.data.labelled_images import TAIL, LabelledImages, check_classes, check_known, key_of
 from pipeline.errors import DataError
+from pipeline.foreign import IMAGE, read_plain
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -47,7 +49,7 @@ def _content(value: dict[str, Any] | None) -> bytes:
     if value is None:
         raise OSError("there is no image")
     content: bytes | None = value["bytes"]
-    return Path(value["path"]).read_bytes() if content is None else content
+    return read_plain(value["path"], IMAGE) if content is None else content
 
 
 def find_dataset_images(
@@ -91,10 +93,15 @@ def _load_split(config: ImagesDataConfig, split: str, key: str) -> Dataset:
     assert config.dataset is not None
     path = Path(config.dataset).expanduser()
     saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    check_saved(path)
     try:
         if not saved:
+            if path.is_dir():
+                check_data_files(path, config.subset)
             return load_dataset(config.dataset, config.subset, split=split)
         loaded: Any = load_from_disk(str(path))
+    except DataError:
+        raise
     except Exception as error:  # the library raises bare Exceptions as well
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(f"data.dataset: cannot load {config.dataset} (split {split}): {reason}") from error

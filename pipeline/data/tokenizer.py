@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import DataError
+from pipeline.foreign import unsafe_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,6 +61,11 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
         raise DataError(f"data.tokenizer.pretrained: {name} does not exist")
     if path.is_dir() and not any(file.name.startswith(("tokenizer", "vocab")) for file in path.iterdir()):
         raise DataError(f"data.tokenizer.pretrained: the folder {name} has no tokenizer.json")
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise DataError(f"data.tokenizer.pretrained: {name} is no file: a pipe or a device")
+    beside = path.parent if path.name == "tokenizer.json" else path
+    if problem := next(unsafe_files(beside), None) if beside.is_dir() else None:
+        raise DataError(f"data.tokenizer.pretrained: {name}: {problem}; remove or replace it")
     try:
         tokenizer = _load(name, path)
     except Exception as error:  # these libraries raise bare Exceptions as well

@@ -10,7 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.errors import printable
+
 WIDTH = 110  # characters, where there is no terminal to ask
+LONGEST_CELL = 400  # characters
 PAGE = 100  # characters of a table that can be narrower
 
 
@@ -28,11 +31,12 @@ class Screen:
         self.is_coloured = is_terminal and not self._console.no_color
 
     def title(self, words: str) -> None:
-        self._console.print(Text(f"\n{words}", "bold"), soft_wrap=True)
+        self._console.print(Text(f"\n{printable(words)}", "bold"), soft_wrap=True)
 
     def line(self, words: str | Text = "") -> None:
         """Never wrapped or read as markup."""
-        self._console.print(Text(words) if isinstance(words, str) else words, soft_wrap=True)
+        text = words if isinstance(words, Text) else Text(printable(words))
+        self._console.print(text, soft_wrap=True)
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[str] = ()
@@ -52,7 +56,7 @@ class Screen:
                 overflow="fold" if wraps else "ellipsis",
             )
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(printable(cell[:LONGEST_CELL])) for cell in row))
         self._console.print(table, width=min(self._console.width, PAGE) if words else None)
 
     @contextmanager

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
+from pipeline.errors import printable
 from pipeline.inspection.documents import IGNORED
 
 LEARNED, READ, MARK = "bold green", "dim", "cyan"
@@ -80,7 +81,7 @@ def show_row(runs: list[Run], padding: int, tokenizer: Any, is_coloured: bool) -
     for number, run in enumerate(runs):
         if number and run.document != runs[number - 1].document:
             text.append("\n--- next document ---\n", MARK)
-        words = tokenizer.decode(run.ids[:left])
+        words = printable(tokenizer.decode(run.ids[:left]))
         bracketed = run.is_learned and not is_coloured
         text.append(f"{OPEN}{words}{CLOSE}" if bracketed else words, LEARNED if run.is_learned else READ)
         left -= len(run.ids)

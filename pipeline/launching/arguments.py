@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 # pdsh hands a line to a shell on every node, after putting its own words in place of %h, %n and %u.
 PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
-TRAINING_OPTIONS = ("--deepspeed", "--config", "--dry-run", "--world-size")
+TRAINING_OPTIONS = ("--deepspeed", "--config", "--dry-run", "--world-size", "--no-import-paths")
 
 
 def is_plain(text: str) -> bool:

@@ -34,7 +34,7 @@ def read_hostfile(path: Path) -> list[Host]:
     """
     try:
         lines = read_plain(path, CONFIGURATION).decode("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise LaunchError(
             f"hostfile {path}: {reason}; give a file with a line for each machine, as {EXAMPLE!r}"

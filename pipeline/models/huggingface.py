@@ -26,6 +26,7 @@ from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models.activation_checkpointing import checkpoint_activations
+from pipeline.models.pretrained_folder import check_folder
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding
 from pipeline.models.vocabulary import grow_vocabulary
@@ -33,7 +34,7 @@ from pipeline.models.vocabulary import grow_vocabulary
 log = logging.getLogger(__name__)
 
 # What transformers raises for values of a config that cannot be.
-IMPOSSIBLE = (StrictDataclassError, ImportError, KeyError, TypeError, ValueError)
+IMPOSSIBLE = (StrictDataclassError, ImportError, KeyError, RecursionError, TypeError, ValueError)
 
 # The recipe's word -> transformers' word.
 FIELDS = {
@@ -160,6 +161,7 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
     except (OSError, *IMPOSSIBLE) as error:
         nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
+        nor += "; model.trust_remote_code=true runs it" if "custom code" in str(error) else ""
         raise ModelError(f"{given}: {_reason(error)}{nor}") from None
     for key, value in _stated_fields(config, hf_config).items():
         grows = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
@@ -228,8 +230,7 @@ def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
 def _folder_or_hub_name(given: str) -> str:
     path = Path(given).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"model.pretrained: {given!r}: the folder has no config.json")
+        check_folder(path, given)
         return str(path)
     # A hub name is `name` or `owner/name`.
     if given.startswith((".", "/", "~")) or given.count("/") > 1 or path.exists():

@@ -79,6 +79,8 @@ def _find_entry(entry: str) -> list[Span]:
                 f"data.paths: {entry} cannot be read, by its suffix; expected one of {EXPECTED}{hint}"
             )
         return [span]
+    if entry.strip() and path.exists() and not path.is_dir():
+        raise DataError(f"data.paths: {entry} is no file: a pipe, a socket or a device; write it to a file")
     if entry.strip() and path.is_dir():
         matches, what = [path], "folder"
     elif glob.has_magic(entry):

@@ -18,6 +18,7 @@ from pipeline.config.data_schema import SourceConfig
 from pipeline.data.documents.digests import DigestCache
 from pipeline.data.documents.file_pieces import hash_file
 from pipeline.data.documents.records import BadRecords, Piece, Record
+from pipeline.data.documents.saved import check_data_files, check_saved, read_entry
 from pipeline.data.documents.tables import ROWS_AT_ONCE, records_of
 from pipeline.errors import DataError
 
@@ -171,6 +172,8 @@ def load_split(
         if saved is not None:
             return datasets.load_from_disk(str(saved))
         with offline:
+            if folder.is_dir():
+                check_data_files(folder, subset)
             return datasets.load_dataset(
                 str(folder) if folder.is_dir() else name,
                 subset,
@@ -178,29 +181,25 @@ def load_split(
                 revision=None if folder.is_dir() else revision,
                 streaming=streaming,
             )
+    except DataError:
+        raise
     except Exception as error:  # the library raises bare Exceptions as well
         raise DataError(f"{absent or f'data dataset {name}: cannot be loaded: '}{_reason(error)}") from error
 
 
 def _saved_split(folder: Path, split: str) -> Path | None:
     """The folder of one split that `save_to_disk` wrote; None where it did not write `folder`."""
+    check_saved(folder)
     if (folder / "dataset_dict.json").is_file():
-        splits = _read_entry(folder / "dataset_dict.json", "splits")
+        splits = read_entry(folder / "dataset_dict.json", "splits")
         if split not in splits:
             raise DataError(f"data dataset {folder}: has no split {split!r}; its splits: {', '.join(splits)}")
         folder /= split
     elif not (folder / "state.json").is_file():
         return None
-    if not _read_entry(folder / "state.json", "_data_files"):
+    if not read_entry(folder / "state.json", "_data_files"):
         raise DataError(f"data dataset {folder}: has no rows")
     return folder
-
-
-def _read_entry(path: Path, key: str) -> list[Any]:
-    try:
-        return list(json.loads(path.read_text())[key])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read: {error!r}; write the data set again") from None
 
 
 class _HubAwayError(DataError):

@@ -1,0 +1,71 @@
+"""Folders of data sets that somebody else made, looked at before `datasets` reads what their files name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import DataError
+from pipeline.foreign import DESCRIPTION, inside, read_plain
+
+
+def read_entry(path: Path, key: str) -> list[Any]:
+    """The list at `key` of a JSON file that `save_to_disk` wrote.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        return list(json.loads(read_plain(path, DESCRIPTION))[key])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or repr(error)
+        raise DataError(f"{path}: cannot be read: {reason}; write the data set again") from None
+
+
+def check_saved(folder: Path) -> None:
+    """Whether all files of a folder that `save_to_disk` wrote lie in it; nothing of any other folder.
+
+    Raises:
+        DataError: an index leads out of the folder, or names something else than plain files.
+    """
+    splits: list[Any] = []
+    if (folder / "dataset_dict.json").exists():
+        splits = read_entry(folder / "dataset_dict.json", "splits")
+    for split in splits:
+        part = inside(folder, str(split))
+        if part is None:
+            raise _outside(folder / "dataset_dict.json", split)
+        check_saved(part)
+    if splits or not (folder / "state.json").exists():
+        return
+    for entry in read_entry(folder / "state.json", "_data_files"):
+        name = entry.get("filename") if isinstance(entry, dict) else entry
+        path = inside(folder, str(name))
+        if path is None:
+            raise _outside(folder / "state.json", name)
+        if not path.is_file():
+            raise DataError(f"{folder / 'state.json'}: names {str(name)[:100]!r}, which is no file there")
+
+
+def check_data_files(folder: Path, subset: str | None) -> None:
+    """Whether the files that `datasets` finds for a folder lie in it: its README.md may name others.
+
+    Raises:
+        DataError: one does not.
+        Exception: what `datasets` raises for a folder that it cannot use.
+    """
+    import datasets
+
+    files = datasets.load_dataset_builder(str(folder), subset).config.data_files or {}
+    root = os.path.join(os.path.abspath(folder), "")
+    for path in (str(path) for each in files.values() for path in each):
+        if not os.path.abspath(path).startswith(root):
+            raise _outside(folder / "README.md", path)
+
+
+def _outside(index: Path, name: object) -> DataError:
+    return DataError(
+        f"{index}: points outside of its folder: {str(name)[:100]!r}; only what lies in it is read"
+    )

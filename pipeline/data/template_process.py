@@ -1,0 +1,165 @@
+"""Runs a chat template in a process that can be ended: a template is a program, and may be a stranger's.
+
+It has limits of time and of memory for each conversation, and what it writes has one of size.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import traceback
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.chat_layouts import Conversation
+from pipeline.data.chat_template import ChatTemplate, Spans
+from pipeline.errors import ConfigError, DataError, PipelineError
+
+SECONDS = (
+    5  # of computing, for one conversation, which takes a template a millisecond: a busy machine adds none
+)
+MEMORY = 1 << 30  # bytes, besides what this process has
+CHARACTERS = 1 << 24  # besides ten times what was said
+MEND = "mend data.chat_template, or the template that the tokenizer brings"
+
+
+class TemplateProcess:
+    """A ChatTemplate in a child of this process.
+
+    Args:
+        given: What ChatTemplate takes.
+
+    Raises:
+        DataError: it is no Jinja.
+        ConfigError: it comes to no end, or takes too much memory.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        # The child works with what is imported here.
+        from jinja2 import sandbox  # noqa: F401
+        from transformers.utils import chat_template_utils  # noqa: F401
+
+        self._connection, theirs = Pipe()
+        parent = os.getpid()
+        self._process = os.fork()
+        if self._process == 0:
+            _live(theirs, given)
+        theirs.close()
+        self.close = weakref.finalize(self, _end, self._connection, self._process, parent)
+        self._ask("check", [("the chat template",)])
+
+    def write(self, given: Sequence[tuple[str, Conversation]]) -> list[str]:
+        """As ChatTemplate.write, for each of the conversations.
+
+        Raises:
+            DataError: the template refuses one.
+            ConfigError: as above.
+        """
+        return self._ask("write", given)
+
+    def find_answers(self, given: Sequence[tuple[str, Conversation, str]]) -> list[Spans]:
+        """As ChatTemplate.find_answers, for each of the conversations.
+
+        Raises:
+            ConfigError: it cannot be found out; or as above.
+        """
+        return self._ask("find_answers", given)
+
+    def _ask(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        answers: list[Any] = []
+        try:
+            self._connection.send((what, list(given)))
+            while len(answers) < len(given):
+                failure, answer = self._connection.recv()
+                if failure is not None:
+                    raise failure
+                answers.append(answer)
+        except (EOFError, ConnectionError):
+            raise self._death(given[len(answers)][0]) from None
+        return answers
+
+    def _death(self, where: str) -> PipelineError:
+        code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+        self.close.detach()
+        if code == -signal.SIGPROF:
+            return ConfigError(
+                f"{where}: the chat template came to no end in {SECONDS} s of computing; {MEND}"
+            )
+        how = signal.Signals(-code).name if code < 0 else f"code {code}"
+        return DataError(
+            f"{where}: the process that ran the chat template ended by {how}; is there memory left?"
+        )
+
+
+def _end(connection: Connection, process: int, parent: int) -> None:
+    if os.getpid() != parent:  # a fork of the parent, whose child it is not
+        return
+    connection.close()
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(process, signal.SIGKILL)  # it holds nothing, and a template may keep it from listening
+        os.waitpid(process, 0)
+
+
+def _live(connection: Connection, given: tuple[Any, ...]) -> None:
+    """The child's life: answers until the parent closes its end, or is gone. Does not return."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent sees to it
+        for number in (signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            if descriptor > 2 and descriptor != connection.fileno():
+                with suppress(OSError):
+                    os.close(descriptor)  # a lock or a pipe of the parent's
+        _limit_memory()
+        template = None
+        while True:
+            what, items = connection.recv()
+            for item in items:
+                signal.setitimer(
+                    signal.ITIMER_PROF, SECONDS
+                )  # by default it ends the process, whatever it does
+                try:
+                    template = ChatTemplate(*given) if template is None else template
+                    answer = None if what == "check" else _bounded(getattr(template, what)(*item), item)
+                    failure: Exception | None = None
+                except PipelineError as error:
+                    answer, failure = None, error
+                except MemoryError:
+                    answer, failure = (
+                        None,
+                        ConfigError(f"{item[0]}: the chat template takes too much memory; {MEND}"),
+                    )
+                except Exception:
+                    answer, failure = None, RuntimeError(traceback.format_exc())
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                connection.send((failure, answer))
+                if failure is not None:
+                    break
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _limit_memory() -> None:
+    with suppress(OSError, ValueError):  # no /proc; a limit that is lower already
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _bounded(answer: Any, item: tuple[Any, ...]) -> Any:
+    if isinstance(answer, str) and len(answer) > CHARACTERS:
+        said = len(item[1].key)
+        if len(answer) > CHARACTERS + 10 * said:
+            raise ConfigError(
+                f"{item[0]}: the chat template makes {len(answer):,} characters of a conversation of "
+                f"{said:,} bytes; {MEND}"
+            )
+    return answer

@@ -1,0 +1,43 @@
+"""A transformers folder that somebody else made, looked at before a library reads what its files name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.errors import ModelError
+from pipeline.foreign import inside, unsafe_files, weight_map
+
+INDEX = "model.safetensors.index.json"
+
+
+def check_folder(folder: Path, given: str) -> None:
+    """Whether everything that would be read is a plain file in the folder.
+
+    Args:
+        given: The recipe's word for the folder.
+
+    Raises:
+        ModelError: it has no config.json, it is an adapter for a model elsewhere, its index names no plain
+            file of the folder, or a file in it is a pipe or a device.
+    """
+    start = f"model.pretrained: {given!r}:"
+    if problem := next(unsafe_files(folder), None):
+        raise ModelError(f"{start} {problem}; remove or replace it")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{start} the folder has no config.json")
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"{start} is an adapter (adapter_config.json); merge it into its model and give that"
+        )
+    if not (folder / INDEX).exists() or (folder / "model.safetensors").exists():
+        return
+    try:
+        names = set(weight_map(folder / INDEX).values())
+    except (OSError, ValueError):
+        raise ModelError(f"{start} {INDEX} cannot be read as an index of weights; fetch it again") from None
+    for name in sorted(names):
+        path = inside(folder, name)
+        if path is None:
+            raise ModelError(f"{start} {INDEX} points outside of the folder: {name[:100]!r}")
+        if not path.is_file():
+            raise ModelError(f"{start} {INDEX} names {name[:100]!r}, which is no file there; fetch it again")

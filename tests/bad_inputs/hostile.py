@@ -1,0 +1,224 @@
+"""What strangers make: code in recipes, bombs, pipes and devices as files, escapes, links out of folders."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from bad_inputs.case import Case
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e"
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def listening(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path has 108 bytes at most
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 42)
+
+
+CODE = [
+    Case(
+        "a stranger's model",
+        ["recipe.yaml:", "model.kind: 'own_code:model' would run code"],
+        base="own",
+        more=["--no-import-paths"],
+    ),
+    Case(
+        "a stranger's data",
+        ["recipe.yaml:", "data.kind: 'own_code:data' would run code"],
+        base="digits",
+        recipe={"data": {"kind": "own_code:data"}},
+        more=["--no-import-paths"],
+    ),
+    Case(
+        "a stranger's loss",
+        ["recipe.yaml:", "objective.kind: 'os:system' would run code"],
+        base="digits",
+        recipe={"objective.kind": "os:system"},
+        more=["--no-import-paths"],
+    ),
+    Case(
+        "a stranger's documents",
+        ["recipe.yaml:", "data.sources.0.iterable: 'os:system' would run code"],
+        recipe={"data.paths": None, "data.sources": [{"iterable": "os:system"}]},
+        more=["--no-import-paths"],
+    ),
+    Case(
+        "a stranger's set to evaluate on",
+        ["recipe.yaml:", "data.eval_sets.more.iterable", "would run"],
+        recipe={"data.eval_sets": {"more": {"iterable": "os:system"}}},
+        more=["--no-import-paths"],
+    ),
+    Case(
+        "code from the hub",
+        ["recipe.yaml:", "model.trust_remote_code", "would run code"],
+        recipe={"model": {"kind": "causal_lm", "pretrained": "a/b", "trust_remote_code": True}},
+        more=["--no-import-paths"],
+    ),
+    Case(
+        "a stranger's documents prepared",
+        ["data.sources.0.iterable", "--no-import-paths"],
+        entry="pipeline",
+        recipe={"data.paths": None, "data.sources": [{"iterable": "os:system"}]},
+        argv=["prepare", "--config", "{here}/recipe.yaml", "--no-import-paths"],
+    ),
+    Case(
+        "a stranger's data looked at",
+        ["data.kind", "--no-import-paths"],
+        base="own",
+        entry="pipeline",
+        recipe={"model": {"kind": "cnn"}},
+        argv=["inspect", "--no-import-paths", "--config", "{here}/recipe.yaml"],
+    ),
+]
+
+BOMBS = [
+    Case(
+        "aliases that stand for billions",
+        ["recipe.yaml:6:5", "stands for more than 100,000 values"],
+        recipe=BOMB,
+    ),
+    Case("a value that holds itself", ["recipe.yaml:1:8", "the value holds itself"], recipe="model: &a [*a]"),
+    Case("a deep recipe", ["recipe.yaml", "nested too deeply"], recipe="model: " + "[" * 5000),
+    Case(
+        "a deep chain of aliases",
+        ["recipe.yaml:", "nested too deeply"],
+        recipe="a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(400)),
+    ),
+    Case(
+        "a huge recipe",
+        ["r.yaml", "larger than"],
+        files={"r.yaml": sparse},
+        argv=["--config", "{here}/r.yaml"],
+    ),
+    Case(
+        "a long list in the recipe",
+        ["recipe.yaml:1", "100,000 values"],
+        recipe="model: [" + "1," * 200_000 + "1]",
+    ),
+    Case("a deep split", ["split.json", "nested too deeply"], split="[" * 100_000),
+    Case(
+        "a deep split that is whole",
+        ["split.json"],
+        split='{"zero_optimization": ' + "[" * 500 + "]" * 500 + "}",
+    ),
+    Case(
+        "a huge split",
+        ["s.json", "larger than"],
+        files={"s.json": sparse},
+        more=["--deepspeed", "{here}/s.json"],
+    ),
+    Case(
+        "a number of 5000 digits in the recipe",
+        ["recipe.yaml:", "5,000 digits"],
+        recipe=f"model: {{kind: cnn}}\ndata: {{kind: digits}}\nmax_steps: {'9' * 5000}\n",
+    ),
+    Case(
+        "a hexadecimal number of 5000 digits", ["recipe.yaml:1", "digits"], recipe=f"seed: 0x{'f' * 5000}\n"
+    ),
+    Case(
+        "a number of 5000 digits in the split",
+        ["split.json"],
+        split='{"zero_optimization": {"stage": ' + "9" * 5000 + "}}",
+    ),
+]
+
+NO_FILES = [
+    Case(
+        f"{what} as {name}", [place, words], files={"x": make, **files}, argv=argv, entry=entry, recipe=recipe
+    )
+    for what, make, words in [
+        ("a pipe", pipe, "it is a pipe, not a file"),
+        ("a device", zeros, "it is a device, not a file"),
+        ("a socket", listening, "it is no plain file"),
+    ]
+    for name, place, argv, entry, recipe, files in [
+        ("a recipe", "{here}/x", ["--config", "{here}/x"], "train", {}, {}),
+        (
+            "a split",
+            "{here}/x",
+            ["--config", "{here}/recipe.yaml", "--deepspeed", "{here}/x"],
+            "train",
+            {},
+            {},
+        ),
+        ("a hostfile", "{here}/x", ["{here}/x", "--deepspeed", "x.json"], "multi_node", {}, {}),
+    ]
+]
+
+ECHOES = [
+    Case("a key of escapes", ["recipe.yaml:1: \\x1b[2J", "unknown key"], recipe=r'{"\e[2J\e]0;owned\a": 1}'),
+    Case("a value of escapes", ["recipe.yaml:", "name", "x1b[2J"], recipe={"name": ESCAPES}),
+    Case("a value of a megabyte", ["recipe.yaml:", "name", "aaa ... aaa"], recipe={"name": "a" * 1_000_000}),
+    Case("a key of a megabyte", ["recipe.yaml:", "unknown key"], recipe={"a" * 1_000_000: 1}),
+    Case("a value of many words", ["recipe.yaml:", "name", " ... "], recipe={"name": "a b " * 100_000}),
+    Case(
+        "a list of a megabyte", ["recipe.yaml:", "max_steps", " ... "], recipe={"max_steps": [12345] * 90_000}
+    ),
+    Case(
+        "an architecture of escapes", ["model.architecture", "x1b[2J"], recipe={"model.architecture": ESCAPES}
+    ),
+    Case(
+        "an architecture of a megabyte",
+        ["model.architecture", " ... "],
+        recipe={"model.architecture": "a" * 1_000_000},
+    ),
+    Case("a split's key of escapes", ["split.json", "x1b[2J", "unknown key"], split={ESCAPES: 1}),
+    Case("a split's key of a megabyte", ["split.json", "unknown key"], split={"a" * 1_000_000: 1}),
+    Case(
+        "a split's value of a megabyte",
+        ["split.json", "bf16.enabled", " ... "],
+        split={"bf16": {"enabled": "a" * 1_000_000}},
+    ),
+    Case("an override of escapes", ["command line", "name", "x1b[2J"], more=[f"name='{ESCAPES}'"]),
+    Case("a flag of escapes", ["unrecognized argument", "x1b[2J"], more=[f"--{ESCAPES}"]),
+    Case(
+        "a path of escapes",
+        ["data.paths", "x1b[2J", "does not exist"],
+        recipe={"data.paths": ["{here}/" + ESCAPES]},
+    ),
+    Case(
+        "a path with a line break", ["data.paths", "does not exist"], recipe={"data.paths": ["{here}/a\nb"]}
+    ),
+    Case("a path with a NUL", ["data.paths"], recipe={"data.paths": ["a\0b"]}),
+    Case("a run's folder with a NUL", ["run"], recipe={"run_dir": "{here}/a\0b"}),
+    Case("a name that turns text round", ["recipe.yaml:", "name", "u202e"], recipe={"name": "a\u202eb"}),
+]
+
+LONG = "{here}/" + "n" * 300
+NAMES = [
+    Case(f"a name of 300 letters as {key}", ["File name too long"], base=base, recipe={**more, key: value})
+    for base, key, value, more in [
+        ("digits", "runs_dir", LONG, {}),
+        ("digits", "run_dir", LONG, {}),
+        ("digits", "model.weights", LONG, {}),
+        ("text", "data.cache_dir", LONG, {}),
+        ("text", "data.paths", [LONG], {}),
+        ("text", "data.tokenizer", {"pretrained": LONG}, {}),
+        ("text", "model", {"kind": "causal_lm", "pretrained": LONG}, {"data.tokenizer": {"vocab_size": 300}}),
+        ("text", "data.sources", [{"dataset": LONG}], {"data.paths": None}),
+        ("chat", "data.chat_template", LONG, {}),
+        ("images", "data.path", LONG, {}),
+        ("images", "data.dataset", LONG, {"data.path": None}),
+    ]
+]
+
+CASES = [*CODE, *BOMBS, *NO_FILES, *ECHOES, *NAMES]
