@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema import SampleConfig
-from pipeline.data.chat_template import ChatTemplate
+from pipeline.data.template_process import TemplateProcess
 
 TEMPERATURE = 0.8
 
@@ -49,7 +49,7 @@ def question_ids(tokenizer: Any, text: str) -> Tensor:
         DataError: the template is no Jinja, or refuses it.
     """
     special = tokenizer.all_special_tokens
-    template = ChatTemplate(tokenizer.chat_template, dict(tokenizer.special_tokens_map), special)
+    template = TemplateProcess(tokenizer.chat_template, dict(tokenizer.special_tokens_map), special)
     written = template.ask(text)
     ids: Tensor = tokenizer(written, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
     return ids

@@ -144,7 +144,7 @@ class ChatTemplate:
 
         try:
             return self._write([{"role": "user", "content": question}], prompt=True)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        except (TemplateError, *FAULTS) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"the chat template refuses the question: {reason}") from None
 

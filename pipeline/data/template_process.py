@@ -63,6 +63,10 @@ class TemplateProcess:
         """
         return self._ask("write", given)
 
+    def ask(self, question: str) -> str:
+        """As ChatTemplate.ask."""
+        return str(self._ask("ask", [(question,)])[0])
+
     def find_answers(self, given: Sequence[tuple[str, Conversation, str]]) -> list[Spans]:
         """As ChatTemplate.find_answers, for each of the conversations.
 
@@ -156,7 +160,7 @@ def _limit_memory() -> None:
 
 def _bounded(answer: Any, item: tuple[Any, ...]) -> Any:
     if isinstance(answer, str) and len(answer) > CHARACTERS:
-        said = len(item[1].key)
+        said = len(item[1].key if len(item) > 1 else item[0])
         if len(answer) > CHARACTERS + 10 * said:
             raise ConfigError(
                 f"{item[0]}: the chat template makes {len(answer):,} characters of a conversation of "

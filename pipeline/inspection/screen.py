@@ -50,7 +50,7 @@ class Screen:
         for number, column in enumerate(columns):
             wraps = column in words
             table.add_column(
-                column,
+                printable(column),
                 justify="left" if wraps or number == 0 else "right",
                 no_wrap=not wraps,
                 overflow="fold" if wraps else "ellipsis",

@@ -134,11 +134,6 @@ BOMBS = [
     Case(
         "a hexadecimal number of 5000 digits", ["recipe.yaml:1", "digits"], recipe=f"seed: 0x{'f' * 5000}\n"
     ),
-    Case(
-        "a number of 5000 digits in the split",
-        ["split.json"],
-        split='{"zero_optimization": {"stage": ' + "9" * 5000 + "}}",
-    ),
 ]
 
 NO_FILES = [

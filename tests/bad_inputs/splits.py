@@ -100,27 +100,6 @@ VALUES = [
         },
         '"auto"',
     ),
-    split("steps_per_print in words", {"steps_per_print": "often"}, "steps_per_print"),
-    split(
-        "a bucket in words",
-        {"zero_optimization": {"stage": 2, "reduce_bucket_size": "many"}},
-        "reduce_bucket_size",
-    ),
-    split(
-        "a bucket below zero",
-        {"zero_optimization": {"stage": 2, "reduce_bucket_size": -5}},
-        "reduce_bucket_size",
-    ),
-    split(
-        "an unknown device to offload to",
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}},
-        "device",
-    ),
-    split(
-        "NVMe without a path",
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
-        "nvme_path",
-    ),
 ]
 
 REMOVED = [
