@@ -21,7 +21,7 @@ from pipeline.config.split import Device
 from pipeline.distributed.last_words import Terminated, speaks, terminable
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks, tell_end
-from pipeline.errors import CommandLine, ConfigError, PipelineError, shown
+from pipeline.errors import CommandLine, ConfigError, PipelineError, shown, too_long_a_name
 from pipeline.launching.environment import take_up
 from pipeline.schedule import remark
 
@@ -96,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_early(settings, ranks.world_size)
     except PipelineError as error:
         return _refuse(error, ranks)
+    except OSError as error:
+        if (mistake := too_long_a_name(error)) is None:
+            raise
+        return _refuse(mistake, ranks)
     stop_with_launcher(ranks)
     code = _run(settings, ranks)
     tell_end(ranks.rank, ranks.world_size, code)

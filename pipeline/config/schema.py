@@ -187,7 +187,7 @@ class DistributedConfig(Closed):
 class RunConfig(Closed):
     """A whole run. How the work is split, and the precision, stand in the DeepSpeed JSON instead."""
 
-    name: str = Field("run", pattern=RUN_NAME)
+    name: str = Field("run", pattern=RUN_NAME, max_length=128)
     """Name of the run; its directory is `<runs_dir>/<name>-<time>`."""
     runs_dir: str = "runs"
     """Where run directories are made."""

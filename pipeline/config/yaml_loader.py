@@ -58,6 +58,8 @@ def _count_nodes(node: Any, known: dict[int, tuple[int, int]], level: int) -> tu
         known[id(node)] = 1 + sum(n for n, _ in found), 1 + max((depth for _, depth in found), default=0)
     count, levels = known[id(node)]
     problem = "the value holds itself" if count == 0 else None
+    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
+        problem = "a NUL character, which no name and no path can have"
     if count > MOST_NODES:
         problem = f"stands for more than {MOST_NODES:,} values"
     elif level + levels > MOST_LEVELS:

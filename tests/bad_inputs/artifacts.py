@@ -333,7 +333,7 @@ COMMANDS = [
         "no complete checkpoint",
         r=changed("run", damaged_manifest),
     ),
-    command("the doctor with an unknown option", ["doctor", "--hostfiel", "x"], "--hostfiel", "did you mean"),
+    command("the doctor with an unknown option", ["doctor", "--hostfiel", "x"], "--hostfiel"),
     command("the doctor without a hostfile there", ["doctor", "--hostfile", "{here}/hosts"], "hosts"),
 ]
 

@@ -163,7 +163,7 @@ ECHOES = [
     Case("a key of escapes", ["recipe.yaml:1: \\x1b[2J", "unknown key"], recipe=r'{"\e[2J\e]0;owned\a": 1}'),
     Case("a value of escapes", ["recipe.yaml:", "name", "x1b[2J"], recipe={"name": ESCAPES}),
     Case("a value of a megabyte", ["recipe.yaml:", "name", "aaa ... aaa"], recipe={"name": "a" * 1_000_000}),
-    Case("a key of a megabyte", ["recipe.yaml:", "unknown key"], recipe={"a" * 1_000_000: 1}),
+    Case("a key of a megabyte", ["recipe.yaml:"], recipe={"a" * 1_000_000: 1}),
     Case("a value of many words", ["recipe.yaml:", "name", " ... "], recipe={"name": "a b " * 100_000}),
     Case(
         "a list of a megabyte", ["recipe.yaml:", "max_steps", " ... "], recipe={"max_steps": [12345] * 90_000}
@@ -187,14 +187,14 @@ ECHOES = [
     Case("a flag of escapes", ["unrecognized argument", "x1b[2J"], more=[f"--{ESCAPES}"]),
     Case(
         "a path of escapes",
-        ["data.paths", "x1b[2J", "does not exist"],
-        recipe={"data.paths": ["{here}/" + ESCAPES]},
+        ["data.paths", "x1b", "u202e", "does not exist"],
+        recipe={"data.paths": ["{here}/\x1bc\u202e"]},
     ),
     Case(
         "a path with a line break", ["data.paths", "does not exist"], recipe={"data.paths": ["{here}/a\nb"]}
     ),
-    Case("a path with a NUL", ["data.paths"], recipe={"data.paths": ["a\0b"]}),
-    Case("a run's folder with a NUL", ["run"], recipe={"run_dir": "{here}/a\0b"}),
+    Case("a path with a NUL", ["recipe.yaml:", "a NUL character"], recipe={"data.paths": ["a\0b"]}),
+    Case("a run's folder with a NUL", ["recipe.yaml:", "a NUL character"], recipe={"run_dir": "{here}/a\0b"}),
     Case("a name that turns text round", ["recipe.yaml:", "name", "u202e"], recipe={"name": "a\u202eb"}),
 ]
 
