@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from bad_inputs import artifacts, command_lines, documents, environments, hostfiles, hostile, recipes, splits
+from bad_inputs import artifacts, documents, environments, hostfiles, hostile
 from bad_inputs.case import Case
 from bad_inputs.home import Server, make_home
 
 from pipeline.errors import LONGEST_LINE, MOST_LINES, UNSHOWN
 
-TABLES = [recipes, command_lines, environments, hostfiles, splits, documents, artifacts, hostile]
+TABLES = [environments, hostfiles, documents, artifacts, hostile]
 CASES = [case for table in TABLES for case in table.CASES]
 
 
