@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from workload import LOG_EVERY, PeerDataset
 
-from pipeline.assemble import assemble, flops_per_token, model_request
+from pipeline.assemble import assemble, model_request
 from pipeline.config.settings import Settings, load_settings
 from pipeline.data import DataBundle, prepare_data
 from pipeline.data.sampler import GlobalOrder
@@ -27,6 +27,7 @@ from pipeline.engine.interface import count_parameters
 from pipeline.models import build_model
 from pipeline.models.sharding import Whole
 from pipeline.objectives import CausalLM
+from pipeline.peak_flops import flops_per_token
 from pipeline.run_directory import RunDirectory
 from pipeline.training import train
 

@@ -6,16 +6,17 @@ import logging
 import math
 import time
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline.checkpoint.folders import Retention
+from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.weights import load_weights
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_json import lowest_loss_scale
+from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data import DataBundle
@@ -26,19 +27,21 @@ from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import Engine, Evaluates, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
+from pipeline.errors import ConfigError
 from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
 from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.description import write_description
+from pipeline.models.half_precision import prepare_for_half_precision
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.models.staging import cut_into_layers
 from pipeline.objectives import Objective, build_objective
-from pipeline.peak_flops import peak_flops
+from pipeline.peak_flops import flops_per_token, peak_flops
 from pipeline.run_directory import RunDirectory
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
-from pipeline.training import Cadence, Run, TrainState
+from pipeline.training import Cadence, Run, TrainState, rows_until
 
 log = logging.getLogger(__name__)
 
@@ -47,28 +50,27 @@ def assemble(
     config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: RunDirectory
 ) -> Run:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
-    plan = resolved.plan
     objective = build_objective(config)
-    engine = build_engine(config, resolved, job, data, resumes=directory.checkpoint is not None)
-    loader = build_loader(config, plan, data, engine)
+    checkpoints = build_store(config, resolved, job, directory)
+    job.progress.at("resuming")
+    checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
+    job.progress.at("starting")
+    engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
+    loader = build_loader(config, resolved.plan, data, engine)
     max_steps = config.max_steps or math.ceil(
-        (config.max_epochs or 1.0) * loader.samples_per_epoch / plan.global_batch_size
+        (config.max_epochs or 1.0) * loader.samples_per_epoch / resolved.plan.global_batch_size
     )
-    remarks = (remark(config.schedule, max_steps), slow_precision(resolved, job), little_data(loader))
-    for line in remarks:
+    for line in (remark(config.schedule, max_steps), slow_precision(resolved, job), little_data(loader)):
         if line is not None:
             log.warning("%s", line)
     if job.ranks.is_main_process:
         write_description(engine.module, data.tokenizer, directory.path / "model")
-    checkpoints = build_store(config, resolved, job, directory)
-    start = TrainState.start(engine.device)
     job.progress.at("resuming")
-    if (state := checkpoints.resume(engine)) is not None:
-        loader.load_state_dict(state)
-        start = TrainState.start(
-            engine.device, int(state["global_step"]), state["tokens_seen"], state["skipped_steps"]
-        )
+    start, eval_loss = go_on(checkpoints, checkpoint, engine, loader, max_steps)
     job.progress.at("starting")
+    held_out = build_eval_loader(config, resolved.plan, data, engine)
+    logs, evaluations = Cadence(config.log.every, max_steps), Cadence(config.eval.every, max_steps)
+    owes = eval_loss is None and (start.global_step == 0 or evaluations.due(start.global_step))
     meters = build_meters(config, resolved, engine, objective, job)
     sinks = build_sinks(
         config,
@@ -78,30 +80,58 @@ def assemble(
         max_steps=max_steps,
         run_config={
             "recipe": config.model_dump(mode="json"),
-            "deepspeed": resolved.deepspeed,
-            "world_size": job.ranks.world_size,
+            **{"deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size},
         },
+        due=rows_until(start.global_step, logs, evaluations if held_out else None, owes),
+        redo_evaluation=owes,
     )
     return Run(
         job=job,
         engine=engine,
         objective=objective,
         loader=loader,
-        eval_loader=build_eval_loader(config, plan, data, engine),
+        eval_loader=held_out,
         checkpoints=checkpoints,
         sinks=sinks,
         meters=meters,
         start=start,
+        owes_evaluation=owes,
         max_steps=max_steps,
         peak_learning_rate=config.optimizer.learning_rate,
         schedule=config.schedule,
         seed=config.seed,
-        log=Cadence(config.log.every, max_steps),
-        eval=Cadence(config.eval.every, max_steps),
+        log=logs,
+        eval=evaluations,
         save=Cadence(config.checkpoint.every, max_steps),
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,
     )
+
+
+def go_on(
+    checkpoints: CheckpointStore,
+    checkpoint: Manifest | None,
+    engine: Engine,
+    loader: DevicePrefetcher,
+    max_steps: int,
+) -> tuple[TrainState, float | None]:
+    """Engine and data as the checkpoint has them; where that is, and its evaluation loss if it has one.
+
+    Raises:
+        ConfigError: that is further than the run is to go.
+    """
+    if checkpoint is None:
+        return TrainState.start(engine.device), None
+    if checkpoint.global_step > max_steps:
+        raise ConfigError(
+            f"{checkpoints.folder.parent} is at step {checkpoint.global_step} already, and max_steps is "
+            f"{max_steps}; give a higher max_steps (or max_epochs), or another run_dir"
+        )
+    state = checkpoints.restore(engine, checkpoint)
+    loader.load_state_dict(state)
+    step = int(state["global_step"])
+    start = TrainState.start(engine.device, step, state["tokens_seen"], state["skipped_steps"])
+    return start, state.get("eval_loss")
 
 
 def build_engine(
@@ -153,10 +183,14 @@ def build_engine(
     model = model_in(sharding)
     if split.dp_world_size > 1:
         model = synchronise_batch_norm(model, None, job.device)
+    # transformers' language models are written for parameters in half precision, other modules for fp32.
+    autocast = split.precision != "fp32" and not isinstance(config.model, CausalLMConfig)
+    if autocast:
+        prepare_for_half_precision(model, job.device)
     if resolved.compile:
         model.compile()
     swap.check_space(count_parameters(model))
-    engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job)
+    engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job, autocast)
     weakref.finalize(engine, swap.close)  # at the latest when the interpreter ends
     return engine
 
@@ -268,15 +302,3 @@ def slow_precision(resolved: Resolved, job: Job) -> str | None:
         return None
     cure = "engine.precision=fp32" if resolved.deepspeed is None else f"ds.{precision}.enabled=false"
     return f"this CPU has no instructions for {precision} and is faster in fp32: {cure}"
-
-
-def flops_per_token(model: nn.Module, num_parameters: int) -> float | None:
-    """6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B) for a transformer with a transformers config.
-
-    N counts every parameter once; the second term is attention over the model's longest sequence.
-    """
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(config, "num_hidden_layers"):
-        return None
-    length = getattr(config, "max_position_embeddings", 0)
-    return 6.0 * num_parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length

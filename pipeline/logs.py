@@ -38,6 +38,13 @@ class _Short(_Printable):
         return super().formatMessage(record)
 
 
+class _File(logging.FileHandler):
+    """On a full disk it leaves lines out: their tracebacks would bury what is said of the disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def log_to_console(ranks: Ranks) -> None:
     """Rank 0 speaks, the others keep to warnings; libraries to warnings too."""
     console = _CurrentStderr()
@@ -56,6 +63,6 @@ def log_to_file(run_dir: Path, ranks: Ranks) -> None:
     """Adds `logs/rank00000.log`, with times."""
     path = run_dir / "logs" / f"rank{ranks.rank:05d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own machine
-    file = logging.FileHandler(path)
+    file = _File(path)
     file.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.getLogger("pipeline").addHandler(file)

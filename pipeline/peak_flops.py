@@ -1,6 +1,12 @@
-"""Dense peak FLOP/s of a GPU by its name, from the vendors' data sheets (without sparsity)."""
+"""Dense peak FLOP/s of a GPU by its name, from the vendors' data sheets (without sparsity);
+and what a token costs a model.
+"""
 
 from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
 
 # (part of the device's name, 16-bit tensor cores, fp32). The first match counts.
 PEAKS = [
@@ -34,3 +40,15 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False) -> float | 
                 return half
             return half / 2 if tf32 and name not in WITHOUT_TF32 else single
     return None
+
+
+def flops_per_token(model: nn.Module, num_parameters: int) -> float | None:
+    """6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B) for a transformer with a transformers config.
+
+    N counts every parameter once; the second term is attention over the model's longest sequence.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "num_hidden_layers"):
+        return None
+    length = getattr(config, "max_position_embeddings", 0)
+    return 6.0 * num_parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length

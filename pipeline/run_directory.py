@@ -7,35 +7,27 @@ import json
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 
-from pipeline.checkpoint.folders import newest_good
-from pipeline.config.loading import Tree, read_yaml
+from pipeline.checkpoint.folders import bring_back, newest_good, steps_in
+from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
-from pipeline.config.yaml_loader import Loader
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.foreign import CONFIGURATION, read_plain
+from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
+from pipeline.sinks import METRICS_FILE
 
 log = logging.getLogger(__name__)
 
-# Sections that do not change what is trained: a run goes on though they differ. What they say of the batch is
-# compared by what it comes to.
-BESIDE_THE_POINT = {
-    *("checkpoint", "wandb", "sample", "runs_dir", "run_dir"),
-    *("engine", "batch", "loader", "distributed"),
-}
-DECISIVE = ("data", "global_batch_size")  # of what stands in split.json
+FEW = 3  # differences: with more it is another experiment, and not one left behind by mistake
 RESTART_SECONDS = 120.0
 
 
@@ -63,7 +55,7 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
     found: Path | None
     if config.run_dir is not None:
         found = Path(config.run_dir)
-        if resume == "never" and (found / "metrics.jsonl").exists():
+        if resume == "never" and (found / METRICS_FILE).exists():
             raise ConfigError(
                 f"run_dir {found} already holds a run; choose another, or checkpoint.resume=auto"
             )
@@ -93,14 +85,18 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
 
 
 def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
+    bring_back(path / "checkpoints")
     checkpoint, passed_over = newest_good(path / "checkpoints")
-    for line in passed_over:
-        log.warning("%s", line)
     if config.checkpoint.resume == "required" and checkpoint is None:
-        raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint")
+        why = f": {passed_over[0]}" if passed_over else ""
+        raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint{why}")
     if checkpoint is not None:
-        _refuse_other_run(path, config, split)
-        log.info("going on with %s from %s", path, checkpoint.name)
+        differences = differences_from(path, config, split)
+        if not differences and (path / "summary.json").exists():
+            log.warning("%s is finished; with a higher max_steps it trains on", path)
+        _take_changes(path, checkpoint, differences)
+    elif not steps_in(path / "checkpoints") and (path / METRICS_FILE).exists():
+        log.info("%s holds no checkpoint: it starts again", path)
     (path / "summary.json").unlink(missing_ok=True)  # unfinished again
     _describe(path, config, split)
     return RunDirectory(path, checkpoint)
@@ -133,53 +129,63 @@ def _lock(path: Path, patience: float = 0.0) -> FileLock | None:
         raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
 
 
-def _identity(recipe: Tree, split: Tree) -> Tree:
-    kept = {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT}
-    return kept | {"split": {key: split.get(key) for key in DECISIVE}}
-
-
-def _difference(path: Path, config: RunConfig, split: Tree, allowed: tuple[str, ...] = ()) -> str | None:
-    """The first key, but the allowed ones, in which the run in `path` is another one; None: the same."""
-    try:
-        then = _identity(
-            read_yaml(path / "recipe.yaml")[0], json.loads(read_plain(path / "split.json", CONFIGURATION))
-        )
-    except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
-        return "its recipe.yaml or split.json cannot be read"
-    now = _identity(yaml.load(recipe_yaml(config), Loader=Loader), json.loads(json.dumps(split)))
-    for key in allowed:
-        then.pop(key, None)
-        now.pop(key, None)
-    return next(_differences(then, now), None)
-
-
-def _differences(then: Any, now: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in {**then, **now}:
-            yield from _differences(then.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
-    elif then != now:
-        yield f"{prefix} was {then}, is {now}"
-
-
 def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
+    others: list[tuple[int, Path, list[Difference]]] = []
     for path in sorted(Path(config.runs_dir).glob(f"{config.name}-*"), reverse=True):
-        if (path / "summary.json").exists() or not (path / "recipe.yaml").exists():
+        if not (path / "recipe.yaml").exists():
             continue
-        difference = _difference(path, config, split)
-        if difference is None:
+        finished = (path / "summary.json").exists()
+        try:
+            differences = differences_from(path, config, split)
+        except CheckpointError as error:
+            log.info("%s", error)
+            continue
+        if not differences and not finished:
             return path
-        log.info("%s is unfinished but another run: %s", path, difference)
+        if differences and all(not finished or may_change(difference) for difference in differences):
+            others.append((len(differences), path, differences))
+    _tell_left_behind(others)
     return None
 
 
-def _refuse_other_run(path: Path, config: RunConfig, split: Tree) -> None:
-    # More steps for the same run are welcome; anything else would not be the run it claims to be.
-    difference = _difference(path, config, split, allowed=("max_steps", "max_epochs"))
-    if difference is not None:
-        raise CheckpointError(
-            f"run_dir {path} holds a checkpoint of another run: {difference}; use that value, or another "
-            "run_dir"
+def _tell_left_behind(others: list[tuple[int, Path, list[Difference]]]) -> None:
+    """One line on the run that this one is nearest to, and what would go on with that."""
+    for number, path, differences in sorted(others, key=lambda other: other[0]):
+        steps = steps_in(path / "checkpoints")
+        if number > FEW or not steps:
+            continue
+        why = "; ".join(map(str, differences))
+        if all(map(may_change, differences)):
+            cure = f"run_dir={shlex.quote(str(path))}"
+        elif all(difference.key != FINGERPRINT for difference in differences):
+            cure = " ".join(difference.override for difference in differences)
+        else:
+            cure = "the files it was trained on"
+        log.warning(
+            "this is a new run; %s, at step %d, is another one: %s; to go on with it: %s",
+            path,
+            max(steps),
+            why,
+            cure,
         )
+        return
+
+
+def _take_changes(path: Path, checkpoint: Path, differences: list[Difference]) -> None:
+    """Says what is new from here on, and keeps what was.
+
+    Raises:
+        CheckpointError: with that it would not be the run it claims to be.
+    """
+    for difference in differences:
+        if not may_change(difference):
+            raise CheckpointError(
+                f"run_dir {path} holds a checkpoint of another run: {difference}; use that value, or another "
+                "run_dir"
+            )
+    if differences:
+        log.warning("from %s on: %s", checkpoint.name, "; ".join(map(str, differences)))
+        shutil.copy(path / "recipe.yaml", path / f"recipe-until-{checkpoint.name}.yaml")
 
 
 def _describe(path: Path, config: RunConfig, split: Tree) -> None:

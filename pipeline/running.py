@@ -19,7 +19,7 @@ from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.last_words import Terminated, ignore_stop_signals, speaks
 from pipeline.distributed.ranks import Ranks, tell_end
-from pipeline.errors import DataError, PipelineError, printable, too_long_a_name
+from pipeline.errors import PipelineError, printable, too_long_a_name
 from pipeline.logs import log_to_console, log_to_file
 
 if not os.path.exists("/dev/nvidiactl"):
@@ -30,6 +30,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from pipeline.assemble import assemble
 from pipeline.checkpoint.folders import steps_in
 from pipeline.data import DataBundle, prepare_data
+from pipeline.data.digest import check_same_data
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Limits
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
@@ -62,9 +63,9 @@ def run(settings: Settings, ranks: Ranks) -> int:
     except PipelineError as error:
         return _end(job, ranks, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return _end(job, ranks, "stopped at once, without a checkpoint", 130)
+        return _end(job, ranks, "stopped at once, without a further checkpoint", 130)
     except Terminated as error:
-        return _end(job, ranks, "stopped at once, without a checkpoint", error.exit_code, error)
+        return _end(job, ranks, "stopped at once, without a further checkpoint", error.exit_code, error)
     except Exception as error:
         mistake = too_long_a_name(error) if isinstance(error, OSError) else None
         if mistake is not None:
@@ -75,6 +76,7 @@ def run(settings: Settings, ranks: Ranks) -> int:
 def _run(settings: Settings, job: Job, data: DataBundle) -> int:
     config = settings.config
     resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
+    check_same_data(job, data, is_custom=":" in config.data.kind)
     directory, lock = _agree_on_directory(settings, resolved, job, data)
     with ExitStack() as stack:
         if lock is not None:
@@ -116,11 +118,7 @@ def _place(ranks: Ranks) -> str:
 def _agree_on_directory(
     settings: Settings, resolved: Resolved, job: Job, data: DataBundle
 ) -> tuple[RunDirectory, FileLock | None]:
-    """Rank 0 chooses; the others are told, or told why not.
-
-    Raises:
-        DataError: this rank's data is not rank 0's (two machines with different files).
-    """
+    """Rank 0 chooses; the others are told, or told why not."""
     lock = None
     answer: RunDirectory | PipelineError | None = None
     split = {
@@ -135,14 +133,9 @@ def _agree_on_directory(
             answer, lock = open_run_directory(settings.config, split)
         except PipelineError as error:
             answer = error
-    answer, fingerprint = job.broadcast_object((answer, data.fingerprint))
+    answer = job.broadcast_object(answer)
     if isinstance(answer, PipelineError):
         raise answer
-    if fingerprint != data.fingerprint:
-        raise DataError(
-            f"rank {job.ranks.rank} on {platform.node()} prepared other data than rank 0; "
-            "give every machine the same files"
-        )
     assert answer is not None
     return answer, lock
 

@@ -64,12 +64,26 @@ class Cadence:
         return step == self.last or (self.every > 0 and step % self.every == 0)
 
 
+def rows_until(step: int, logs: Cadence, evaluations: Cadence | None, owes: bool) -> dict[str, list[int]]:
+    """Of which steps, up to this one, a run has written rows: of training, and of evaluations.
+
+    Args:
+        owes: The evaluation of this very step has still to come.
+    """
+    due = {"train": [at for at in range(1, step + 1) if at == 1 or logs.due(at)]}
+    if evaluations is not None:
+        due["eval"] = [0, *(at for at in range(1, step + 1 - owes) if evaluations.due(at))] if step else []
+    return due
+
+
 @dataclass(frozen=True)
 class Measured:
     """The last evaluation."""
 
     step: int | None = None
     loss: float | None = None
+    stopped: bool = False
+    """It was not ended: a stop was agreed."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,8 @@ class Run:
     sinks: Sinks
     meters: Meters
     start: TrainState
+    owes_evaluation: bool
+    """That of the step it starts at has still to be done: of the first one, or of one that was stopped."""
     max_steps: int
     peak_learning_rate: float
     schedule: ScheduleConfig
@@ -108,13 +124,11 @@ def train(run: Run) -> tuple[TrainState, int | None]:
     agreement = Agreement(run.engine.device)
     # One clock for all ranks.
     alarm = Alarm(60 * run.save_minutes if run.job.ranks.is_main_process else 0)
-    stopped = False
-    measured = Measured()
     objective = run.meters.timed(run.objective)
     write_seconds = 0.0
     with StopOnSignal() as stop:
-        if state.global_step == 0:
-            measured = _evaluate(run, 0, stop)
+        measured = _catch_up(run, stop)
+        stopped = measured.stopped
         while state.global_step < run.max_steps and not stopped:
             run.job.progress.at("step", state.global_step)
             with run.meters.waiting_for_data():
@@ -130,20 +144,41 @@ def train(run: Run) -> tuple[TrainState, int | None]:
             state = state.after(result)
             run.meters.observe(result)
             wished = agreement.submit(result.votes)
-            stopped = wished.stop
             if state.global_step == 1 or run.log.due(state.global_step):
                 run.sinks.write(state.global_step, _row(run, state, learning_rate))
-            if run.eval.due(state.global_step) and not stopped:
+            if run.eval.due(state.global_step) and not wished.stop:
                 measured = _evaluate(run, state.global_step, stop)
+            stopped = wished.stop or measured.stopped
             if not stopped and (wished.save or run.save.due(state.global_step)):
                 alarm.restart()
                 _save(run, state, measured)
             write_seconds = _saved(run, write_seconds)
-        run.job.progress.at("saving", state.global_step)
-        if not stopped or _has_time_to_save(run, stop, write_seconds):
-            run.checkpoints.save_final(run.engine, _remembered(run, state, measured))
-        run.checkpoints.close()
+        _save_last(run, state, measured, stop if stopped else None, write_seconds)
         return state, (stop.signal_number or signal.SIGTERM) if stopped else None
+
+
+def _catch_up(run: Run, stop: StopOnSignal) -> Measured:
+    """The evaluation that is due where the run starts: before the first step, or one that a stop left out."""
+    if not run.owes_evaluation:
+        return Measured()
+    step = run.start.global_step
+    measured = _evaluate(run, step, stop)
+    if step > 0 and measured.loss is not None:
+        _save(run, run.start, measured)  # once more: the best is chosen by it
+    return measured
+
+
+def _save_last(
+    run: Run, state: TrainState, measured: Measured, stop: StopOnSignal | None, write_seconds: float
+) -> None:
+    """The checkpoint that a run ends with, finished or stopped.
+
+    A run that was stopped before its first step has nothing to keep: it starts again.
+    """
+    run.job.progress.at("saving", state.global_step)
+    if state.global_step > 0 and (stop is None or _has_time_to_save(run, stop, write_seconds)):
+        run.checkpoints.save_final(run.engine, _remembered(run, state, measured))
+    run.checkpoints.close()
 
 
 def _save(run: Run, state: TrainState, measured: Measured) -> None:
@@ -198,10 +233,11 @@ def _evaluate(run: Run, step: int, stop: StopOnSignal) -> Measured:
     if run.eval_loader is None:
         return Measured()
     run.job.progress.at("evaluation", step)
+    seed_step(run.seed, step, run.engine.seed_rank)  # a model that draws here too draws the same after a stop
     with run.meters.paused():
         row = evaluate(run.engine, run.objective, run.eval_loader, run.job, stop)
         if row is None:
-            return Measured()
+            return Measured(stopped=True)
         run.sinks.write(step, row)
     return Measured(step, row["eval/loss"])
 

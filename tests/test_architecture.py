@@ -21,6 +21,7 @@ LAYERS = [
     ["cross_entropy", "objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
     ["checkpoint", "metrics", "evaluation", "inspection"],
+    ["identity"],
     ["run_directory", "training"],
     ["assemble"],
     ["trained"],

@@ -193,6 +193,17 @@ def test_more_steps_for_a_finished_run(tmp_path):
     assert more.returncode == 0, more.stderr
     assert numbers(tmp_path / "fixed")[-1]["step"] == 6
     assert json.loads((tmp_path / "fixed" / "summary.json").read_text())["global_step"] == 6
+    rate = launch("--config", str(recipe), fixed, "max_steps=8", "optimizer.learning_rate=1e-3")
+    assert rate.returncode == 0, rate.stderr
+    changes = "max_steps was 6, is 8; optimizer.learning_rate was 0.01, is 0.001"
+    assert f"from step-00000006 on: {changes}" in rate.stderr
+    assert "max_steps: 6" in (tmp_path / "fixed" / "recipe-until-step-00000006.yaml").read_text()
+    rows = {row["step"]: row for row in numbers(tmp_path / "fixed") if "train/loss" in row}
+    assert list(rows) == list(range(1, 9))
+    assert rows[6]["train/learning_rate"] > rows[7]["train/learning_rate"]
+    less = launch("--config", str(recipe), fixed, "max_steps=7")
+    assert less.returncode == 2
+    assert f"error: {tmp_path / 'fixed'} is at step 8 already, and max_steps is 7" in less.stderr
     other = launch("--config", str(recipe), fixed, "max_steps=8", "model.num_layers=1")
     assert other.returncode == 2
     assert "model.num_layers was 2, is 1" in other.stderr

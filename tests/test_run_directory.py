@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from pathlib import Path
 from threading import Event, Thread
 
 import pytest
 from support.tiny import recipe
 
-from pipeline.config.loading import validate_recipe
+from pipeline.config.loading import parse_override, set_dotted, validate_recipe
 from pipeline.errors import CheckpointError
 from pipeline.run_directory import open_run_directory
 
@@ -36,3 +38,66 @@ def test_a_run_is_held_by_one_process(tmp_path, monkeypatch):
     assert directory.path == tmp_path / "run"
     lock.release()
     thread.join()
+
+
+def configured(folder: Path, **changes):
+    tree = recipe(name="trial", runs_dir=str(folder / "my runs"), **changes)
+    return validate_recipe(tree, Path("tiny.yaml"), {}, set())
+
+
+def left(folder: Path, *, finished: bool = False, **changes) -> Path:
+    """A run with a checkpoint, as it is left behind."""
+    directory, lock = open_run_directory(configured(folder, **changes), SPLIT)
+    (directory.path / "checkpoints" / "step-00000005").mkdir(parents=True)
+    (directory.path / "checkpoints" / "step-00000005" / "manifest.json").touch()
+    if finished:
+        (directory.path / "summary.json").write_text("{}")
+    lock.release()
+    return directory.path
+
+
+RATE = {"optimizer": {"learning_rate": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "split", "said"),
+    [
+        ({}, {}, {"global_batch_size": 4}, "batch.global_batch_size was 8, is 4; to go on with it: "),
+        ({"seed": 3}, {}, {}, "seed was 3, is 0; to go on with it: seed=3"),
+        ({"seed": 3}, {}, {"global_batch_size": 4}, "seed=3 batch.global_batch_size=8"),
+        ({}, {}, {"data": "other"}, "its data was other; to go on with it: the files it was trained on"),
+        (RATE, {}, {}, "optimizer.learning_rate was 0.5, is 0.003"),
+        ({"max_steps": 3, "finished": True}, {}, {}, "max_steps was 3, is 8; to go on with it: run_dir='"),
+        ({"seed": 3, "finished": True}, {}, {}, None),
+        ({"finished": True}, {}, {}, None),
+        ({"seed": 3, "log": {"every": 2}, "eval": {"every": 3, "max_samples": 4}}, {}, {}, None),
+    ],
+)
+def test_a_run_that_is_left_behind_is_told_with_what_goes_on_with_it(
+    tmp_path, caplog, then, now, split, said
+):
+    before = left(tmp_path, **then)
+    directory, lock = open_run_directory(configured(tmp_path, **now), SPLIT | split)
+    lock.release()
+    assert directory.path != before
+    told = [line for line in caplog.messages if "is another one" in line]
+    assert bool(told) == (said is not None)
+    if said is not None:
+        assert told[0].startswith(f"this is a new run; {before}, at step 5, is another one: ")
+        assert said in told[0]
+
+
+def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
+    odd = {"log": {"every": 2}, "schedule": {"warmup_steps": 2, "kind": "linear"}}
+    before = left(tmp_path, **odd)
+    _, lock = open_run_directory(configured(tmp_path, log={"every": 3}), SPLIT)
+    lock.release()
+    (told,) = [line for line in caplog.messages if "is another one" in line]
+    tree = recipe(name="trial", runs_dir=str(tmp_path / "my runs"), log={"every": 3})
+    for override in shlex.split(told.partition("to go on with it: ")[2]):
+        if not override.startswith("run_dir="):
+            set_dotted(tree, *parse_override(override), "command line")
+    shutil.rmtree(before / "checkpoints")
+    directory, lock = open_run_directory(validate_recipe(tree, Path("tiny.yaml"), {}, set()), SPLIT)
+    lock.release()
+    assert directory.path == before

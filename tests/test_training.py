@@ -75,18 +75,82 @@ def test_saved_by_the_clock_besides_the_steps(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_saves_this_step_and_names_itself(tmp_path, number):
-    # It comes in the third step and is agreed with the fourth; no evaluation takes of the time until then.
-    assert ended(ALONE, tmp_path, changes={"eval": {"every": 1}}, number=number, step=3) == (4, number)
-    assert saved(tmp_path) == [4]
+    # It comes in the third step and is agreed in the evaluation behind it, which takes no further time.
+    assert ended(ALONE, tmp_path, changes={"eval": {"every": 1}}, number=number, step=3) == (3, number)
+    assert saved(tmp_path) == [3]
     assert [row["step"] for row in rows(tmp_path) if "eval/loss" in row] == [0, 1, 2]
     assert ended(ALONE, tmp_path) == (8, None)
 
 
+SMALL = {"eval": {"every": 2}, "batch": {"micro_batch_size": 2, "global_batch_size": 8}}
+SMALL |= {"checkpoint": {"every": 4, "keep_last": 20, "keep_best": True}}
+BATCHES = 10  # of an evaluation: 19 samples
+
+
 def test_a_signal_ends_an_evaluation(tmp_path):
-    changes = {"eval": {"every": 2}, "batch": {"micro_batch_size": 2, "global_batch_size": 8}}
-    batches = 10  # of 19 samples
-    assert ended(ALONE, tmp_path, changes=changes, evaluation=batches + 3) == (3, signal.SIGUSR1)
+    assert ended(ALONE, tmp_path, changes=SMALL, evaluation=BATCHES + 3) == (2, signal.SIGUSR1)
     assert [row["step"] for row in rows(tmp_path) if "eval/loss" in row] == [0]
+
+
+def record(folder: Path):
+    """What a run leaves: its rows without the clock's, and the loss that each checkpoint is judged by."""
+    kept = [{k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))} for row in rows(folder)]
+    losses = {}
+    for step, path in steps_in(folder / "checkpoints").items():
+        losses[step] = json.loads((path / "manifest.json").read_text())["manifest"]["state"]["eval_loss"]
+    return kept, losses
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert ended(ALONE, folder, SMALL) == (8, None)
+    return record(folder)
+
+
+@pytest.mark.parametrize(
+    ("stops", "steps"),
+    [
+        pytest.param([{"evaluation": 3}], [0], id="before the first step"),
+        pytest.param([{"evaluation": 2 * BATCHES + 5}], [4], id="where a checkpoint is due too"),
+        pytest.param([{"evaluation": 4 * BATCHES + 9}], [8], id="last batch of the last evaluation"),
+        pytest.param([{"step": 8}], [8], id="last step"),
+        pytest.param(
+            [{"step": 6}, {"evaluation": 1}, {"evaluation": 7}], [6, 6, 6], id="one evaluation, thrice"
+        ),
+        pytest.param([{"step": 8}, {"evaluation": 2}], [8, 8], id="last step, then its evaluation"),
+        pytest.param([{"evaluation": 2}, {"evaluation": BATCHES + 2}, {"step": 1}], [0, 2, 4], id="many"),
+    ],
+)
+def test_stopped_anywhere_and_started_again_is_the_unbroken_run(tmp_path, unbroken, stops, steps):
+    for stop, step in zip(stops, steps, strict=True):
+        assert ended(ALONE, tmp_path, SMALL, **stop) == (step, signal.SIGUSR1)
+    assert ended(ALONE, tmp_path, SMALL) == (8, None)
+    kept, losses = record(tmp_path)
+    assert kept == unbroken[0]
+    # A stop adds a checkpoint; those of the unbroken run are there, judged by the same losses.
+    assert losses | unbroken[1] == losses
+    evaluated = {row["step"]: row["eval/loss"] for row in kept if "eval/loss" in row}
+    assert all(loss == evaluated.get(step) for step, loss in losses.items())
+
+
+class Killed(BaseException):
+    """What SIGKILL leaves on the disk, and no more."""
+
+
+def test_killed_between_an_evaluation_that_was_owed_and_its_checkpoint(tmp_path, unbroken, monkeypatch):
+    assert ended(ALONE, tmp_path, SMALL, step=4) == (4, signal.SIGUSR1)
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.checkpoint.store.CheckpointStore.save", kill)
+        with pytest.raises(Killed):
+            ended(ALONE, tmp_path, SMALL)
+    assert [row["step"] for row in rows(tmp_path)][-2:] == [4, 4]
+    assert ended(ALONE, tmp_path, SMALL) == (8, None)
+    assert record(tmp_path)[0] == unbroken[0]
 
 
 def test_a_save_longer_than_the_grace_is_not_begun(tmp_path, caplog):
@@ -106,6 +170,45 @@ def test_the_best_is_judged_by_an_evaluation_of_its_own_step(tmp_path):
     for step, path in steps_in(tmp_path / "checkpoints").items():
         losses[step] = json.loads((path / "manifest.json").read_text())["manifest"]["state"]["eval_loss"]
     assert {step for step, loss in losses.items() if loss is not None} == {6, 8}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda lines: lines, None),
+        (lambda lines: [*lines, b'{"step": 4, "eval'], None),  # torn by a kill: nothing of before is lost
+        (lambda lines: lines[:3], "lacks 2 train rows (step 3 to 4) and 1 eval row (step 2)"),
+        (lambda lines: lines[:1], "lacks 4 train rows (step 1 to 4) and 1 eval row (step 2)"),
+        (lambda lines: [*lines[:-1], lines[-1][:20]], "lacks 1 train row (step 4)"),
+        (lambda lines: [b"\x00\xff{[" * 99, *lines[1:]], "had 1 damaged line and lacks 1 eval row (step 0)"),
+        (lambda lines: [b"[" * 9999, b"7", *lines], "had 2 damaged lines"),
+        (None, "lacks 4 train rows (step 1 to 4) and 2 eval rows (step 0 to 2)"),
+    ],
+)
+def test_rows_that_the_record_lacks_are_told_in_one_line(tmp_path, unbroken, caplog, spoil, said):
+    changes = SMALL | {"max_steps": 8}
+    assert ended(ALONE, tmp_path, changes, step=4) == (4, signal.SIGUSR1)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.unlink()
+    if spoil is not None:
+        path.write_bytes(b"\n".join(spoil(lines)) + b"\n")
+    config, resolved = resolve(recipe(**changes), None, 1)
+    caplog.clear()
+    run = assemble(config, resolved, ALONE, token_bundle(), RunDirectory(tmp_path, None))
+    run.sinks.close(0)
+    told = [line for line in caplog.messages if "metrics.jsonl" in line]
+    assert told == ([] if said is None else [f"{path} {said}; the run goes on without them"])
+
+
+def test_all_ranks_leave_an_evaluation_together_and_do_it_again(ranks, tmp_path):
+    """On two ranks it has five batches; a signal comes in the third one of the second, on one of them."""
+    changes = SMALL | {"engine": {"parallel": "ddp"}}
+    results = ranks(2).run(ended, tmp_path, changes, 1, signal.SIGUSR1, None, 8)
+    assert results == [(2, signal.SIGTERM), (2, signal.SIGUSR1)]
+    assert ranks(2).run(ended, tmp_path, changes) == [(8, None)] * 2
+    assert ranks(2).run(ended, tmp_path / "whole", changes) == [(8, None)] * 2
+    assert record(tmp_path)[0] == record(tmp_path / "whole")[0]
 
 
 def test_all_ranks_stop_and_save_at_the_same_step(ranks, tmp_path):

@@ -16,6 +16,7 @@ from pipeline.checkpoint.verify import check_sizes
 from pipeline.errors import CheckpointError
 
 PARTIAL = ".partial"
+REPLACED = f".replaced{PARTIAL}"
 MEETING = ".meeting-"
 log = logging.getLogger(__name__)
 
@@ -24,16 +25,24 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def steps_in(folder: Path) -> dict[int, Path]:
-    """step -> folder with a manifest, newest first. Not yet: whether it verifies."""
+def named_in(folder: Path) -> dict[int, Path]:
+    """step -> whatever bears a checkpoint's name, newest first."""
     found = {}
     for path in folder.glob("step-*"):
         match = re.fullmatch(r"step-(\d{8,12})", path.name)
-        # A link may lead anywhere: what lies outside the run is not read.
-        named = match is not None and path.name == folder_name(int(match[1])) and not path.is_symlink()
-        if match and named and os.path.lexists(path / MANIFEST):
+        if match is not None and path.name == folder_name(int(match[1])):
             found[int(match[1])] = path
     return dict(sorted(found.items(), reverse=True))
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    """step -> folder with a manifest, newest first. Not yet: whether it verifies."""
+    # A link may lead anywhere: what lies outside the run is not read.
+    return {
+        step: path
+        for step, path in named_in(folder).items()
+        if not path.is_symlink() and os.path.lexists(path / MANIFEST)
+    }
 
 
 def check(path: Path) -> Manifest:
@@ -55,6 +64,8 @@ def manifest_of(path: Path) -> Manifest:
     Raises:
         CheckpointError: there is none, or not a good one.
     """
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link, and what lies outside the run is not read")
     manifest = read_manifest(path)
     if folder_name(manifest.global_step) != path.name:
         raise CheckpointError(f"{path} holds step {manifest.global_step}; give it its name back")
@@ -67,14 +78,14 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
     Cheap: manifests and sizes. Contents are checked before they are loaded.
     """
     passed_over = []
-    for path in steps_in(folder).values():
+    for path in named_in(folder).values():
         try:
             check(path)
         except CheckpointError as error:
             passed_over.append(f"{path.name} is passed over: {error}")
             continue
         return path, passed_over
-    return None, passed_over
+    return None, passed_over if steps_in(folder) else []
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -117,6 +128,17 @@ def remove(path: Path) -> None:
     aside = path.with_name(f"{path.name}.removed{PARTIAL}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def bring_back(folder: Path) -> None:
+    """Gives a checkpoint that was being saved anew its name back, where a kill came between the two renames.
+
+    Only while no save is under way.
+    """
+    for path in folder.glob(f"step-*{REPLACED}"):
+        final = path.with_name(path.name.removesuffix(REPLACED))
+        if not path.is_symlink() and not os.path.lexists(final):
+            path.rename(final)
 
 
 def clear_partial(folder: Path) -> None:

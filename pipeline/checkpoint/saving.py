@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.checkpoint.files import LayoutChangedError, write_durably, write_file
-from pipeline.checkpoint.folders import PARTIAL, clear_partial, folder_name, remove
+from pipeline.checkpoint.folders import PARTIAL, REPLACED, clear_partial, folder_name, remove
 from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece
 from pipeline.checkpoint.peers import Peers
@@ -72,7 +72,7 @@ class Saving:
         self.peers = peers
         self.final = folder / folder_name(content.step)
         self.partial = folder / f"{self.final.name}{PARTIAL}"
-        self._replaced = folder / f"{self.final.name}.replaced{PARTIAL}"
+        self._replaced = folder / f"{self.final.name}{REPLACED}"
         self.published: Manifest | None = None
 
     def begin(self, layout: Layout, memory: int, memory_free: int) -> tuple[str | None, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import platform
@@ -12,22 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from pipeline.checkpoint.choosing import newest_whole
 from pipeline.checkpoint.files import LayoutChangedError, streamed
-from pipeline.checkpoint.folders import Pruner, Retention, folder_name, manifest_of, steps_in
+from pipeline.checkpoint.folders import Pruner, Retention, folder_name
 from pipeline.checkpoint.layout import Layout, Slot
-from pipeline.checkpoint.manifest import MANIFEST, Manifest
+from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import meet
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.saving import Content, Saving, first
 from pipeline.checkpoint.snapshot import Snapshot, available_memory
-from pipeline.checkpoint.verify import check_content, look
 from pipeline.distributed.process_group import Job
 from pipeline.engine.fragments import EngineState
 from pipeline.errors import CheckpointError
 
-LONG = 2e9  # bytes that take some seconds to read
 log = logging.getLogger(__name__)
 
 
@@ -76,7 +72,7 @@ class CheckpointStore:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._finished: list[SaveOutcome] = []
-        self._saved: set[int] = set()
+        self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
         self._bad: set[int] = set()
         self._said_memory_is_short = False
 
@@ -96,7 +92,7 @@ class CheckpointStore:
         started = time.perf_counter()
         self._join()
         step = int(state["global_step"])
-        if step in self._saved:
+        if self._saved.get(step, False) or (step in self._saved and state.get("eval_loss") is None):
             return SaveOutcome(step, None, time.perf_counter() - started, 0.0)
         content = Content(step, self._split, json.loads(json.dumps(state)), engine.scalars())
         outcome = self._try(engine, content, wait, started)
@@ -206,7 +202,7 @@ class CheckpointStore:
 
     def _report(self, saving: Saving, outcome: SaveOutcome) -> SaveOutcome:
         if outcome.problem is None:
-            self._saved.add(outcome.step)
+            self._saved[outcome.step] = saving.content.state.get("eval_loss") is not None
             self._bad.discard(outcome.step)
             log.info("saved %s", saving.final)
             if saving.published is not None:
@@ -216,68 +212,35 @@ class CheckpointStore:
         log.warning("%s", line)
         return replace(outcome, problem=line)
 
-    def resume(self, engine: EngineState) -> dict[str, Any] | None:
-        """Fills the engine from the newest checkpoint that verifies on all machines. Collective.
-
-        Returns:
-            What `save` was given; None: there is no checkpoint.
+    def choose(self) -> Manifest | None:
+        """The newest checkpoint that verifies on all machines; says what it passes over, and why. Collective.
 
         Raises:
             CheckpointError: there are checkpoints, and none of them is whole.
         """
-        steps = self._peers.gather(list(steps_in(self.folder)) if self._peers.is_leader else [])
-        passed_over = []
-        for step in sorted(set(itertools.chain(*steps)), reverse=True):
-            began = time.perf_counter()
-            answer = self._examine(self.folder / folder_name(step))
-            if isinstance(answer, Manifest):
-                with CheckpointReader(self.folder / folder_name(step), answer) as reader:
-                    engine.restore(reader)
-                self._saved.add(step)
-                log.info(
-                    "%s, saved by %s: %.0f MB verified and read in %.1f s",
-                    folder_name(step),
-                    answer.split,
-                    answer.num_bytes / 1e6,
-                    time.perf_counter() - began,
-                )
-                return answer.state
-            log.warning("%s", answer)
-            self._bad.add(step)
-            passed_over.append(answer)
-        if passed_over:
-            raise CheckpointError(
-                f"{self.folder} holds no whole checkpoint; the newest: {passed_over[0]}; "
-                "bring back what is missing, or start a new run with checkpoint.resume=never"
-            )
-        return None
+        manifest, bad = newest_whole(self.folder, self._peers)
+        self._bad |= bad
+        if manifest is not None:
+            log.info("going on with %s from %s", self.folder.parent, folder_name(manifest.global_step))
+        return manifest
 
-    def _examine(self, path: Path) -> Manifest | str:
-        """A checkpoint's manifest once every byte of it is verified, by all ranks together; else why not."""
-        peers, manifest = self._peers, None
-        problem, checksum, here = None, "", list[str]()
-        try:
-            manifest = manifest_of(path)
-            checksum = xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
-            damages, absent = look(path, manifest)
-            problem = f"on {peers.host}: {damages[0]}" if damages else None
-            here = [file.name for file in manifest.files if file.name not in absent]
-        except (CheckpointError, OSError) as error:
-            problem = f"on {peers.host}: {error}"
-        said = peers.gather((problem, checksum, here))
-        problem = first(wrong for wrong, _, _ in said)
-        if problem is not None or manifest is None:
-            return f"{path.name} is passed over: {problem}"
-        if len({checksum for _, checksum, _ in said}) > 1:
-            return f"{path.name} is passed over: it is not the same checkpoint on all machines"
-        there = set(itertools.chain(*(names for _, _, names in said)))
-        for file in manifest.files:
-            if file.name not in there:
-                return f"{path.name} is passed over: no machine has {file.name}, written on {file.host}"
-        if manifest.num_bytes > LONG:
-            log.info("verifying %s, %.1f GB", path.name, manifest.num_bytes / 1e9)
-        neighbours = peers.neighbours
-        mine = here[neighbours.index(peers.rank) :: len(neighbours)]
-        found = peers.gather([str(damage) for damage in check_content(path, manifest, mine)])
-        damage = next(itertools.chain(*found), None)
-        return manifest if damage is None else f"{path.name} is passed over: {damage}"
+    def restore(self, engine: EngineState, manifest: Manifest) -> dict[str, Any]:
+        """Fills the engine from what `choose` gave; what `save` was given. Collective."""
+        began = time.perf_counter()
+        path = self.folder / folder_name(manifest.global_step)
+        with CheckpointReader(path, manifest) as reader:
+            engine.restore(reader)
+        self._saved[manifest.global_step] = manifest.state.get("eval_loss") is not None
+        log.info(
+            "%s, saved by %s: %.0f MB read in %.1f s",
+            path.name,
+            manifest.split,
+            manifest.num_bytes / 1e6,
+            time.perf_counter() - began,
+        )
+        return manifest.state
+
+    def resume(self, engine: EngineState) -> dict[str, Any] | None:
+        """`choose` and `restore`; None: there is no checkpoint. Collective."""
+        manifest = self.choose()
+        return None if manifest is None else self.restore(engine, manifest)

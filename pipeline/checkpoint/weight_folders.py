@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 from pipeline import foreign
-from pipeline.checkpoint.folders import steps_in
+from pipeline.checkpoint.folders import named_in, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.verify import check_content, check_sizes, look
@@ -62,8 +62,8 @@ def _open_folder(folder: Path) -> WeightFile:
     if (folder / MANIFEST).is_file():
         return _open_checkpoint(folder)
     for place in (folder / "checkpoints", folder):
-        if steps := steps_in(place):
-            return _open_newest(folder, list(steps.values()))
+        if steps_in(place):
+            return _open_newest(folder, list(named_in(place).values()))
     for name in IN_FOLDERS:
         if (folder / name).exists():
             is_index = name.endswith(".json")
@@ -93,6 +93,8 @@ def _open_newest(folder: Path, newest_first: list[Path]) -> WeightFile:
     problems = []
     for path in newest_first:
         try:
+            if path.is_symlink():
+                raise refusal(path, "is a link, and what lies outside the run is not read")
             return _open_checkpoint(path)
         except ModelError as error:
             log.warning("%s; an older checkpoint is looked for", error)

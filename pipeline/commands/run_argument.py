@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +55,8 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
         if newest is None:
             why = f": {passed_over[0]}" if passed_over else ""
             raise CheckpointError(f"{directory} holds no complete checkpoint{why}")
+        for line in passed_over:
+            print(line, file=sys.stderr)
         return directory, newest, check(newest)
     if which == "best":
         measured = [

@@ -192,7 +192,8 @@ class RunConfig(Closed):
     runs_dir: str = "runs"
     """Where run directories are made."""
     run_dir: str | None = None
-    """One fixed directory for this run instead (made if missing)."""
+    """One fixed directory for this run instead (made if missing). A run in it goes on, also a finished one
+    with a higher `max_steps`, another `optimizer` or `schedule`."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Fixes initial weights, data order and dropout."""
     max_steps: int | None = Field(None, gt=0, le=10**12)

@@ -52,6 +52,14 @@ class Job:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank. Collective."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The element-wise sum over all ranks, in place. Collective; no host sync on CUDA."""
         if self.is_distributed:

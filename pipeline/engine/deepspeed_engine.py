@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
+from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.deepspeed_state import DeepSpeedState, state_of
 from pipeline.engine.held import State
 from pipeline.engine.interface import (
@@ -88,9 +90,19 @@ class DeepSpeedEngine(DeepSpeedState):
     """Steps a model through deepspeed.initialize; the JSON decides the ZeRO stage and the precision."""
 
     def __init__(
-        self, model: nn.Module, optimizer: OptimizerConfig, config: dict[str, Any], split: Split, job: Job
+        self,
+        model: nn.Module,
+        optimizer: OptimizerConfig,
+        config: dict[str, Any],
+        split: Split,
+        job: Job,
+        autocast: bool = False,
     ):
-        """Wraps the model, and cuts it where tensors are. Collective."""
+        """Wraps the model, and cuts it where tensors are. Collective.
+
+        Args:
+            autocast: Compute model and objective under torch.autocast, in the run's half precision.
+        """
         config = copy.deepcopy(config)  # what is changed below is not the user's to see
         self.device = job.device
         self.num_parameters = count_parameters(model)
@@ -102,6 +114,7 @@ class DeepSpeedEngine(DeepSpeedState):
         self._split = split
         self._job = job
         self._float_dtype = DTYPES[self.precision]
+        self._is_autocast = autocast
         self._max_grad_norm = optimizer.max_grad_norm
         # At stage 0 DeepSpeed neither guards a step in fp32 nor reports a norm, and in half precision it
         # leaves the other ranks' parts of cut matrices out of the norm: the optimizer's hook does it all.
@@ -127,6 +140,7 @@ class DeepSpeedEngine(DeepSpeedState):
         if self._sequence is not None:
             average_over_all_ranks(self._engine)
         # DeepSpeed trains on in silence where a parameter takes no part.
+        self._buffers = ChangingBuffers(self.module)
         self._watch: GradientWatch | None = GradientWatch(self.module.named_parameters())
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: ModuleType | None) -> None:
@@ -137,6 +151,12 @@ class DeepSpeedEngine(DeepSpeedState):
             model=model, optimizer=self._optimizer, config=config, mpu=mpu, dist_init_required=False
         )
         del self._optimizer.found_inf  # type: ignore[attr-defined]
+        if self._is_autocast:
+            # Read by the engine's forward alone, which on a GPU ends any autocast that it was not told of.
+            self._engine._config.torch_autocast_enabled = True
+            self._engine._config.torch_autocast_dtype = self._float_dtype
+        for buffer in self.module.buffers():  # zero.Init moves parameters only
+            buffer.data = buffer.data.to(self.device)
         go_on_at_the_minimum(self._zero_optimizer)
         keep_misaligned_gradients(self._zero_optimizer)
 
@@ -169,11 +189,13 @@ class DeepSpeedEngine(DeepSpeedState):
         skipped_before = engine.skipped_steps
         loss_sum = torch.zeros((), device=self.device)
         for cpu_batch in micro_batches:
-            loss = objective(engine, self._part_on_device(cpu_batch, objective))
+            with self._autocast():
+                loss = objective(engine, self._part_on_device(cpu_batch, objective))
             check_gradient(loss)
             engine.backward(loss.loss_sum * (scale * own_loss_scale), scale_wrt_gas=False)
             engine.step()
             loss_sum += loss.loss_sum.detach()
+        self._buffers.share()
         if self._watch is not None:
             warn_of_unused(self._watch.unused())
             self._watch = None
@@ -190,6 +212,9 @@ class DeepSpeedEngine(DeepSpeedState):
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         share = loss_sum / self._split.tensor_parallel  # each rank of a tensor group computed all of it
         return StepResult(share, totals[0], grad_norm, skipped, totals[1], scale_now)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self._float_dtype) if self._is_autocast else nullcontext()
 
     def _part_on_device(self, batch: Batch, objective: Objective) -> Batch:
         if self._sequence is not None:
@@ -209,7 +234,8 @@ class DeepSpeedEngine(DeepSpeedState):
         """See Engine.eval_step."""
         if self.module.training:
             self._engine.eval()
-        loss = objective(self._engine, self._part_on_device(batch, objective))
+        with self._autocast():
+            loss = objective(self._engine, self._part_on_device(batch, objective))
         if self._copies == 1:
             return loss
         count = objective.count(batch).to(self.device, torch.float64) / self._copies

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.config.schema import EngineConfig, OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
+from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
 from pipeline.engine.held import fragments, restore
 from pipeline.engine.interface import (
@@ -55,6 +56,7 @@ class TorchEngine:
         self._optimizer = build_adamw(groups, optimizer)
         self._ddp: _Reducing | None = None
         self._is_first_step = True
+        self._buffers = ChangingBuffers(self.module)
         self._replicas: nn.Module = self.module
         if split.parallel == "ddp" and job.is_distributed:
             self._ddp = _Reducing(self.module, config, job)
@@ -91,6 +93,7 @@ class TorchEngine:
                 (loss.loss_sum * scale).backward()
             loss_sum += loss.loss_sum.detach()
         self._look_for_unused()
+        self._buffers.share()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         grad_norm = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)

@@ -6,21 +6,79 @@ start from other weights than a whole one. Here both start from the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Revisited(TorchFunctionMode):
+    """Makes a sharded parameter whole again where the code that makes the model comes back to it.
+
+    A module that draws its children's weights (nn.MultiheadAttention, `self.apply(init)`) would draw into
+    empty tensors, in silence. On the CPU in fp32 it draws what it would draw into a whole model.
+    """
+
+    # These need no values.
+    HARMLESS = frozenset(
+        [
+            *(
+                getattr(Tensor, name).__get__
+                for name in ("requires_grad", "grad", "grad_fn", "dtype", "device")
+            ),
+            vars(torch._C.TensorBase)["requires_grad"].__set__,
+            Tensor.requires_grad_,
+        ]
+    )
+    # Elements held whole at a time, at most: 1 GiB.
+    LIMIT = 2**28
+
+    def __init__(self, whole: Callable[[list[nn.Parameter]], AbstractContextManager[None]]):
+        super().__init__()
+        self._whole = whole
+        self._opened = ExitStack()
+        self._elements = 0
+        self.is_paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_paused and func not in self.HARMLESS:
+            for each in tree_leaves((args, kwargs)):
+                if getattr(each, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE:
+                    self._open(each)
+        return func(*args, **(kwargs or {}))
+
+    def _open(self, parameter: Any) -> None:
+        if self._elements + parameter.ds_numel > self.LIMIT:
+            self.close()
+        self._elements += parameter.ds_numel
+        self._opened.enter_context(self._whole([parameter]))
+
+    def close(self) -> None:
+        """Shards them again. Collective, as all of it."""
+        self._opened.close()
+        self._elements = 0
 
 
 class _InitOnCpu(deepspeed.zero.Init):
     """zero.Init without its tensor-constructor patches: what is made stays fp32 on the CPU until sharded."""
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype):
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, revisited: _Revisited):
         super().__init__(config_dict_or_path=config, dtype=dtype)
         self.dtype = dtype  # zero.Init takes fp16 for fp32 where the device has it
+        self._revisited = revisited
+        # Its own way to let `apply` reach sharded weights draws in the run's precision.
+        deepspeed.zero.Init.override_module_apply = False
+
+    def _post_init_method(self, module: nn.Module) -> None:
+        self._revisited.is_paused = True
+        super()._post_init_method(module)
+        self._revisited.is_paused = False
 
     def _add_tensor_creation_wrappers(self) -> None:
         pass
@@ -41,10 +99,16 @@ class Zero3Sharding:
         self._dtype = dtype
         _forget_hpz_groups()
 
-    def construct(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def construct(self) -> Iterator[None]:
+        """See Sharding.construct. Collective."""
         assert self.zero3_config is not None
         _forget_hpz_groups()
-        return _InitOnCpu(self.zero3_config, self._dtype)
+        revisited = _Revisited(self.whole)
+        with _InitOnCpu(self.zero3_config, self._dtype, revisited):
+            with revisited:
+                yield
+            revisited.close()
 
     @contextmanager
     def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:

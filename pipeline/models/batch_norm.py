@@ -23,6 +23,11 @@ def num_batch_norms(model: nn.Module) -> int:
     return sum(type(layer) in KINDS for layer in model.modules())
 
 
+def is_synchronised(layer: nn.Module) -> bool:
+    """Whether its running statistics count the samples of all ranks."""
+    return isinstance(layer, (nn.SyncBatchNorm, CPUSyncBatchNorm))
+
+
 def synchronise_batch_norm(
     model: nn.Module, process_group: dist.ProcessGroup | None, device: torch.device
 ) -> nn.Module:

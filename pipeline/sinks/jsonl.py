@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,24 @@ class MetricsFileError(PipelineError):
 class JsonlSink:
     """Appends rows to one file; each is handed to the operating system before `write` returns."""
 
-    def __init__(self, path: Path, *, start_step: int) -> None:
+    def __init__(self, path: Path, *, start_step: int, redo_evaluation: bool = False) -> None:
         """Open the file for appending, with no row in it that this run has yet to write.
 
         Args:
             path: The file; made where it is missing.
             start_step: Rows of later steps are removed, and so is a line a killed process left torn.
                 0 removes all rows.
+            redo_evaluation: The evaluation of `start_step` comes again: a row of it is removed.
 
         Raises:
             MetricsFileError: The file cannot be written.
         """
-        self._path = path
+        self.path = path
+        self.num_damaged = 0
+        """Lines that were no rows, and are removed; the last one does not count, which a kill may tear."""
         try:
             if start_step > 0 and path.exists():
-                _keep_rows(path, last_step=start_step)
+                self.num_damaged = _keep_rows(path, start_step, redo_evaluation)
             # Unbuffered: a row is either with the operating system or an error here, never in between.
             self._file = path.open("ab" if start_step > 0 else "wb", buffering=0)
         except OSError as error:
@@ -56,14 +60,14 @@ class JsonlSink:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            raise _cannot_write(self._path, error) from error
+            raise _cannot_write(self.path, error) from error
 
     def close(self, exit_code: int) -> None:
         """Close the file."""
         try:
             self._file.close()
         except OSError as error:
-            raise _cannot_write(self._path, error) from error
+            raise _cannot_write(self.path, error) from error
 
 
 def encode_row(step: int, row: Mapping[str, float]) -> bytes:
@@ -98,11 +102,39 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return rows
 
 
+def gaps(
+    rows: Sequence[Mapping[str, float]], due: Mapping[str, Collection[int]], num_damaged: int
+) -> str | None:
+    """What is wrong with the rows of a run that goes on, in words; None: nothing.
+
+    Args:
+        due: Group of metrics, as `train` -> steps at which the run wrote a row of it.
+        num_damaged: Lines that were no rows.
+    """
+    found = []
+    for group, steps in due.items():
+        there = {row["step"] for row in rows if any(key.startswith(f"{group}/") for key in row)}
+        if missing := sorted(set(steps) - there):
+            found.append(
+                f"{len(missing)} {group} row{'s' * (len(missing) > 1)} (step {_stretches(missing, steps)})"
+            )
+    lacks = f"lacks {' and '.join(found)}" if found else ""
+    damaged = f"had {num_damaged} damaged line{'s' * (num_damaged > 1)}" if num_damaged else ""
+    return " and ".join(part for part in (damaged, lacks) if part) or None
+
+
+def _stretches(missing: Collection[int], steps: Collection[int]) -> str:
+    """`4 to 6, 9` for what is missing of these steps: at most five stretches are written out."""
+    runs = [list(run) for gone, run in groupby(sorted(steps), key=set(missing).__contains__) if gone]
+    said = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return ", ".join(said[:5]) + (" ..." if len(said) > 5 else "")
+
+
 def _decode(line: bytes) -> dict[str, float] | None:
     """The row in a line, or None where the line is torn or something else."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
         return None
@@ -110,13 +142,21 @@ def _decode(line: bytes) -> dict[str, float] | None:
     return row if all(isinstance(value, int | float) for value in row.values()) else None
 
 
-def _keep_rows(path: Path, *, last_step: int) -> None:
-    """Remove rows after `last_step` and lines that are no rows, in one step: a kill leaves old or new."""
-    kept = []
-    for line in path.read_bytes().splitlines():
-        row = _decode(line)
-        if row is not None and row["step"] <= last_step:
-            kept.append(line + b"\n")
+def _keep_rows(path: Path, last_step: int, redo_evaluation: bool) -> int:
+    """Remove rows after `last_step` and lines that are no rows, in one step: a kill leaves old or new.
+
+    Returns:
+        How many lines before the last were no rows.
+    """
+    lines = path.read_bytes().splitlines()
+    rows = [_decode(line) for line in lines]
+    kept = [
+        line + b"\n"
+        for line, row in zip(lines, rows, strict=True)
+        if row is not None
+        and row["step"] <= last_step
+        and not (redo_evaluation and _is_evaluation(row, last_step))
+    ]
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.writelines(kept)
@@ -128,7 +168,15 @@ def _keep_rows(path: Path, *, last_step: int) -> None:
         os.fsync(folder)  # the rename itself, against a power cut
     finally:
         os.close(folder)
+    return sum(row is None for row in rows[:-1])
+
+
+def _is_evaluation(row: Mapping[str, float], step: int) -> bool:
+    return row["step"] == step and any(key.startswith("eval/") for key in row)
 
 
 def _cannot_write(path: Path, error: OSError) -> MetricsFileError:
-    return MetricsFileError(f"{path}: cannot write the run's metrics ({error.strerror or error})")
+    return MetricsFileError(
+        f"{path}: cannot write the run's metrics ({error.strerror or error}); once there is room, the same "
+        "command goes on from the newest checkpoint"
+    )

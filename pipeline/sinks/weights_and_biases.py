@@ -10,11 +10,13 @@ import contextlib
 import logging
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.config.schema import WandbConfig
+from pipeline.sinks.scratch import temporary_files_in_scratch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,7 +75,11 @@ def open_wandb(
             logger.info("W&B has steps up to %d of this run already and keeps them", run.starting_step - 1)
         return WandbSink(run)
 
-    return _never_crash("cannot start", start)
+    def start_in_scratch() -> WandbSink | None:
+        with temporary_files_in_scratch():
+            return start()
+
+    return _never_crash("cannot start", start_in_scratch)
 
 
 class WandbSink:
@@ -103,9 +109,10 @@ class WandbSink:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
             logger.warning(
-                "W&B did not take the last rows within %.0f s; metrics.jsonl has them all, and so has %s",
+                "W&B did not take the last rows within %.0f s; metrics.jsonl has them all; to upload them: "
+                "wandb sync --include-online %s",
                 FINISH_TIMEOUT_SECONDS,
-                Path(self._run.dir).parent,
+                shlex.quote(str(Path(self._run.dir).parent)),
             )
 
 
@@ -150,7 +157,9 @@ def _open_run(mode: str, reason: str, arguments: dict[str, Any], *, id_file: Pat
     # Always a new id: the server may hold rows under the old one, and `wandb sync` would number the same
     # rows on from there. The file is whole by itself, since it begins with every earlier row.
     run = wandb.init(mode="offline", id=_run_id(id_file, reuse=False), **shared)
-    logger.warning("W&B is offline (%s); to upload: wandb sync %s", reason, Path(run.dir).parent)
+    logger.warning(
+        "W&B is offline (%s); to upload: wandb sync %s", reason, shlex.quote(str(Path(run.dir).parent))
+    )
     return run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import pickle
@@ -171,6 +172,7 @@ def damage(path):
 
 
 def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "pipeline")
     store = make_store(tmp_path)
     for step in (1, 2, 3, 4):
         store.save(PlainEngine(0, 1, seed=step), state_at(step), wait=True)
@@ -180,9 +182,13 @@ def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
     assert later.resume(engine)["global_step"] == 2
     assert engine.is_model_of(2)
     lines = [record.getMessage() for record in caplog.records]
-    assert "step-00000004 is passed over" in lines[-2]
-    assert "weight of head.weight" in lines[-2]
-    assert "step-00000003 is passed over" in lines[-1]
+    told = [line for line in lines if "passed over" in line]
+    assert "step-00000004 is passed over" in told[0]
+    assert "weight of head.weight" in told[0]
+    assert "step-00000003 is passed over" in told[1]
+    # What is said before anything is loaded: why not those, then which.
+    said = [line for line in lines if "passed over" in line or "going on" in line]
+    assert said[2:] == [f"going on with {tmp_path.parent} from step-00000002"]
     # Going on: the damaged ones do not push out the good ones, and are written anew when their step comes.
     later.save(PlainEngine(0, 1, seed=3), state_at(3), wait=True)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
@@ -190,6 +196,60 @@ def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
     later.save(PlainEngine(0, 1, seed=4), state_at(4), wait=True)
     assert names(tmp_path) == ["step-00000004"]
     assert verify(tmp_path / "step-00000004") == []
+
+
+def without_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def emptied(path):
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def a_file(path):
+    shutil.rmtree(path)
+    path.write_bytes(b"")
+
+
+def a_link(path):
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("change", [without_manifest, emptied, a_file, a_link])
+def test_whatever_bears_a_checkpoints_name_and_is_none_is_told(tmp_path, caplog, change):
+    folder = tmp_path / "checkpoints"
+    store = make_store(folder)
+    for step in (1, 2):
+        store.save(PlainEngine(0, 1, seed=step), state_at(step), wait=True)
+    change(folder / "step-00000002")
+    caplog.clear()
+    assert make_store(folder).resume(PlainEngine(0, 1))["global_step"] == 1
+    (told,) = [line for line in caplog.messages if "passed over" in line]
+    assert told.startswith("step-00000002 is passed over: on ")
+    good, passed_over = newest_good(folder)
+    assert good.name == "step-00000001"
+    assert "step-00000002 is passed over" in passed_over[0]
+
+
+def test_a_step_saved_again_is_never_without_a_checkpoint(tmp_path):
+    """Killed between the two renames: the old one has its name back."""
+    store = make_store(tmp_path)
+    store.save(PlainEngine(0, 1, seed=3), state_at(3), wait=True)
+    (tmp_path / "step-00000003").rename(tmp_path / "step-00000003.replaced.partial")
+    later, engine = make_store(tmp_path), PlainEngine(0, 1)
+    assert later.resume(engine)["global_step"] == 3
+    assert engine.is_model_of(3)
+
+
+def test_an_evaluation_loss_that_comes_late_is_saved(tmp_path):
+    store = make_store(tmp_path)
+    for loss in (None, None, 0.5, None):  # the second and the last change nothing
+        store.save(PlainEngine(0, 1, seed=3), state_at(3, eval_loss=loss), wait=True)
+    state = make_store(tmp_path).resume(PlainEngine(0, 1))
+    assert state["eval_loss"] == 0.5
+    assert names(tmp_path) == ["step-00000003"]
 
 
 def test_damaged_ones_do_not_push_out_good_ones(tmp_path):

@@ -233,7 +233,8 @@ class Peak(nn.Module):
         self.layers = nn.ModuleList()
         for _ in range(4):
             self.layers.append(nn.Linear(64, 64))
-            Peak.whole_elements.append(sum(p.data.numel() for p in self.layers.parameters()))
+            with torch._C.DisableTorchFunction():  # looked at otherwise, they would be made whole
+                Peak.whole_elements.append(sum(p.data.numel() for p in self.layers.parameters()))
 
 
 def whole_while_built(job: Job, deepspeed):

@@ -1,12 +1,15 @@
 """Weights & Biases, the real client against a server on this machine: exactly once, never in the way."""
 
+import fcntl
 import json
 import math
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -248,7 +251,33 @@ def test_server_gone_in_mid_run_costs_at_most_12_seconds_at_the_end(
     assert done.seconds["CLOSE"] < 12
     assert done.seconds["PROCESS"] < 20, "something waits at the interpreter's exit"
     assert "metrics.jsonl has them all" in done.said[-1]
+    # The command that is named uploads them, once the server is there again.
+    server.process.kill()
+    server.start()
+    command = shlex.split(done.said[-1].partition("to upload them: ")[2])
+    command[0] = str(Path(sys.executable).with_name(command[0]))
+    subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    arrived = server.rows(run_id(tmp_path / "trial-1"))
+    assert {row["_step"]: row["train/loss"] for row in arrived} == {step: step / 7 for step in range(1, 31)}
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t", "long" * 15])  # in the second wandb's sockets do not fit
+def test_what_a_killed_run_leaves_in_the_folder_for_temporary_files_goes_with_the_next(tmp_path, name):
+    with tempfile.TemporaryDirectory(prefix=name) as place:
+        folder = Path(place)
+        (folder / "tmpabcdwandb-media").mkdir()  # of another project
+        env = environment(tmp_path, "http://127.0.0.1:9", TMPDIR=place)
+        run(tmp_path / "trial-1", env, end="kill", mode="offline")
+        (left,) = folder.glob("pipeline-wandb-*")
+        assert {path.name[-10:] for path in left.glob("tmp*")} == {"andb-media", "-artifacts"}
+        living = folder / "pipeline-wandb-living"
+        living.mkdir()
+        with (living / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            run(tmp_path / "trial-2", env, mode="offline")
+        assert {path.name for path in folder.iterdir()} == {"tmpabcdwandb-media", "pipeline-wandb-living"}
 
 
 def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server):

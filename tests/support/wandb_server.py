@@ -20,6 +20,11 @@ class Server:
     def __init__(self, folder: Path):
         self.folder = folder
         self.port = free_port()
+        self.start()
+
+    def start(self) -> None:
+        """Also again, with what it has kept."""
+        folder = self.folder
         self.process = subprocess.Popen([sys.executable, str(STANDIN), str(self.port), str(folder)])
         deadline = time.monotonic() + 20
         while socket.socket().connect_ex(("127.0.0.1", self.port)) and time.monotonic() < deadline:

@@ -1,0 +1,86 @@
+"""By what a run is known, its recipe, its data and its global batch, and in what another one differs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from pipeline.config.loading import Tree, read_yaml
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import recipe_yaml
+from pipeline.config.yaml_loader import Loader
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.foreign import CONFIGURATION, read_plain
+
+# Sections that do not change what is trained: a run goes on though they differ. What they say of the batch is
+# compared by what it comes to.
+BESIDE_THE_POINT = {
+    *("checkpoint", "wandb", "sample", "runs_dir", "run_dir"),
+    *("engine", "batch", "loader", "distributed"),
+}
+DECISIVE = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}  # in split.json -> its name
+FINGERPRINT = DECISIVE["data"]
+# What a run that is named by `run_dir` may go on with: further, or at another rate.
+MAY_CHANGE = ("max_steps", "max_epochs", "optimizer", "schedule")
+
+
+def _identity(recipe: Tree, split: Tree) -> Tree:
+    kept = {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT}
+    return kept | {name: split.get(key) for key, name in DECISIVE.items()}
+
+
+class Difference(NamedTuple):
+    """A key in which two runs differ, dotted as on the command line."""
+
+    key: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        if self.key == FINGERPRINT:
+            return "its data was other"
+        return f"{self.key} was {self.then}, is {self.now}"
+
+    @property
+    def override(self) -> str:
+        """What on the command line brings the value back."""
+        return shlex.quote(f"{self.key}={json.dumps(self.then, ensure_ascii=False)}")
+
+
+def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Difference]:
+    """In what the run in `path` is another one.
+
+    Raises:
+        CheckpointError: it cannot be said.
+    """
+    try:
+        then = _identity(
+            read_yaml(path / "recipe.yaml")[0], json.loads(read_plain(path / "split.json", CONFIGURATION))
+        )
+    except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
+        raise CheckpointError(f"recipe.yaml or split.json in {path} cannot be read") from None
+    now = _identity(yaml.load(recipe_yaml(config), Loader=Loader), json.loads(json.dumps(split)))
+    found = list(_compare(then, now))
+    if any(
+        difference.key.startswith("data.") for difference in found
+    ):  # the data is other for that very reason
+        found = [difference for difference in found if difference.key != FINGERPRINT]
+    return found
+
+
+def _compare(then: Any, now: Any, prefix: str = "") -> Iterator[Difference]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**then, **now}:
+            yield from _compare(then.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
+    elif then != now:
+        yield Difference(prefix, then, now)
+
+
+def may_change(difference: Difference) -> bool:
+    """Whether a run that is named by `run_dir` goes on with another value."""
+    return difference.key.partition(".")[0] in MAY_CHANGE
