@@ -32,6 +32,11 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
             "checkpoint.keep_best chooses by an evaluation of the very step that is saved; make "
             f"checkpoint.every ({keep.every}) a multiple of eval.every ({evaluations})",
         )
+    if config.batch.micro_batch_size is None and config.batch.global_batch_size is None:
+        yield (
+            ("batch.micro_batch_size", "batch.global_batch_size", "batch.gradient_accumulation_steps"),
+            "batch: give micro_batch_size or global_batch_size; the rest follows",
+        )
     if isinstance(config.model, CausalLMConfig):
         yield from _of_language_model(config.model)
     yield from _of_objective(config)
@@ -41,7 +46,7 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
 def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
     if (model.architecture is None) == (model.pretrained is None):
         yield (
-            ("model.architecture" if model.architecture else "model", "model.pretrained"),
+            ("model.architecture", "model.pretrained"),
             "model: give exactly one of architecture (new weights) and pretrained (a folder or hub name)",
         )
     if model.pretrained is not None and model.weights is not None:

@@ -237,7 +237,7 @@ _NEVER_AUTO = {"compile.enabled", "pipeline.partition", "zero_optimization.stage
 def _get(tree: Tree, dotted: str) -> Any:
     default = rules()[dotted].get("default")
     value = get_dotted(tree, dotted)
-    return default if value is None else value
+    return default if value is None or value == "auto" else value
 
 
 def _stage(tree: Tree) -> int:

@@ -22,8 +22,8 @@ OWN_MEANINGS = {
     "tf32.enabled": '`true` or `"auto"`: let a GPU multiply fp32 matrices in TF32 (10 bits of mantissa): '
     "faster, and no longer fp32's digits. A CPU has none. Default: `false`. No key of DeepSpeed's.",
     "torch": "Plain PyTorch in place of DeepSpeed: the keys `parallel`, `bucket_cap_mb` and "
-    "`find_unused_parameters` as in the recipe's `engine`. Beside it only `bf16`, `tf32`, `compile` and the "
-    "batch numbers. No key of DeepSpeed's.",
+    "`find_unused_parameters` as in the recipe's `engine`. Beside it only `bf16`, `tf32`, `compile` and what "
+    "is the recipe's. No key of DeepSpeed's.",
 }
 
 # pipeline.partition: what stages are made alike in; `uniform`: in blocks, `time`: measured at the start.

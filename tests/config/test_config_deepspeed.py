@@ -219,7 +219,13 @@ def test_there_is_a_file_for_every_stage():
 
 @pytest.mark.parametrize(
     "dotted",
-    ["zero_optimization.offload_optimizer.device", "fp16.loss_scale", "steps_per_print", "aio.block_size"],
+    [
+        "aio.block_size",
+        "fp16.loss_scale",
+        "steps_per_print",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_optimizer.ratio",
+    ],
 )
 def test_an_auto_that_nothing_fills_is_an_error_that_names_it(tmp_path, dotted):
     path = tmp_path / "split.json"
