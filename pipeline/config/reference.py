@@ -84,8 +84,8 @@ def _deepspeed() -> Iterator[str]:
         "starts, with its value, against what DeepSpeed takes (`pipeline/config/deepspeed_schema.json`, "
         "written by `python -m pipeline.engine.deepspeed_schema`; a test compares the two). An error names "
         "the file, the line, the key, and the nearest one where one is near. What DeepSpeed calls by other "
-        "names too (`max_live_parameters`, `cpu_offload`, `bfloat16`) may be called so here. Only what is below "
-        "`optimizer` and `scheduler` is the recipe's and has a table of its own."
+        "names too (`max_live_parameters`, `cpu_offload`, `bfloat16`) may be called so here. Only what is "
+        "below `optimizer` and `scheduler` is the recipe's and has a table of its own."
     )
     yield _paragraph(
         '`null` is the same as leaving a key out. `"auto"` is filled in here: the batch numbers from the '
