@@ -6,6 +6,7 @@ Imports no torch: the first seconds of a process are those in which it is import
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -60,11 +61,14 @@ def ignore_stop_signals() -> None:
 
 
 def leave_closed_terminal() -> None:
-    """Where the terminal is gone (a closed ssh), what is printed goes nowhere: it would be an error."""
+    """Lets what is printed go nowhere where the terminal (a closed ssh) or the reader (`| tee`) is gone.
+
+    It would be an error, before the run could be saved.
+    """
     for stream in (STDOUT, STDERR):
-        try:
-            os.write(stream, b"")
-        except OSError:
+        watch = select.poll()
+        watch.register(stream, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0)):
             with suppress(OSError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream)

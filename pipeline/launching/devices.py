@@ -5,12 +5,14 @@ The words are the deepspeed launcher's; what it would take in silence for someth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import LaunchError
 from pipeline.launching.hostfile import Host
 
+NUMBER = re.compile(r"[0-9]{1,6}")
 Devices = dict[str, list[int]]
 """Machine -> numbers of its devices, in the order of the ranks."""
 
@@ -74,7 +76,7 @@ def _first(every: Devices, wanted: Selection) -> Devices:
 
 def _visible(text: str, every: Devices, source: str) -> Devices:
     words = text.split(",")
-    if not all(word.isdecimal() for word in words):
+    if not all(NUMBER.fullmatch(word) for word in words):
         raise LaunchError(
             f"CUDA_VISIBLE_DEVICES={text}: several machines' devices are chosen by number, as 0,2; "
             "unset it, or give --include NAME:0,2@NAME:0,2"
@@ -94,7 +96,7 @@ def _parse(option: str, text: str, every: Devices, source: str) -> Devices:
         numbers = every[name]
         if colon:
             words = listed.split(",")
-            if not all(word.isdecimal() for word in words):
+            if not all(NUMBER.fullmatch(word) for word in words):
                 raise LaunchError(f"{option} {text}: write it as NAME or NAME:0,2, with @ between several")
             numbers = [int(word) for word in words]
             _check(f"{option} {text}", name, numbers, every[name], source)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.distributed.ranks import HANDED_OVER
+from pipeline.distributed.ranks import HANDED_OVER, is_port
 from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.arguments import is_plain, split_arguments
 from pipeline.launching.devices import Devices, Selection, choose_devices
@@ -156,6 +156,10 @@ def plan(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
     for name in ("master_addr", "venv_script", "enable_each_rank_log"):
         if (text := getattr(options, name)) and not is_plain(text):
             raise LaunchError(f"--{name} {text!r}: a shell on the nodes would read it; use plain characters")
+    for name in ("master_port", "ssh_port"):
+        port = getattr(options, name)
+        if port is not None and not is_port(str(port)):
+            raise LaunchError(f"--{name} {port}: a port is a whole number from 1 to 65535")
     if options.ssh_port is not None and not options.no_doctor:
         raise LaunchError(
             f"--ssh_port {options.ssh_port}: put `Port {options.ssh_port}` into ~/.ssh/config, where the "

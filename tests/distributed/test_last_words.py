@@ -45,6 +45,24 @@ def test_what_is_ignored_stays_ignored_and_children_end_as_ever():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+def test_what_is_printed_where_nobody_reads_is_no_error(terminal):
+    outside, inside = pty.openpty() if terminal else os.pipe()
+    words = "import sys; from pipeline.distributed.last_words import leave_closed_terminal as leave\n"
+    words += "leave(); print('here', flush=True); sys.stdin.readline(); leave(); print('there', flush=True)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=inside, stderr=inside, cwd=ROOT
+    )
+    os.close(inside)
+    shown = b""
+    while b"\n" not in shown:
+        shown += os.read(outside, 100)
+    assert b"here" in shown
+    os.close(outside)
+    child.communicate(b"\n", timeout=PATIENCE)
+    assert child.returncode == 0
+
+
 def start_rank(folder, rank, local_rank=0, **changes):
     """A rank of two, alone on its machine, with streams of its own."""
     place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1 + local_rank}

@@ -34,6 +34,9 @@ def test_what_is_chosen(wanted, devices):
     [
         (Selection(include="d"), "--include d: 'd' is not in the hostfile, but a, b, c"),
         (Selection(include="a:2"), "--include a:2: a has no device 2; the hostfile gives it slots=2, 0 to 1"),
+        (Selection(include="a:" + "9" * 5000), "write it as NAME or NAME:0,2"),
+        (Selection(include="a:9"), "a has no device 9"),
+        (Selection(include="a:9", source="this machine"), "a has no device 9; this machine gives it slots=2"),
         (Selection(include="a:0;1"), "write it as NAME or NAME:0,2"),
         (Selection(include="a:0,0"), "a device is named twice for a"),
         (Selection(include="a", exclude="b"), "--include and --exclude both choose the devices"),

@@ -210,6 +210,7 @@ def test_what_deepspeed_is_given(hostfile, arguments, expected):
         (["--venv_script", "a;b"], "--venv_script 'a;b': a shell on the nodes would read it"),
         (["--launcher", "openmpi", "--include", "a:1@b:2"], "only if they are the same on every node"),
         (["--master_port", "x"], "invalid int value: 'x'"),
+        (["--master_port", "99999"], "--master_port 99999: a port is a whole number from 1 to 65535"),
     ],
 )
 def test_what_cannot_be_done_is_refused(hostfile, arguments, message):
