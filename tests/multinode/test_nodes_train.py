@@ -32,7 +32,9 @@ def arguments(cluster: Cluster, run: Path, *more: str) -> list[str]:
         eval={"max_samples": 16},
         checkpoint={"every": 4},
     )
-    split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json"), "ds.bf16.enabled=false"]
+    # Both: a CPU with instructions for fp16 would take that.
+    fp32 = ["ds.bf16.enabled=false", "ds.fp16.enabled=false"]
+    split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json"), *fp32]
     private = f"data.cache_dir={cluster.private / 'cache'}"
     return ["--config", str(recipe), *split, f"run_dir={run}", private, *more]
 
