@@ -60,7 +60,11 @@ def assemble(
     max_steps = config.max_steps or math.ceil(
         (config.max_epochs or 1.0) * loader.samples_per_epoch / resolved.plan.global_batch_size
     )
-    for line in (remark(config.schedule, max_steps), slow_precision(resolved, job), little_data(loader)):
+    for line in (
+        remark(config.schedule, max_steps),
+        resolved.slow_precision(describe_device(job.device)),
+        little_data(loader),
+    ):
         if line is not None:
             log.warning("%s", line)
     if job.ranks.is_main_process:
@@ -293,12 +297,3 @@ def describe_workload(
         flops_per_token=flops_per_token(engine.module, engine.num_parameters),
         peak_flops=peak_flops(name, engine.precision, resolved.tf32),
     )
-
-
-def slow_precision(resolved: Resolved, job: Job) -> str | None:
-    """What to say of a half precision that this machine's processor has no instructions for."""
-    precision = resolved.split.precision
-    if not describe_device(job.device).emulates(precision):
-        return None
-    cure = "engine.precision=fp32" if resolved.deepspeed is None else f"ds.{precision}.enabled=false"
-    return f"this CPU has no instructions for {precision} and is faster in fp32: {cure}"

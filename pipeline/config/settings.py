@@ -48,6 +48,14 @@ class Resolved:
     tf32: bool
     compile: bool
 
+    def slow_precision(self, device: Device) -> str | None:
+        """What to say of a half precision that this machine's processor has no instructions for."""
+        precision = self.split.precision
+        if not device.emulates(precision):
+            return None
+        cure = "engine.precision=fp32" if self.deepspeed is None else f"ds.{precision}.enabled=false"
+        return f"this CPU has no instructions for {precision} and is faster in fp32: {cure}"
+
 
 @dataclass(frozen=True)
 class Settings:
