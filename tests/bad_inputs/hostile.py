@@ -92,6 +92,11 @@ CODE = [
 
 BOMBS = [
     Case(
+        "a number of 5000 digits in the split",
+        ["split.json"],
+        split='{"zero_optimization": {"stage": ' + "9" * 5000 + "}}",
+    ),
+    Case(
         "aliases that stand for billions",
         ["recipe.yaml:6:5", "stands for more than 100,000 values"],
         recipe=BOMB,

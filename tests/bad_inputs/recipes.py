@@ -171,6 +171,10 @@ TYPES = [
 ]
 
 TOGETHER = [
+    Case("classification of text", ["objective"], recipe={"objective": {"kind": "classification"}}),
+    Case(
+        "a language loss on images", ["objective"], base="digits", recipe={"objective": {"kind": "causal_lm"}}
+    ),
     Case(
         "steps and epochs",
         ["recipe.yaml", "exactly one of max_steps and max_epochs"],

@@ -62,6 +62,27 @@ TYPOS = [
 ]
 
 VALUES = [
+    split("steps_per_print in words", {"steps_per_print": "often"}, "steps_per_print"),
+    split(
+        "a bucket in words",
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": "many"}},
+        "reduce_bucket_size",
+    ),
+    split(
+        "a bucket below zero",
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": -5}},
+        "reduce_bucket_size",
+    ),
+    split(
+        "an unknown device to offload to",
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}},
+        "device",
+    ),
+    split(
+        "NVMe without a path",
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+        "nvme_path",
+    ),
     split("stage 4", {"zero_optimization": {"stage": 4}}, "zero_optimization.stage", "given 4"),
     split("stage true", {"zero_optimization": {"stage": True}}, "zero_optimization.stage", "given True"),
     split("stage in quotes", {"zero_optimization": {"stage": "2"}}, "zero_optimization.stage", "given '2'"),
@@ -89,27 +110,10 @@ VALUES = [
         "optimizer.params",
         "expected an object",
     ),
-    split(
-        "an auto that nothing fills",
-        {
-            "zero_optimization": {
-                "stage": 2,
-                "sub_group_size": "auto",
-                "stage3_gather_16bit_weights_on_model_save": "auto",
-            }
-        },
-        '"auto"',
-    ),
 ]
 
 REMOVED = [
     split("amp", {"amp": {"enabled": True}}, "amp", "use bf16 or fp16"),
-    split(
-        "cpu_offload",
-        {"zero_optimization": {"stage": 2, "cpu_offload": True}},
-        "cpu_offload",
-        "offload_optimizer",
-    ),
     split("sparse attention", {"sparse_attention": {"mode": "fixed"}}, "model.attention in the recipe"),
     split("data efficiency", {"data_efficiency": {"enabled": True}}, "the recipe's data section"),
     split("the csv monitor", {"csv_monitor": {"enabled": True}}, "metrics.jsonl"),

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from bad_inputs import artifacts, documents, environments, hostfiles, hostile
+from bad_inputs import artifacts, command_lines, documents, environments, hostfiles, hostile, recipes, splits
 from bad_inputs.case import Case
 from bad_inputs.home import Server, make_home
 
 from pipeline.errors import LONGEST_LINE, MOST_LINES, UNSHOWN
 
-TABLES = [environments, hostfiles, documents, artifacts, hostile]
+TABLES = [recipes, command_lines, environments, hostfiles, splits, documents, artifacts, hostile]
 CASES = [case for table in TABLES for case in table.CASES]
 
 
@@ -44,7 +44,7 @@ def answers(request, tmp_path_factory):
 def test_there_are_enough_and_each_has_a_name():
     names = [case.id for case in CASES]
     assert sorted(set(names)) == sorted(names)
-    assert len(names) >= 290
+    assert len(names) >= 300
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
