@@ -32,11 +32,6 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
             "checkpoint.keep_best chooses by an evaluation of the very step that is saved; make "
             f"checkpoint.every ({keep.every}) a multiple of eval.every ({evaluations})",
         )
-    if config.batch.micro_batch_size is None and config.batch.global_batch_size is None:
-        yield (
-            ("batch.micro_batch_size", "batch.global_batch_size", "batch.gradient_accumulation_steps"),
-            "batch: give micro_batch_size or global_batch_size; the rest follows",
-        )
     if isinstance(config.model, CausalLMConfig):
         yield from _of_language_model(config.model)
     yield from _of_objective(config)

@@ -58,7 +58,7 @@ def refused(tmp_path, capsys):
         (LLAMA, ["data={kind: digits}"], "command line: data.kind digits: a causal_lm model cannot"),
         (CNN, ["max_epochs=2", "max_steps=3"], "command line: give exactly one of max_steps and max_epochs"),
         (CNN, ["checkpoint={keep_best: true, every: 3}"], "command line: checkpoint.keep_best chooses by an"),
-        (CNN, ["batch.gradient_accumulation_steps=2"], "command line: batch: give micro_batch_size or glo"),
+        (CNN, ["batch.gradient_accumulation_steps=2"], "batch: give micro_batch_size or global_batch_size"),
         (LLAMA, ["model.architecture=null"], "command line: model: give exactly one of architecture"),
         (CNN, ["batch={micro_batch_size: 3, global_batch_size: 4}"], "batch: micro_batch_size = 3, global"),
         (CNN, ["engine.parallel=fsdp"], "command line: engine.parallel: input should be 'auto', 'single'"),
