@@ -44,7 +44,9 @@ def meet(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[Who]]:
         return own_part, everyone(own_part, ranks.world_size)
     except DistError as error:
         what = "cannot serve as the master" if serves else "did not meet all ranks at the master"
-        raise LaunchError(f"{own} {what}, {host}:{port}: {str(error).partition(chr(10))[0]}") from None
+        hint = "; if another job has the port: --master_port, or launch/multi_gpu.sh, which takes a free one"
+        reason = str(error).partition(chr(10))[0] + hint * serves
+        raise LaunchError(f"{own} {what}, {host}:{port}: {reason}") from None
 
 
 def _connect(host: str, port: int, world_size: int, timeout: timedelta, serves: bool = True) -> TCPStore:
