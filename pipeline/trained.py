@@ -33,6 +33,7 @@ from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import evaluate
 from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.models import build_model
+from pipeline.models.half_precision import prepare_for_half_precision
 from pipeline.models.huggingface import build_described
 from pipeline.models.sharding import Whole
 from pipeline.objectives import build_objective
@@ -169,13 +170,15 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
         model = build_model(config.model, model_request(config, data, Whole()), config.seed)
     section = config.model.model_copy(update={"weights": str(trained.checkpoint), "strict": True})
     load_weights(model, section, Whole(), job)
-    if deepspeed is not None:
-        precision, autocast = precision_of(deepspeed), not isinstance(config.model, CausalLMConfig)
-    else:
-        precision, autocast = str(config.engine.precision), True
+    if deepspeed is None:
+        precision = str(config.engine.precision)
         if precision == "auto":
             precision = "bf16" if describe_device(job.device).bf16 else "fp32"
-    return Inference(model, precision, job.device, casts=deepspeed is not None, autocast=autocast)
+        return Inference(model, precision, job.device, casts=False, autocast=True)
+    precision, autocast = precision_of(deepspeed), not isinstance(config.model, CausalLMConfig)
+    if autocast and precision != "fp32":
+        prepare_for_half_precision(model, job.device)
+    return Inference(model, precision, job.device, casts=True, autocast=autocast)
 
 
 def _micro_batch_size(trained: Trained) -> int:
