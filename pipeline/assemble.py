@@ -60,13 +60,9 @@ def assemble(
     max_steps = config.max_steps or math.ceil(
         (config.max_epochs or 1.0) * loader.samples_per_epoch / resolved.plan.global_batch_size
     )
-    for line in (
-        remark(config.schedule, max_steps),
-        resolved.slow_precision(describe_device(job.device)),
-        little_data(loader),
-    ):
-        if line is not None:
-            log.warning("%s", line)
+    slow = resolved.slow_precision(describe_device(job.device))
+    for line in filter(None, (remark(config.schedule, max_steps), slow, little_data(loader))):
+        log.warning("%s", line)
     if job.ranks.is_main_process:
         write_description(engine.module, data.tokenizer, directory.path / "model")
     job.progress.at("resuming")
