@@ -76,7 +76,7 @@ class SequenceParallel:
         """The model attends by itself again, over whole sequences: to generate."""
         self._model.set_attn_implementation(self._whole)
 
-    def part(self, batch: Batch) -> dict[str, Tensor]:
+    def part(self, batch: Batch) -> dict[str, Any]:
         """This rank's positions of every (B, T) tensor, with `position_ids`, and `shift_labels` for `labels`.
 
         Until the next call the model attends within the documents of this batch, also where it recomputes.
@@ -96,10 +96,11 @@ class SequenceParallel:
         size = length // self._degree
         mine = slice(self._rank * size, (self._rank + 1) * size)
 
-        def cut(tensor: Tensor) -> Tensor:
-            return tensor[:, mine] if tensor.dim() > 1 and tensor.shape[1] == length else tensor
+        def cut(value: Any) -> Any:
+            is_cut = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
+            return value[:, mine] if is_cut else value
 
-        return {key: cut(tensor) for key, tensor in whole.items() if key != "attention_mask"}
+        return {key: cut(value) for key, value in whole.items() if key != "attention_mask"}
 
     def _length(self, batch: Batch) -> int:
         if "input_ids" not in batch:
