@@ -96,6 +96,8 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
                 ignore_stop_signals()
             raise
         job.progress.at("ending")
+        if signal_number is not None:
+            prepared.sinks.close(128 + signal_number)
         text = None
         if signal_number is None and data.tokenizer is not None and config.sample.max_new_tokens:
             model = prepared.engine.generator()

@@ -28,7 +28,8 @@ class Sink(Protocol):
         """Write out what is left.
 
         Args:
-            exit_code: 0 for a run that ended as it should, anything else for one that failed.
+            exit_code: 0 for a run that ended as it should, 128 + n for one that signal n stopped, anything
+                else for one that failed.
         """
 
 
@@ -39,7 +40,7 @@ class Sinks:
     """
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
-        self._sinks = tuple(sinks)
+        self._sinks: tuple[Sink, ...] = tuple(sinks)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Hand one row to every sink."""
@@ -47,9 +48,13 @@ class Sinks:
             sink.write(step, row)
 
     def close(self, exit_code: int) -> None:
-        """Close every sink, also after one of them failed to; the failure is raised at the end."""
+        """Close every sink, also after one of them failed to; the failure is raised at the end.
+
+        Once: a second call does nothing.
+        """
+        sinks, self._sinks = self._sinks, ()
         with ExitStack() as stack:
-            for sink in reversed(self._sinks):  # an ExitStack calls the last one first
+            for sink in reversed(sinks):  # an ExitStack calls the last one first
                 stack.callback(sink.close, exit_code)
 
     def __enter__(self) -> Sinks:

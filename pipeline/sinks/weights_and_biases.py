@@ -68,12 +68,13 @@ def open_wandb(
             "config": run_config,
         }
         run = _open_run(mode, reason, arguments, id_file=run_dir / RUN_ID_FILE, is_resume=start_step > 0)
+        sink = WandbSink(run)
         for row in earlier_rows:
             if row["step"] >= run.starting_step:
-                run.log({key: value for key, value in row.items() if key != "step"}, step=int(row["step"]))
+                sink.write(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
         if run.starting_step > start_step + 1:
             logger.info("W&B has steps up to %d of this run already and keeps them", run.starting_step - 1)
-        return WandbSink(run)
+        return sink
 
     def start_in_scratch() -> WandbSink | None:
         with temporary_files_in_scratch():
@@ -88,20 +89,35 @@ class WandbSink:
     def __init__(self, run: Any) -> None:
         self._run = run
         self._is_on = True
+        self._newest: list[tuple[int, Mapping[str, float]]] = []  # rows of the newest step
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Log one row at its global step. Rows of one step are merged by W&B."""
-        if self._is_on:
-            self._is_on = _never_crash("stopped", lambda: self._log(step, row)) is not None
+        """Log one row at its global step. Rows of one step are one row there, sent when the next step comes."""
+        if self._newest and self._newest[-1][0] != step:
+            self._send()
+        self._newest.append((step, dict(row)))
 
     def close(self, exit_code: int) -> None:
-        """Finish the run; waits for the server at most `FINISH_TIMEOUT_SECONDS`."""
+        """Finish the run; waits for the server at most `FINISH_TIMEOUT_SECONDS`.
+
+        Of a run that a signal stopped the newest step is kept back: W&B takes no more for a step that it has,
+        and an evaluation of it may still come. When the run goes on it is sent with that.
+        """
+        is_stopped = exit_code > 128
+        if not is_stopped:
+            self._send()
         if self._is_on:
             self._is_on = False
-            _never_crash("did not finish", lambda: self._finish(exit_code))
+            _never_crash("did not finish", lambda: self._finish(0 if is_stopped else exit_code))
 
-    def _log(self, step: int, row: Mapping[str, float]) -> bool:
-        self._run.log(dict(row), step=step)
+    def _send(self) -> None:
+        rows, self._newest = self._newest, []
+        if self._is_on:
+            self._is_on = _never_crash("stopped", lambda: self._log(rows)) is not None
+
+    def _log(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> bool:
+        for number, (step, row) in enumerate(rows, 1):
+            self._run.log(dict(row), step=step, commit=number == len(rows))
         return True
 
     def _finish(self, exit_code: int) -> None:

@@ -37,6 +37,8 @@ PROGRAM = """
     print("OPEN", time.monotonic() - began)
     began = time.monotonic()
     with sinks:
+        if end == "owed":
+            sinks.write(start_step, {"eval/loss": start_step / 9})
         for step in range(start_step + 1, last_step + 1):
             if step == start_step + 3 and end == "core":
                 import subprocess
@@ -53,6 +55,8 @@ PROGRAM = """
             os.kill(int(pid), getattr(signal, signal_name))
             for step in range(last_step + 1, 31):
                 sinks.write(step, {"train/loss": step / 7})
+        elif end == "stop":
+            sinks.close(138)
         elif end == "kill":
             sys.stdout.flush()
             os._exit(9)
@@ -215,6 +219,18 @@ def test_resume_after_a_kill_has_every_row_exactly_once(tmp_path: Path, server: 
     assert run_id(folder) == first_id
     assert list(server.runs()) == [first_id]
     check_rows(server.rows(first_id), last=24)
+
+
+@pytest.mark.slow
+def test_a_step_whose_evaluation_is_still_to_come_is_not_closed_by_a_stop(tmp_path: Path, server: Server):
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    run(folder, env, last=10, end="stop")
+    assert [row["_step"] for row in server.rows(run_id(folder))] == list(range(1, 10))
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    assert '"eval/loss"' in rows.pop()
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")  # as if the stop had come before it
+    run(folder, env, start=10, last=16, end="owed")
+    check_rows(server.rows(run_id(folder)), last=16)
 
 
 @pytest.mark.slow
