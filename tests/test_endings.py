@@ -14,6 +14,8 @@ import pytest
 from support.launch import ROOT, command, environment, launch, numbers, run_directories, write_recipe
 from support.wandb_server import Server
 
+from pipeline.cli import main
+
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "ds_configs"
 FAULTS = {"PYTHONPATH": str(ROOT / "tests")}
@@ -207,3 +209,23 @@ def test_more_steps_for_a_finished_run(tmp_path):
     other = launch("--config", str(recipe), fixed, "max_steps=8", "model.num_layers=1")
     assert other.returncode == 2
     assert "model.num_layers was 2, is 1" in other.stderr
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_stopped_while_it_writes_its_sample_a_run_is_not_finished(tmp_path, monkeypatch, error):
+    """All that is left for the same command is the sample."""
+    recipe = write_recipe(tmp_path, max_steps=4, sample={"max_new_tokens": 4})
+
+    def stopped(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.running.sample_text", stopped)
+        assert main(["--config", str(recipe)]) != 0
+    (run,) = run_directories(tmp_path)
+    before = numbers(run)
+    assert [row["step"] for row in before if "eval/loss" in row] == [0, 4]
+    assert not (run / "summary.json").exists()
+    assert main(["--config", str(recipe), "checkpoint.resume=required"]) == 0
+    assert numbers(run) == before
+    assert json.loads((run / "summary.json").read_text())["sample"]

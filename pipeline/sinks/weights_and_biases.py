@@ -92,7 +92,7 @@ class WandbSink:
         self._newest: list[tuple[int, Mapping[str, float]]] = []  # rows of the newest step
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Log one row at its global step. Rows of one step are one row there, sent when the next step comes."""
+        """Log one row at its global step. Rows of one step are one there, sent when the next comes."""
         if self._newest and self._newest[-1][0] != step:
             self._send()
         self._newest.append((step, dict(row)))
