@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pipeline.checkpoint.folders import bring_back, newest_good, steps_in
+from pipeline.checkpoint.folders import bring_back, manifest_of, newest_good, steps_in
 from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
@@ -92,6 +92,12 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
         raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint{why}")
     if checkpoint is not None:
         differences = differences_from(path, config, split)
+        step = manifest_of(checkpoint).global_step
+        if config.max_steps is not None and step > config.max_steps:  # before anything of the run is touched
+            raise ConfigError(
+                f"{path} is at step {step} already, and max_steps is {config.max_steps}; give a higher "
+                "max_steps, or another run_dir"
+            )
         if not differences and (path / "summary.json").exists():
             log.warning("%s is finished; with a higher max_steps it trains on", path)
         _take_changes(path, checkpoint, differences)
