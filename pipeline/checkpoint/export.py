@@ -58,7 +58,7 @@ def export(
 
     Args:
         run: Run directory.
-        dtype: Of floating-point weights: fp32, bf16 or fp16. Integers stay what they are.
+        dtype: Of the weights: fp32, bf16 or fp16. Buffers stay what they are.
         advance: Called with the number of values done: each is read once to verify it, once to write it.
         shard_bytes: Most that a file of a transformers folder holds; a larger tensor has one of its own.
 
@@ -137,7 +137,7 @@ def _write_weights(
 ) -> list[str]:
     """The files: one, or several and their index, by the names that transformers looks for."""
     wanted = {
-        name: (kind, shape, dtype if saved.is_floating_point else saved)
+        name: (kind, shape, dtype if kind == WEIGHT else saved)
         for name, (kind, shape, saved) in weights_of(reader.manifest).items()
     }
     sizes = {name: math.prod(shape) * of.itemsize for name, (_, shape, of) in wanted.items()}

@@ -162,7 +162,8 @@ def fill(held: Held, source: FragmentSource) -> None:
     """Reads the values of the stretch into what the rank holds."""
     size = held.tensor.numel()
     is_whole = len(held.part.boxes) == 1 and held.tensor.is_contiguous()
-    dtype = torch.float32 if held.tensor.is_floating_point() else held.tensor.dtype
+    of = held.tensor.dtype
+    dtype = torch.promote_types(of, torch.float32) if of.is_floating_point else of
     if is_whole and held.tensor.dtype == dtype:
         for region, _ in _pieces(held, 0, size):
             source.read(held.name, held.kind, region, held.tensor.view(-1))

@@ -20,6 +20,7 @@ from support.exchange import SPLITS, Gathered, Run, fragments_now, tree, whole_o
 from support.saved import store_in
 from support.tiny import resolve, token_bundle
 from support.weights import assert_same, small
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pipeline.assemble import build_eval_loader
@@ -167,7 +168,35 @@ def test_a_plain_module_is_one_file(plain_run, tmp_path):
     assert_same(fresh, module.state_dict())
     half = load_file(exported(run, tmp_path / "half", "bf16").files[0])
     assert half["first.weight"].dtype == torch.bfloat16
-    assert half["norm.num_batches_tracked"].dtype == torch.int64
+    for name, buffer in module.named_buffers():
+        assert torch.equal(half[name], buffer)
+        assert half[name].dtype == buffer.dtype
+
+
+class Buffered(nn.Module):
+    """Buffers that a checkpoint must not round."""
+
+    def __init__(self, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("exact", torch.rand(5, dtype=torch.float64, generator=generator))
+        self.register_buffer("turns", torch.rand(2, 3, dtype=torch.complex64, generator=generator))
+        self.register_buffer("rounded", torch.rand(4, generator=generator).bfloat16())
+
+
+def test_buffers_of_every_type_come_back_bit_by_bit(tmp_path):
+    config, resolved = resolve(tree(LLAMA), PLAIN, 1)
+    engines = [
+        TorchEngine(Buffered(i), config.optimizer, config.engine, resolved.split, ALONE) for i in (0, 1)
+    ]
+    store = store_in(tmp_path / "run" / "checkpoints", ALONE)
+    store.save_final(engines[0], {"global_step": 2})
+    assert store.resume(engines[1]) is not None
+    written = load_file(exported(tmp_path / "run", tmp_path / "out", "bf16").files[0])
+    for name, buffer in engines[0].module.named_buffers():
+        assert torch.equal(engines[1].module.get_buffer(name), buffer)
+        assert torch.equal(written[name], buffer)
 
 
 def test_the_card_has_the_runs_numbers(saved, tmp_path):
