@@ -124,7 +124,7 @@ def _turn(op: NativeOp, folder: Path) -> Iterator[_Waiting]:
         doing = "another run holds its lock"
         with contextlib.suppress(FileNotFoundError):  # let go meanwhile
             doing = state.read_text()
-        log.info("waiting for %s: %s", op.label, doing)
+        log.info("waiting for %s: %s; if it hangs, end that process", op.label, doing)
         patience = _TELL_AGAIN
     try:
         yield _Waiting(op, state)
