@@ -20,6 +20,11 @@ IMAGE = 1 << 29  # bytes of an encoded one
 DESCRIPTION = 1 << 28  # bytes of one that a program wrote: a vocabulary, an index of weights
 
 
+def is_path(name: str) -> bool:
+    """Whether what may be a path or a name on the hub, `name` or `owner/name`, can only be a path."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def _kind(mode: int) -> str:
     return f"{KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file"
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from pipeline.cli import main
 from pipeline.config.model_schema import CausalLMConfig
+from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models import build_model
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole
@@ -48,10 +49,12 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def weights(home):
-    """A folder with the weights of a tiny Llama that fits the text."""
+    """A folder with the weights of a tiny Llama that fits the text, and a tokenizer."""
     sizes = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64}
     request = ModelRequest(Whole(), vocab_size=300, sequence_length=32)
     build_model(CausalLMConfig(architecture="llama", **sizes), request, 0).save_pretrained(home / "model")
+    texts = [path.read_text() for path in (home / "texts").iterdir()]
+    train_tokenizer(texts, 300).save_pretrained(home / "model")
     return home / "model"
 
 

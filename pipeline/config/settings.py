@@ -32,6 +32,7 @@ from pipeline.config.own_code import refuse_code
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.errors import ConfigError
+from pipeline.foreign import is_path
 
 # Of two ways to say one thing, the one on the command line takes the place of the other in the file.
 ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
@@ -164,7 +165,7 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     """A pretrained model reads the ids of its own tokenizer, unless the recipe names another one.
 
     Raises:
-        ConfigError: its folder has none.
+        ConfigError: its folder is not there, or has none.
     """
     model, data = config.model, config.data
     if not isinstance(model, CausalLMConfig) or not isinstance(data, DocumentsConfig):
@@ -172,6 +173,8 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     if model.pretrained is None or data.tokenizer.pretrained is not None:
         return config
     folder = Path(model.pretrained).expanduser()
+    if is_path(model.pretrained) and not folder.is_dir():
+        raise ConfigError(f"model.pretrained: {model.pretrained!r}: there is no such folder")
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         raise ConfigError(
             f"model.pretrained: the folder {model.pretrained} has no tokenizer; name the one that the model "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import DataError
-from pipeline.foreign import unsafe_files
+from pipeline.foreign import is_path, unsafe_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,9 +55,7 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
         DataError: nothing there, not a (fast) tokenizer, or one without an end-of-document token.
     """
     path = Path(name).expanduser()
-    if not path.exists() and (
-        name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1
-    ):
+    if not path.exists() and (is_path(name) or name.endswith(".json")):
         raise DataError(f"data.tokenizer.pretrained: {name} does not exist")
     if path.is_dir() and not any(file.name.startswith(("tokenizer", "vocab")) for file in path.iterdir()):
         raise DataError(f"data.tokenizer.pretrained: the folder {name} has no tokenizer.json")

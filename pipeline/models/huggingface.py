@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
+from pipeline.foreign import is_path
 from pipeline.models.activation_checkpointing import checkpoint_activations
 from pipeline.models.pretrained_folder import check_folder
 from pipeline.models.request import ModelRequest
@@ -232,8 +233,7 @@ def _folder_or_hub_name(given: str) -> str:
     if path.is_dir():
         check_folder(path, given)
         return str(path)
-    # A hub name is `name` or `owner/name`.
-    if given.startswith((".", "/", "~")) or given.count("/") > 1 or path.exists():
+    if is_path(given) or path.exists():
         raise ModelError(f"model.pretrained: {given!r}: there is no such folder")
     return given
 
