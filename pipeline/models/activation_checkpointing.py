@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -35,7 +35,7 @@ def checkpoint_activations(model: PreTrainedModel, mode: Literal["none", "full",
         return
     how: dict[str, Any] = {"use_reentrant": False}  # the reentrant kind loses arguments passed by name
     if mode == "selective":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive)
+        how["context_fn"] = _keep_expensive
     # The newer name, where transformers has it; the older one warns there.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
@@ -51,5 +51,29 @@ def checkpoint_activations(model: PreTrainedModel, mode: Literal["none", "full",
         block.gradient_checkpointing = index % every == 0
 
 
-def _keep_expensive(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_expensive() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """For a block's forward, and for its second run in backward."""
+    forward, again = create_selective_checkpoint_contexts(list(EXPENSIVE))
+    return _Expensive(forward), _Expensive(again)
+
+
+class _Expensive(TorchDispatchMode):
+    """Shows torch's mode the expensive operations alone.
+
+    torch wants the second run to be the first one, operation by operation, and ZeRO-3's is not: parameters
+    gathered ahead in the forward are gathered elsewhere in backward.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self._mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's own mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in EXPENSIVE or torch.compiler.is_compiling():  # a compiler wants every operation marked
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))

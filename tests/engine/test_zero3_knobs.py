@@ -12,14 +12,18 @@ from support.tiny import (
     deepspeed_json,
     make_engine,
     recipe,
+    resolve,
     settings,
     token_bundle,
     train_curve,
 )
 
+from pipeline.assemble import build_engine, build_eval_loader, build_loader
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
+from pipeline.evaluation import evaluate
+from pipeline.objectives import build_objective
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +72,22 @@ def hold_to_oracle(curves, precision: str, architecture: str = "llama") -> None:
 @pytest.mark.parametrize("zero", [NOTHING_KEPT, ALL_KEPT], ids=["nothing kept", "all kept"])
 def test_what_is_kept_and_fetched_ahead_changes_no_number(ranks, zero):
     hold_to_oracle(ranks(2).run(train_curve, recipe(), deepspeed_json(3, **zero), STEPS), "fp32")
+
+
+def losses_after_an_evaluation(job: Job, mode: str) -> list[float]:
+    """Of two steps. The evaluation tells ZeRO-3 what to gather ahead, from the first forward on."""
+    tree = recipe(model=TINY | {"activation_checkpointing": mode})
+    data, (config, resolved) = token_bundle(), resolve(tree, deepspeed_json(3), job.ranks.world_size)
+    engine = build_engine(config, resolved, job, data)
+    loader, objective = build_loader(config, resolved.plan, data, engine), build_objective(config)
+    evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), job)
+    steps = [engine.train_step(loader.next_group(), objective, 1e-3, False) for _ in range(2)]
+    return [float(step.loss_sum) for step in steps]
+
+
+def test_what_is_gathered_ahead_is_no_part_of_what_a_block_computes_again(ranks):
+    expected = ranks(2).run(losses_after_an_evaluation, "none")
+    assert ranks(2).run(losses_after_an_evaluation, "selective") == expected
 
 
 @pytest.mark.parametrize("model", [MIXTRAL, QWEN2_MOE])
