@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
@@ -73,7 +74,16 @@ class _Expensive(TorchDispatchMode):
         """As torch's own mode."""
         return True
 
+    @property
+    def ac_graph_id(self) -> int | None:
+        """torch.compile's number of the block; it marks every operation with it."""
+        return self._mode.ac_graph_id
+
+    @ac_graph_id.setter
+    def ac_graph_id(self, number: int) -> None:
+        self._mode.ac_graph_id = number
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in EXPENSIVE or torch.compiler.is_compiling():  # a compiler wants every operation marked
+        if func in EXPENSIVE or get_proxy_mode() is not None:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

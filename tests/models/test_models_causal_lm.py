@@ -149,6 +149,18 @@ def test_activation_checkpointing_changes_no_gradient(architecture):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_activation_checkpointing_when_compiled_changes_no_gradient():
+    ids, gradients = tokens(), []
+    for mode in ("none", "selective"):
+        model = build(tiny("llama", activation_checkpointing=mode)).train()
+        model.compile()
+        CausalLM()(model, {"input_ids": ids, "labels": ids}).loss_sum.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def no_dropout(architecture):
     return {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture == "gpt2" else {}
 

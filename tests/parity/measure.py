@@ -44,7 +44,7 @@ class Trained:
 def train(job: Job, recipe: dict[str, Any], split: dict[str, Any], with_memory: bool = False) -> Trained:
     """The recipe under one split, as pipeline.training steps it. Collective."""
     data = token_bundle(packed=True)
-    before = _held_at_first() if with_memory else 0
+    before = held_now() if with_memory else 0
     config, resolved = resolve(recipe, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
     loader = build_loader(config, resolved.plan, data, engine)
@@ -80,12 +80,6 @@ def held_now() -> int:
     """Half a second's work, for the table alone."""
     gc.collect()
     return held_bytes()
-
-
-@cache
-def _held_at_first() -> int:
-    """Before the first case of this process: what an engine leaves is gone once the next one is made."""
-    return held_now()
 
 
 @cache

@@ -15,7 +15,11 @@ def test_every_case_has_its_row_and_is_within_its_band():
         loss, norm, _, held, _ = rows[case.split.name, str(case.world_size), case.precision]
         assert float(loss) < BANDS[case.precision][0]
         assert float(norm) < BANDS[case.precision][1]
-        assert held == "-" if "NVMe" in case.split.name else float(held) > 1
+        if "NVMe" in case.split.name:
+            assert held == "-"
+        else:  # all ranks together hold Adam's two moments, and the parameters in fp32 and as they compute
+            whole = 12 if case.precision == "fp32" or "torch" in case.json else 14
+            assert float(held) > 0.98 * whole / case.world_size
 
 
 def split(line: str) -> list[str]:
