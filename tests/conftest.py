@@ -44,13 +44,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
     """A command run in this process sets up its console and its signals; the next test has none of that."""
-    logger = logging.getLogger("pipeline")
-    before = logger.level, logger.propagate, list(logger.handlers)
     handler = signal.getsignal(signal.SIGTERM)
+    _reset_console()  # a fixture of a whole module may have run a command, too
     yield
     signal.signal(signal.SIGTERM, handler)
-    logger.setLevel(before[0])
-    _, logger.propagate, logger.handlers[:] = before
+    _reset_console()
+
+
+def _reset_console() -> None:
+    logger = logging.getLogger("pipeline")
+    logger.setLevel(logging.NOTSET)
+    logger.propagate, logger.handlers[:] = True, []
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def test_a_run_is_held_by_one_process(tmp_path, monkeypatch):
 
 def configured(folder: Path, **changes):
     tree = recipe(name="trial", runs_dir=str(folder / "my runs"), **changes)
-    return validate_recipe(tree, Path("tiny.yaml"), {}, set())
+    return validate_recipe(tree, Path("tiny.yaml"), {})
 
 
 def left(folder: Path, *, finished: bool = False, **changes) -> Path:
@@ -98,6 +98,6 @@ def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
         if not override.startswith("run_dir="):
             set_dotted(tree, *parse_override(override), "command line")
     shutil.rmtree(before / "checkpoints")
-    directory, lock = open_run_directory(validate_recipe(tree, Path("tiny.yaml"), {}, set()), SPLIT)
+    directory, lock = open_run_directory(validate_recipe(tree, Path("tiny.yaml"), {}), SPLIT)
     lock.release()
     assert directory.path == before

@@ -76,6 +76,7 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
     mine = here[neighbours.index(peers.rank) :: len(neighbours)]
     began = time.perf_counter()
     found = peers.gather([str(damage) for damage in check_content(path, manifest, mine)])
+    if (damage := next(itertools.chain(*found), None)) is not None:
+        return f"{path.name} is passed over: {damage}"
     log.info("%s: every byte read and compared in %.1f s", path.name, time.perf_counter() - began)
-    damage = next(itertools.chain(*found), None)
-    return manifest if damage is None else f"{path.name} is passed over: {damage}"
+    return manifest

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,19 @@ class Server:
 
     def run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The answers in the order of the requests."""
-        assert self._process.stdin is not None
         first, self._count = self._count, self._count + len(requests)
+        # Beside the reading: a pipe holds 64 KiB, and each side would wait for the other.
+        writer = threading.Thread(target=self._write, args=(requests, first), daemon=True)
+        writer.start()
+        answers = [json.loads(self._line()) for _ in requests]
+        writer.join()
+        return sorted(answers, key=lambda answer: int(answer["number"]))
+
+    def _write(self, requests: Sequence[dict[str, Any]], first: int) -> None:
+        assert self._process.stdin is not None
         for number, request in enumerate(requests, first):
             self._process.stdin.write(json.dumps(request | {"number": number}) + "\n")
             self._process.stdin.flush()
-        answers = [json.loads(self._line()) for _ in requests]
-        return sorted(answers, key=lambda answer: int(answer["number"]))
 
     def close(self) -> None:
         assert self._process.stdin is not None

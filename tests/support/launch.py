@@ -20,9 +20,8 @@ CLOCKS = ("perf/", "memory/")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    inherited = {
-        k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RANK", "WORLD_SIZE", "MASTER_"))
-    }
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")  # what a command run in this process has set
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", *launchers))}
     path = os.pathsep.join([str(BIN), inherited["PATH"]])
     return inherited | {"PATH": path, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", **extra}
 
