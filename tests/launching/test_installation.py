@@ -99,10 +99,8 @@ PROMISED = ("3.11", "3.12", "3.13", "3.14")
 def find_python(version: str) -> str | None:
     """One that runs: a shim of pyenv may be there and not."""
     pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
-    beside = [str(Path(sys.base_prefix) / "bin" / f"python{version}"), *map(str, pyenv)]
-    for python in [*beside, shutil.which(f"python{version}")]:
-        if python is None:
-            continue
+    names = [Path(sys.base_prefix) / "bin" / f"python{version}", *pyenv, f"python{version}"]
+    for python in filter(None, map(shutil.which, names)):
         tried = subprocess.run([python, "-c", "import venv"], capture_output=True, check=False)
         if tried.returncode == 0:
             return python
