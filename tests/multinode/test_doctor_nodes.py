@@ -124,9 +124,9 @@ def test_each_machine_with_a_fault_of_its_own(cluster):
     report.row("versions  fail  node3: torch 1.", "ssh node3", "-m pip install torch==")
     report.row("memory  fail  node3: 391 MiB free for 1 rank")
     report.row("disk  fail  node4: ", "runs: 2 MiB free", "ssh node4 df -h")
-    report.row("build locks  fail  node4: ", "cpu_adam/lock", "ssh node4 rm /")
-    assert report.count("fail") == 7
-    assert "node2, node3, node4: 7 failed" in report.said
+    report.row("build locks  warning  node4: ", "cpu_adam/lock", "ssh node4 rm /")
+    assert report.count("fail") == 6
+    assert "node2, node3, node4: 6 failed" in report.said
 
 
 def test_machines_that_cannot_be_reached(cluster):
