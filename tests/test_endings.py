@@ -92,7 +92,7 @@ def test_killed_and_gone_on_with_under_another_split(tmp_path):
     server = Server(tmp_path / "server")
     online = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40}
     try:
-        arguments = ["--config", str(recipe), "ds.bf16.enabled=false"]
+        arguments = ["--config", str(recipe), "ds.bf16.enabled=false", "ds.fp16.enabled=false"]
         kill_once([*arguments, "--deepspeed", str(CONFIGS / "zero2.json")], 2, tmp_path, 11, **online)
         (run,) = run_directories(tmp_path)
         assert not (run / "summary.json").exists(), "killed after the run"
