@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import deepspeed_json, recipe, resolve
+from transformers import BertConfig, BertModel
 
 from pipeline.assemble import build_engine, build_eval_loader, build_loader
 from pipeline.data import prepare_data
@@ -53,10 +54,10 @@ SPLITS = {
 PLAIN = {"torch": {"parallel": "single"}}
 
 
-def losses(job: Job, name: str, split: dict[str, Any]) -> list[float]:
+def losses(job: Job, sections: dict[str, Any], split: dict[str, Any]) -> list[float]:
     """Of each step, and at the end on the held-out data."""
     tree = recipe(
-        **PROJECTS[name],
+        **sections,
         batch={"gradient_accumulation_steps": 1, "global_batch_size": 8},
         optimizer={"learning_rate": 1e-2},
     )
@@ -76,12 +77,12 @@ def losses(job: Job, name: str, split: dict[str, Any]) -> list[float]:
 
 
 def all_losses(job: Job, split: dict[str, Any]) -> dict[str, list[float]]:
-    return {name: losses(job, name, split) for name in PROJECTS}
+    return {name: losses(job, sections, split) for name, sections in PROJECTS.items()}
 
 
 @cache
 def plain(name: str) -> list[float]:
-    return losses(ALONE, name, PLAIN)
+    return losses(ALONE, PROJECTS[name], PLAIN)
 
 
 @pytest.mark.slow
@@ -95,6 +96,23 @@ def test_strangers_projects_train_under_every_split(ranks, split):
             if name in SAME_CURVE:
                 band = 1e-5 if split.endswith("fp32") else 0.1
                 assert curve == pytest.approx(plain(name), rel=band), name
+
+
+@pytest.mark.slow
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["Classifier", "classifier"])
+def test_a_model_that_loads_its_own_weights_is_sharded_afterwards(ranks, tmp_path, model, precision):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(7)  # a model drawn anew would have other losses
+    BertModel(BertConfig(vocab_size=50, **sizes, **none)).save_pretrained(tmp_path)
+    sections = project("pretrained", model, "sentences", "model_loss")
+    sections["model"]["args"] = {"path": str(tmp_path)}
+    sections["data"]["collate_fn"] = "strangers.encoder:collate"
+    expected = losses(ALONE, sections, PLAIN)
+    for curve in ranks(2).run(losses, sections, deepspeed_json(3, precision), timeout=600):
+        assert curve == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 0.1)
 
 
 @pytest.mark.parametrize("name", PROJECTS)
