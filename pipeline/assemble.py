@@ -158,14 +158,10 @@ def build_engine(
         if resolved.compile:
             model.compile()
         return TorchEngine(model, config.optimizer, config.engine, split, job)
-    from pipeline.engine.deepspeed_engine import (
-        DTYPES,
-        DeepSpeedEngine,
-        check_configuration,
-        start_deepspeed,
-    )
+    from pipeline.engine.deepspeed_engine import DTYPES, DeepSpeedEngine, start_deepspeed
     from pipeline.engine.native_ops import prepare_native_ops
     from pipeline.engine.nvme import SwapFolder
+    from pipeline.engine.parallel_state import keep_parameter_groups
     from pipeline.engine.zero3 import Zero3Sharding
 
     start_deepspeed(job)
@@ -175,7 +171,7 @@ def build_engine(
         length = model_request(config, data, Whole()).sequence_length
         layered = cut_into_layers(model_in(Whole()))
         return PipelineEngine(layered, config.optimizer, resolved.deepspeed, split, job, length)
-    check_configuration(resolved.deepspeed, split)
+    keep_parameter_groups(int(resolved.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1)))
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
     sharding: Sharding = Whole()
     if split.zero_stage == 3 and split.tensor_parallel == 1:  # AutoTP cuts whole matrices

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.own_code import OPTION
-from pipeline.config.settings import Settings, load_settings, recipe_yaml
+from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
 from pipeline.distributed.last_words import Terminated, speaks, terminable
 from pipeline.distributed.orphans import stop_with_launcher
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if ranks.is_main_process:
                 print(describe(settings, arguments.world_size or ranks.world_size))
             return 0
-        refuse_early(settings, ranks.world_size)
+        planned = refuse_early(settings, ranks.world_size)
     except PipelineError as error:
         return _refuse(error, ranks)
     except OSError as error:
@@ -101,36 +101,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _refuse(mistake, ranks)
     stop_with_launcher(ranks)
-    code = _run(settings, ranks)
+    code = _run(settings, ranks, planned)
     tell_end(ranks.rank, ranks.world_size, code)
     return code
 
 
-def _run(settings: Settings, ranks: Ranks) -> int:
+def _run(settings: Settings, ranks: Ranks, planned: Resolved) -> int:
     with terminable():
         try:
             from pipeline.running import run  # torch comes in here
 
-            return run(settings, ranks)
+            return run(settings, ranks, planned.deepspeed)
         except (KeyboardInterrupt, Terminated) as signal:
             if ranks.local_rank == 0 or speaks(False):
                 print("stopped at once, without a checkpoint", file=sys.stderr, flush=True)
             return signal.exit_code if isinstance(signal, Terminated) else 130
 
 
-def refuse_early(settings: Settings, world_size: int) -> None:
+def refuse_early(settings: Settings, world_size: int) -> Resolved:
     """What --dry-run would refuse is told before torch is loaded and any data prepared.
 
     A GPU that the driver knows may be none of torch's: what a CPU would take is left to the run.
     """
     device = probe_device()
     try:
-        settings.resolve(world_size, device)
+        return settings.resolve(world_size, device)
     except ConfigError as error:
         if device.kind != "cpu":
             try:
-                settings.resolve(world_size, Device.cpu())
-                return
+                return settings.resolve(world_size, Device.cpu())
             except ConfigError:
                 pass
         raise error

@@ -12,6 +12,7 @@ import traceback
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -41,14 +42,21 @@ from pipeline.training import Run, TrainState, train
 log = logging.getLogger(__name__)
 
 
-def run(settings: Settings, ranks: Ranks) -> int:
+def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
     """Trains as the settings say. Exit code: 0 finished, 2 bad input, 128 + n stopped by signal n, 124 hung
     or lost a rank (see distributed.watchdog).
+
+    Args:
+        deepspeed: The configuration on the device that there most likely is, for DeepSpeed's own validation.
     """
     log_to_console(ranks)
     job: Job | None = None
     waits = settings.config.distributed
     try:
+        if deepspeed is not None:
+            from pipeline.engine.validation import check_configuration
+
+            check_configuration(deepspeed)
         # Before the process group exists: preparing data may take longer than its timeout.
         data = prepare_data(settings.config.data)
         job = start_job(

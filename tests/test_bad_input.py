@@ -269,11 +269,11 @@ def test_a_real_process_says_it_in_one_line(home, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_value_that_deepspeed_refuses_is_one_line(home, tmp_path):
+def test_a_value_that_deepspeed_refuses_is_one_line_before_data_is_prepared(home, tmp_path):
     split = tmp_path / "split.json"
     split.write_text(json.dumps({"aio": {"use_gds": True}}))  # which it refuses on a CPU only
     arguments = ["--config", str(home / "recipe.yaml"), "--deepspeed", str(split), f"runs_dir={tmp_path}"]
-    done = launch(*arguments)
+    done = launch(*arguments, "data.paths=[/nowhere]")  # before data is looked at
     assert done.returncode == 2, done.stderr
     message = only_line(done.stderr)
     assert "DeepSpeed refuses the configuration" in message

@@ -17,7 +17,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
@@ -41,13 +40,12 @@ from pipeline.engine.loss_scale import (
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.nvme import keep_misaligned_gradients
 from pipeline.engine.optimizer import build_optimizer
-from pipeline.engine.parallel_state import keep_parameter_groups, parallel_state
+from pipeline.engine.parallel_state import parallel_state
 from pipeline.engine.sequence_parallel import SequenceParallel, average_over_all_ranks
 from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section, cut_parameters
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.torch_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.unused import GradientWatch, warn_of_unused
-from pipeline.errors import ConfigError
 from pipeline.objectives import Batch, LossSum, Objective
 from pipeline.optim import parameter_groups
 
@@ -71,19 +69,6 @@ def start_deepspeed(job: Job) -> None:
         # torch computes in fp16 on every CPU; DeepSpeed asks whether the CPU has instructions for it.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_init_required=False)
-
-
-def check_configuration(config: dict[str, Any], split: Split) -> None:
-    """Lets DeepSpeed itself validate every value, before a model is made under them. Collective.
-
-    Raises:
-        ConfigError: DeepSpeed refuses one.
-    """
-    keep_parameter_groups(int(config["zero_optimization"].get("zero_hpz_partition_size", 1)))
-    try:
-        DeepSpeedConfig(copy.deepcopy(config), mpu=parallel_state(split))
-    except (ValueError, AssertionError, DeepSpeedConfigError) as error:  # pydantic's error is a ValueError
-        raise ConfigError(f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}") from None
 
 
 class DeepSpeedEngine(DeepSpeedState):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.deepspeed_engine import DTYPES, check_configuration
+from pipeline.engine.deepspeed_engine import DTYPES
 from pipeline.engine.deepspeed_state import DeepSpeedState
 from pipeline.engine.held import State
 from pipeline.engine.interface import StepResult, count_and_vote, to_device
@@ -59,7 +59,6 @@ class PipelineEngine(DeepSpeedState):
 
         Raises:
             ModelError: fewer blocks than stages.
-            ConfigError: DeepSpeed refuses the configuration.
         """
         self.device = job.device
         self.precision = split.precision
@@ -69,8 +68,6 @@ class PipelineEngine(DeepSpeedState):
         self._optimizer_config = optimizer
         self._float_dtype = DTYPES[self.precision]
         self._stages = split.pipeline_stages
-        # Alone, DeepSpeed's check takes every rank for a data-parallel one.
-        check_configuration(config | {"train_batch_size": config["train_batch_size"] * self._stages}, split)
         self._config, self._own_norm = _for_stages(config, self.precision)
         longest = sequence_length or model.config.max_position_embeddings
         micro_batch = (config["train_micro_batch_size_per_gpu"], longest)
