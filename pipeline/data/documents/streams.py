@@ -17,6 +17,8 @@ from pipeline.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER_SIZE = 1 << 20
+LARGEST_RATIO = 200  # text rarely shrinks to a tenth
+HARMLESS_SIZE = 1 << 30  # bytes that a file may decompress to whatever its ratio
 LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` asks for; a frame takes only what it was written with
 
 
@@ -52,18 +54,38 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
 
     try:
         with open(path, "rb", buffering=BUFFER_SIZE) as file:
-            if compression == "gzip":
-                yield cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=file), BUFFER_SIZE))
-            elif compression == "zstd":
-                yield io.BufferedReader(_ZstdStream(file), BUFFER_SIZE)
-            else:
+            if not compression:
                 yield file
+                return
+            content = gzip.GzipFile(fileobj=file) if compression == "gzip" else _ZstdStream(file)
+            yield io.BufferedReader(_Bounded(path, file, cast(io.RawIOBase, content)), BUFFER_SIZE)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise DataError(
             f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
         ) from None
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+class _Bounded(io.RawIOBase):
+    """Decompressed content, unless a small file holds endless amounts: one line of it may fill the memory."""
+
+    def __init__(self, path: str, file: BinaryIO, content: io.RawIOBase) -> None:
+        self._path, self._content = path, content
+        self._left = max(HARMLESS_SIZE, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        count = self._content.readinto(buffer) or 0
+        self._left -= count
+        if self._left < 0:
+            raise DataError(
+                f"{self._path}: decompresses to more than {LARGEST_RATIO} times its size, unlike text; "
+                "decompress it yourself if it is to be trusted"
+            )
+        return count
 
 
 class _ZstdStream(io.RawIOBase):
@@ -92,7 +114,7 @@ class _ZstdStream(io.RawIOBase):
     def _advance(self) -> bool:
         """Decompresses a little more; False at the end."""
         rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-        block = rest or self._file.read(1 << 17)
+        block = rest or self._file.read(1 << 14)  # up to 32,768 times as much comes out
         if self._frame is not None and self._frame.eof:
             self._frame = None
         if not block:
