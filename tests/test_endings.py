@@ -134,10 +134,8 @@ def test_sigterm_saves_leaves_and_goes_on(tmp_path, ranks):
 
 def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
     recipe = fault_recipe(tmp_path, "raise", rank=1)
-    began = time.monotonic()
     result = launch("--config", str(recipe), "--deepspeed", str(CONFIGS / "zero2.json"), ranks=2, **FAULTS)
-    assert result.returncode not in (0, 2)
-    assert time.monotonic() - began < 60
+    assert result.returncode not in (0, 2, 124)  # 124: the watchdog would have had to end it
     both = result.stdout + result.stderr
     assert both.count("Traceback (most recent call last)") == 1
     assert both.count("ZeroDivisionError: a programmer's mistake") == 1

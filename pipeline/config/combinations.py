@@ -96,7 +96,7 @@ RULES = [
     Rule(
         "tensor, pipeline or sequence parallelism with a model that is no `causal_lm`",
         "those cuts are made for language models",
-        "ZeRO 3 divides any nn.Module",
+        "ZeRO 3, which divides any nn.Module",
         lambda c: c.split.dp_world_size < c.split.world_size and not c.is_language_model,
     ),
     Rule(
