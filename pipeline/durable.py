@@ -17,3 +17,15 @@ def synchronise(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Gives the file this content, in one step: whenever it is read, it is the old or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; the old one stays.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    synchronise(partial)
+    partial.replace(path)

@@ -21,6 +21,7 @@ from pipeline.checkpoint.folders import bring_back, manifest_of, newest_good, st
 from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
+from pipeline.durable import replace_text
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
 from pipeline.sinks import METRICS_FILE
@@ -51,6 +52,14 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
         ConfigError: it cannot be written, or `run_dir` holds a run and `resume` is `never`.
         CheckpointError: `required` and nothing to go on with, or another process has it.
     """
+    try:
+        return _open(config, split)
+    except OSError as error:
+        path = error.filename or config.run_dir or config.runs_dir
+        raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
+
+
+def _open(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
     resume = config.checkpoint.resume
     found: Path | None
     if config.run_dir is not None:
@@ -131,8 +140,6 @@ def _lock(path: Path, patience: float = 0.0) -> FileLock | None:
         return lock
     except Timeout:
         return None
-    except OSError as error:
-        raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
 
 
 def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
@@ -202,11 +209,8 @@ def _describe(path: Path, config: RunConfig, split: Tree) -> None:
     }
     if split["deepspeed"] is not None:
         files["ds_config.json"] = json.dumps(split["deepspeed"], indent=2)
-    try:
-        for name, text in files.items():
-            (path / name).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
+    for name, text in files.items():
+        replace_text(path / name, text)
 
 
 def environment() -> Tree:

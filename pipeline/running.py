@@ -20,6 +20,7 @@ from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.last_words import Terminated, ignore_stop_signals, speaks
 from pipeline.distributed.ranks import Ranks, tell_end
+from pipeline.durable import replace_text
 from pipeline.errors import PipelineError, printable, too_long_a_name
 from pipeline.logs import log_to_console, log_to_file
 
@@ -117,6 +118,8 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
         how = "finished" if signal_number is None else "stopped"
         print(f"{_place(job.ranks)}: {how} at step {state.global_step}", file=sys.stderr, flush=True)
     job.barrier()
+    if job.ranks.world_size > 1:
+        ignore_stop_signals()  # the launcher ends all with the first that leaves with a code
     job.close()
     return 0 if signal_number is None else 128 + signal_number
 
@@ -173,7 +176,10 @@ def _conclude(path: Path, state: TrainState, signal_number: int | None, text: st
             "skipped_steps": int(state.skipped_steps),
             "sample": text,
         }
-        (path / "summary.json").write_text(json.dumps(summary, indent=2))
+        try:
+            replace_text(path / "summary.json", json.dumps(summary, indent=2))
+        except OSError as error:  # the last checkpoint is whole
+            log.warning("summary.json is not written, so that this run looks unfinished: %s", error)
     else:
         # The last save may have been left out for want of time.
         saved = max(steps_in(path / "checkpoints"), default=None)

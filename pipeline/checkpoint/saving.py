@@ -172,8 +172,11 @@ class Saving:
         if problem is None:
             files = [share.file for share in shares if share.file is not None]
             problem = first(self.peers.attempt(lambda: self._publish(files)))
-        if problem is not None and self.peers.is_leader:
-            self._withdraw()
+        if self.peers.is_leader:
+            if problem is not None:
+                self._withdraw()
+            else:  # only now: where another machine could not publish, it would have had to come back
+                shutil.rmtree(self._replaced, ignore_errors=True)
         return problem
 
     def _publish(self, files: list[str]) -> None:
@@ -195,8 +198,6 @@ class Saving:
         self.partial.rename(self.final)
         self.published = manifest
         synchronise(self.folder)
-        if self._replaced.exists():
-            shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _withdraw(self) -> None:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 from pipeline.errors import LaunchError
 
@@ -42,8 +44,15 @@ class Wait:
         time.sleep(0.05)
 
 
-def reach(host: str, port: int, what: str, wait: Wait, said: bool = True) -> None:
-    """Until something listens there.
+def reach(
+    host: str,
+    port: int,
+    what: str,
+    wait: Wait,
+    said: bool = True,
+    is_here: Callable[[], bool] = lambda: False,
+) -> None:
+    """Until something listens there, or it turns out to be here: a name may be known only after a while.
 
     Args:
         what: Who does not reach what, in words.
@@ -51,7 +60,7 @@ def reach(host: str, port: int, what: str, wait: Wait, said: bool = True) -> Non
     Raises:
         LaunchError: nothing did in time, or there is no such name.
     """
-    while True:
+    while not is_here():
         try:
             socket.create_connection((host, port), timeout=5).close()
             return
@@ -63,10 +72,11 @@ def reach(host: str, port: int, what: str, wait: Wait, said: bool = True) -> Non
 def is_own_address(host: str) -> bool:
     """Whether it is one of this machine."""
     try:
-        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as probe:
-                probe.bind(address)
-                return True
-    except (OSError, UnicodeError):  # not this machine's, or no name of any
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # no name of any machine
         return False
+    for family, kind, _, _, address in found:
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
     return False

@@ -184,12 +184,13 @@ class DeepSpeedEngine(DeepSpeedState):
         if self._watch is not None:
             warn_of_unused(self._watch.unused())
             self._watch = None
-        skipped = torch.tensor(float(engine.skipped_steps - skipped_before))
+        num_skipped = engine.skipped_steps - skipped_before
+        skipped = torch.full((), float(num_skipped), device=self.device)  # a copy from the host would wait
         grad_norm: Tensor | float | None
         if not self._own_guard:
             norm = engine.get_global_grad_norm()
             grad_norm = None if norm is None else norm / own_loss_scale
-        elif skipped:  # before the optimizer's hook
+        elif num_skipped:  # before the optimizer's hook
             grad_norm = math.inf
         else:
             skipped = self._optimizer.found_inf  # type: ignore[attr-defined]

@@ -135,7 +135,8 @@ class PipelineEngine(DeepSpeedState):
         self._expect_shapes(micro_batches)
         engine.train_batch(self._on_device(micro_batches))
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
-        skipped = torch.tensor(float(engine.skipped_steps - skipped_before))
+        # A copy from the host would wait for the device.
+        skipped = torch.full((), float(engine.skipped_steps - skipped_before), device=self.device)
         if self._own_norm and self.precision == "fp32":
             skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None

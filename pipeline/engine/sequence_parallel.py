@@ -15,6 +15,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor, nn
 
 from pipeline.cross_entropy import IGNORED
+from pipeline.data.batches import on_host
 from pipeline.errors import DataError, ModelError
 from pipeline.models.attention import attention_function, document_mask, register_attention
 from pipeline.objectives import Batch
@@ -90,7 +91,8 @@ class SequenceParallel:
             # Before the cut: the last position's target is the first one of the next rank.
             whole["shift_labels"] = F.pad(whole.pop("labels")[:, 1:], (0, 1), value=IGNORED)
         counted = torch.arange(length).expand(len(batch["input_ids"]), -1)
-        positions = whole.setdefault("position_ids", counted).cpu()
+        whole.setdefault("position_ids", counted)
+        positions = on_host(batch).get("position_ids", counted).cpu()
         self._positions = None if torch.equal(positions, counted) else positions
         self._mask = None
         size = length // self._degree
@@ -113,7 +115,7 @@ class SequenceParallel:
                 f"sequence_parallel_size {self._degree} does not divide sequences of {length} tokens; "
                 "pad them"
             )
-        mask = batch.get("attention_mask")
+        mask = on_host(batch).get("attention_mask")  # the device's would be waited for
         if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
             raise DataError(
                 "sequence_parallel_size: an attention_mask may hide the end of a sequence only; pad on "

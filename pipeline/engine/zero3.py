@@ -48,21 +48,24 @@ class _Revisited(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.is_paused and func not in self.HARMLESS:
-            for each in tree_leaves((args, kwargs)):
-                if getattr(each, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE:
-                    self._open(each)
+            used = [each for each in tree_leaves((args, kwargs)) if hasattr(each, "ds_status")]
+            if self._elements + sum(each.ds_numel for each in _sharded(used)) > self.LIMIT:
+                self.close()  # then all of them have to be opened
+            for each in _sharded(used):
+                self._elements += each.ds_numel
+                self._opened.enter_context(self._whole([each]))
         return func(*args, **(kwargs or {}))
-
-    def _open(self, parameter: Any) -> None:
-        if self._elements + parameter.ds_numel > self.LIMIT:
-            self.close()
-        self._elements += parameter.ds_numel
-        self._opened.enter_context(self._whole([parameter]))
 
     def close(self) -> None:
         """Shards them again. Collective, as all of it."""
         self._opened.close()
         self._elements = 0
+
+
+def _sharded(parameters: list[Any]) -> list[Any]:
+    """Each once."""
+    closed = [p for p in parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+    return list({id(p): p for p in closed}.values())
 
 
 class _InitOnCpu(deepspeed.zero.Init):

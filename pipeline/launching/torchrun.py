@@ -104,8 +104,8 @@ def wait_for_others(words: Sequence[str]) -> None:
         return
     match = re.search(r"join_timeout=([0-9]+)", given.get("rdzv_conf", ""))
     wait = Wait(float(match[1]) if match else JOIN_TIMEOUT, "--rdzv-conf=join_timeout=...")
-    if not is_own_address(host):
-        reach(host, int(port), f"{platform.node()} does not reach the machine where all meet", wait)
+    what = f"{platform.node()} does not reach the machine where all meet"
+    reach(host, int(port), what, wait, is_here=lambda: is_own_address(host))
 
 
 def _values(options: Sequence[str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from test_manifest import resealed
 from pipeline.checkpoint.folders import Retention, newest_good
 from pipeline.checkpoint.inspection import diff, list_checkpoints, read_through
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
+from pipeline.checkpoint.peers import Peers
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
@@ -240,6 +241,18 @@ def test_a_step_saved_again_is_never_without_a_checkpoint(tmp_path):
     (tmp_path / "step-00000003").rename(tmp_path / "step-00000003.replaced.partial")
     later, engine = make_store(tmp_path), PlainEngine(0, 1)
     assert later.resume(engine)["global_step"] == 3
+    assert engine.is_model_of(3)
+
+
+def test_a_step_saved_again_stays_where_another_machine_could_not_publish_it(tmp_path, monkeypatch):
+    store = make_store(tmp_path)
+    store.save(PlainEngine(0, 1, seed=3), state_at(3), wait=True)
+    attempt = Peers.attempt
+    monkeypatch.setattr(Peers, "attempt", lambda *given: [*attempt(*given), "rank 8 on node2: disk full"])
+    store.save(PlainEngine(0, 1, seed=3), state_at(3, eval_loss=0.5), wait=True)
+    monkeypatch.undo()
+    engine = PlainEngine(0, 1)
+    assert make_store(tmp_path).resume(engine) == state_at(3)
     assert engine.is_model_of(3)
 
 

@@ -236,4 +236,6 @@ def test_a_machine_that_is_there_is_reached(capfd):
         assert is_own_address("127.0.0.1")
         reach("127.0.0.1", server.getsockname()[1], "nobody", Wait(60))
     assert not is_own_address("192.0.2.1")
+    looks = iter([False, True])  # the name service learns a pod's own name after the pod has begun
+    reach("nowhere.invalid", 1, "nobody", Wait(60), is_here=lambda: next(looks))
     assert not capfd.readouterr().err
