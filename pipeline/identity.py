@@ -31,6 +31,8 @@ MAY_CHANGE = ("max_steps", "max_epochs", "optimizer", "schedule")
 
 def _identity(recipe: Tree, split: Tree) -> Tree:
     kept = {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT}
+    if isinstance(kept.get("log"), dict):
+        kept["log"] = kept["log"] | {"tensorboard": None}  # another reader of the same rows
     return kept | {name: split.get(key) for key, name in DECISIVE.items()}
 
 

@@ -44,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", help="the run's")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="the run's")
+    parser.add_argument("--no-import-paths", action="store_true", help="the run's")
+    # Launchers hand over the run's arguments as they are; of these nothing is asked here.
+    parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--world-size", help=argparse.SUPPRESS)
     parser.add_argument("--runs-dir", metavar="DIR", help="default: the recipe's, or runs")
     parser.add_argument(
         "--cache-dir", metavar="DIR", help="default: the recipe's, or ~/.cache/deepspeed-pipeline"
@@ -71,7 +75,9 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
     runs, cache, ops = "runs", "~/.cache/deepspeed-pipeline", None
     if arguments.deepspeed or arguments.config or arguments.overrides:
         recipe = arguments.config or DEFAULT_RECIPE
-        settings = load_settings(recipe, arguments.deepspeed, arguments.overrides)
+        settings = load_settings(
+            recipe, arguments.deepspeed, arguments.overrides, import_paths=not arguments.no_import_paths
+        )
         runs = str(settings.config.runs_dir)
         cache = str(getattr(settings.config.data, "cache_dir", cache))
         ops = needed_ops(settings.deepspeed or {})

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from pipeline.config.data_schema import SOURCE_NAME, CustomDataConfig
 from pipeline.data.bundle import Collate, DataBundle, collate_items
-from pipeline.data.loader import own_random_numbers
+from pipeline.data.random_numbers import own_random_numbers
 from pipeline.errors import DataError
 from pipeline.importing import import_object
 

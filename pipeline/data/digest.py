@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.data.bundle import DataBundle
-from pipeline.data.loader import own_random_numbers
+from pipeline.data.random_numbers import own_random_numbers
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 

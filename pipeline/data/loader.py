@@ -5,19 +5,17 @@ Moves nothing to a device and enters no collective.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from pipeline.data.batches import Batch, LoadedBatch, as_batch, moved, usable
 from pipeline.data.bundle import Collate
 from pipeline.data.mixture import MixtureOrder
+from pipeline.data.random_numbers import mixed, own_random_numbers, seed_all
 from pipeline.data.sampler import Draw, EvalSampler, MicroBatchSampler
 from pipeline.errors import DataError, PipelineError
 
@@ -173,9 +171,9 @@ class EvalLoader:
 class Fetch(Dataset[Any]):
     """Reads one batch: a data set whose index is a Draw, so that torch's workers can be handed it.
 
-    The batch's random numbers are a function of the seed and its position: the same in this process and in a
-    worker, whenever it is fetched, and after a resume. Those that `augmented` is given are a function of the
-    sample's own position, and so the same at any number of ranks.
+    Random numbers are a function of the seed and a position: the same in this process and in a worker,
+    whenever it is fetched, and after a resume. Those of `augmented` and `__getitem__` go by the sample's own
+    position, and are the same at any number of ranks; those of `__getitems__` and the collate by the batch's.
     """
 
     def __init__(
@@ -200,34 +198,23 @@ class Fetch(Dataset[Any]):
         if getattr(dataset, "is_deterministic", False):
             return self._read(dataset, draw.indices)
         with own_random_numbers(self._seed, draw.position):
-            return self._read(dataset, draw.indices)
+            return self._read(dataset, draw.indices, draw.position)
 
-    def _read(self, dataset: Dataset[Any], indices: list[int]) -> Any:
-        if hasattr(dataset, "__getitems__"):
+    def _read(self, dataset: Any, indices: list[int], position: int | None = None) -> Any:
+        """Position: of the first one; None: nothing is drawn."""
+        source = dataset
+        while isinstance(source, Subset):  # it has __getitems__ whatever it is a part of
+            source = source.dataset
+        if hasattr(source, "__getitems__"):
             return self._collate(dataset.__getitems__(indices))
-        return self._collate([dataset[index] for index in indices])
-
-
-def mixed(*key: int) -> int:
-    """64 random bits that stand for the key."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-
-
-@contextmanager
-def own_random_numbers(*key: int) -> Iterator[None]:
-    """What is drawn inside depends on `key` alone, and leaves a step's dropout outside as it is."""
-    # torch.manual_seed would seed the GPUs' generators too, which dropout draws from.
-    before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-    seed = mixed(*key) % 2**32  # numpy takes no more
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+        if position is None:
+            return self._collate([dataset[index] for index in indices])
+        samples = []
+        for place, index in enumerate(indices, start=position):
+            seed_all(mixed(self._seed, place))
+            samples.append(dataset[index])
+        seed_all(mixed(self._seed, position, len(indices)))
+        return self._collate(samples)
 
 
 class _Chain:

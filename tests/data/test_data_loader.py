@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.token_store import Part, Store
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from pipeline.data.bundle import JoinedDataset, collate_items
 from pipeline.data.loader import EvalLoader, TrainLoader
@@ -145,6 +145,15 @@ def test_what_a_data_set_draws_is_the_same_after_a_resume_and_in_workers(num_wor
     loader.close()
     drawn = torch.tensor(whole).flatten(0, 2)[:, 1:]
     assert len(torch.unique(drawn)) == drawn.numel()  # no batch repeats another's
+
+
+@pytest.mark.parametrize("data", [Random(50), Subset(Random(90), range(50))], ids=["whole", "subset"])
+def test_what_a_sample_draws_is_the_same_at_any_number_of_ranks(data):
+    (whole,) = numbers([train_loader(data, micro_batch_size=12, gradient_accumulation_steps=1).next_group()])
+    groups = [
+        numbers([train_loader(data, dp_rank=rank, dp_world_size=2).next_group()])[0] for rank in range(2)
+    ]
+    assert [s for micro in range(3) for rank in range(2) for s in groups[rank][micro]] == whole[0]
 
 
 def test_an_augmented_sample_is_the_same_at_any_number_of_ranks():

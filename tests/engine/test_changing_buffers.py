@@ -17,9 +17,7 @@ def shared(job: Job, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     return torch.equal(module.values.float(), torch.full(shape, 3.0))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.int16, torch.uint16, torch.float8_e4m3fn]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint16, torch.float8_e4m3fn])
 def test_all_ranks_have_rank_0s(ranks, dtype):
     for shape in ((), (2, 3)):
         assert all(ranks(2).run(shared, dtype, shape))
