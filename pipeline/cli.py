@@ -46,13 +46,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key=value",
         help="recipe keys (model.num_layers=4) and, with ds., DeepSpeed keys (ds.zero_optimization.stage=3)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, load nothing, and stop")
     parser.add_argument("--world-size", type=_positive, metavar="N", help="with --dry-run: plan for N ranks")
     parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    # Launchers add it: deepspeed, and torch.distributed.launch in its own spelling.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
@@ -73,12 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments, unknown = parser.parse_known_args([*(sys.argv[1:] if argv is None else argv), *handed_over])
     for argument in unknown:
-        if argument.startswith("--") and "." in argument:
+        if argument.startswith("--") and "." in argument.partition("=")[0]:
             parser.error(f"{argument}: overrides are written without dashes: {argument.lstrip('-')}")
         elif "=" in argument and not argument.startswith("-"):
             arguments.overrides.append(argument)  # an override after an option
         else:
             parser.error(f"unrecognized argument {argument}")
+    for argument in arguments.overrides:
+        if argument[:1] in "\u2010\u2011\u2012\u2013\u2014\u2212" and argument:
+            parser.error(f"{argument}: begins with a dash that is no hyphen (-); type it again")
+        option = {".yaml": "--config", ".yml": "--config", ".json": "--deepspeed"}.get(Path(argument).suffix)
+        if option is not None and "=" not in argument:
+            parser.error(f"{argument}: which file is meant? write {option} {argument}")
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size is a positive number and goes with --dry-run")
     try:

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 # Steps in a row without a finite gradient that end a run. fp16 first searches its loss scale: 2**32 takes 32.
 MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
 
-
 # What the wait for data must be before a run is told of it: share of the step, seconds a step (a worker
 # process would take as long to hand a batch over), and the steps it is measured over.
 STARVATION_SHARE = 0.1
@@ -79,6 +78,7 @@ class Meters:
         self._stragglers = stragglers
         self._starvation = Starvation(workload.num_workers)
         self._last: StepResult | None = None
+        self._observed = 0
         self._consecutive_skips = torch.zeros((), device=job.device)
         self._restart()
 
@@ -111,6 +111,7 @@ class Meters:
     def observe(self, result: StepResult) -> None:
         """Notes a step, without waiting for it."""
         self._last = result
+        self._observed += 1
         self._steps += 1
         self._count += result.global_count
         skipped = result.skipped.to(self._consecutive_skips)
@@ -124,11 +125,11 @@ class Meters:
             "perf/checkpoint_write_seconds": write_seconds,
         }
 
-    def summary(self) -> dict[str, float]:
+    def summary(self, is_last: bool = False) -> dict[str, float]:
         """The last step's numbers and the rates since the last summary. Collective; waits for the device.
 
         Raises:
-            NonFiniteLossError: too many steps in a row had no finite gradient.
+            NonFiniteLossError: too many steps in a row had no finite gradient; of the last step's row: all.
         """
         result = self._last
         assert result is not None, "summary before the first step"
@@ -142,7 +143,10 @@ class Meters:
         if skipped := int(self._skipped):
             log.warning("%s", self._what_was_skipped(skipped, result.loss_scale))
         skips = int(self._consecutive_skips)
-        if skips >= MAX_CONSECUTIVE_SKIPS[self._precision]:
+        too_many = MAX_CONSECUTIVE_SKIPS[self._precision]
+        if is_last and self._precision != "fp16":  # which searches its loss scale first
+            too_many = min(too_many, self._observed)
+        if skips >= too_many:
             raise NonFiniteLossError(
                 f"the last {skips} steps had an infinite or NaN gradient (loss {row['train/loss']}) and were "
                 "skipped; the parameters are those of the last good step. Look at the data, lower "

@@ -113,6 +113,12 @@ def evaluate_trained(trained: Trained) -> dict[str, float]:
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     objective = build_objective(config)
     engine = _load(trained, job, data)
+    length = getattr(config.data, "sequence_length", None)
+    longest = getattr(getattr(engine.module, "config", None), "max_position_embeddings", None)
+    if length is not None and longest is not None and length > longest:
+        raise ModelError(
+            f"data.sequence_length is {length}, but the model takes {longest} positions; shorten it"
+        )
     loader = build_eval_loader(config, BatchPlan(_micro_batch_size(trained), 1, 1), data, engine)
     if loader is None:
         raise DataError(

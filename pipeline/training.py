@@ -215,7 +215,7 @@ def _has_time_to_save(run: Run, stop: StopOnSignal, write_seconds: float) -> boo
 
 
 def _row(run: Run, state: TrainState, learning_rate: float) -> dict[str, float]:
-    row = run.meters.summary() | {
+    row = run.meters.summary(state.global_step == run.max_steps) | {
         "train/learning_rate": learning_rate,
         "train/samples_seen": run.loader.samples_seen,
         "train/epoch": run.loader.epoch,

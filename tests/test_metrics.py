@@ -80,6 +80,20 @@ def test_skips_in_a_row_end_the_run_and_a_good_step_forgives(precision):
         meter.summary()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_of_few_steps_none_of_which_was_taken_is_an_error(precision):
+    meter = meters(Clock(), precision)
+    for _ in range(3):
+        meter.observe(step(skipped=1.0))
+    meter.summary()
+    meter.observe(step(skipped=1.0))
+    if precision == "fp16":  # it may still search its loss scale
+        meter.summary(is_last=True)
+    else:
+        with pytest.raises(NonFiniteLossError, match="last 4 steps"):
+            meter.summary(is_last=True)
+
+
 @pytest.mark.parametrize(
     ("precision", "scale", "expected"),
     [

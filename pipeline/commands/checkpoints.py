@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="*",
+        default=[],
         metavar="verify | diff A B",
         help="`verify` reads every byte; `diff A B` compares two steps, or `last`, or `best`",
     )

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deepspeed", type=Path, metavar="FILE.json", help="the run's: only what it needs is asked for"
     )
     parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", help="the run's")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the run's")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="the run's")
     parser.add_argument("--no-import-paths", action="store_true", help="the run's")
     # Launchers hand over the run's arguments as they are; of these nothing is asked here.
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)

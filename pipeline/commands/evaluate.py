@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
     parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="recipe keys of data, eval, loader and batch"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="recipe keys of data, eval, loader and batch",
     )
 
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: expected 1 or more")
         if not 0 <= arguments.temperature <= 100:
             raise ConfigError(f"--temperature {arguments.temperature}: expected a number from 0 to 100")
+        if any("\ud800" <= letter <= "\udfff" for letter in arguments.prompt):
+            raise ConfigError("--prompt: not UTF-8; set the terminal to UTF-8 (LANG=C.UTF-8)")
         if not 0 <= arguments.seed < 2**32:
             raise ConfigError(f"--seed {arguments.seed}: expected 0 to 2^32 - 1")
         directory, checkpoint, _ = find_checkpoint(arguments.run, arguments.step)

@@ -19,7 +19,11 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", required=True, help="recipe")
     parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="recipe keys, as data.sequence_length=512"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="recipe keys, as data.sequence_length=512",
     )
 
 

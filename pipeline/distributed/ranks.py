@@ -66,6 +66,9 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     Raises:
         LaunchError: some are set and others are missing, a value is no number or does not fit the others.
     """
+    accelerator = environment.get("DS_ACCELERATOR", "cpu")
+    if accelerator not in ("cpu", "cuda"):
+        raise LaunchError(f"DS_ACCELERATOR={accelerator}: expected cuda or cpu; unset it")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: environment[name] for name in names if name in environment}
     if not given:

@@ -47,6 +47,7 @@ CASES = [
         SLURM_STEP_TASKS_PER_NODE="2",
         **SLURM,
     ),
+    env("an accelerator of that name", "DS_ACCELERATOR=gpu", "expected cuda or cpu", DS_ACCELERATOR="gpu"),
     env("a PMI rank without a size", "PMI_RANK", "unset PMI_RANK", PMI_RANK="1"),
     env(
         "what a launcher handed over is gone",

@@ -143,6 +143,8 @@ def test_a_model_of_ones_own_is_evaluated_and_writes_nothing(call, tmp_path, mon
     [
         (["evaluate", "optimizer.eps=1"], "optimizer.eps: the checkpoint decides this"),
         (["evaluate", "--step", "9"], "has no checkpoint of step 9; it has 1, 2, 3"),
+        (["evaluate", "data.sequence_length=64"], "is 64, but the model takes 32 positions; shorten it"),
+        (["generate", "--prompt", "\udcff"], "--prompt: not UTF-8"),
         (["evaluate", "data.eval_fraction=0"], "nothing is held out to evaluate on"),
         (["generate", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: expected 1 or more"),
         (

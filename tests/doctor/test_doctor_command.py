@@ -24,6 +24,8 @@ from pipeline.doctor.table import show
         (["--hostfile", "h", "--include", "c"], "a slots=1", "'c' is not in the hostfile"),
         (["--include", "c"], None, "give --hostfile FILE"),
         (["--deepspeed", "none.json"], None, "none.json"),
+        # As a launcher hands over the run's arguments.
+        (["--dry-run", "--world-size", "2", "--no-import-paths", "objective.kind=a.b:c"], None, "a.b:c"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, hostfile, message):
