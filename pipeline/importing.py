@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
@@ -25,7 +29,8 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
         error: What to raise where the path names nothing that can be called.
 
     Raises:
-        PipelineError: as `error`; an exception from inside the user's module stays as it is.
+        PipelineError: as `error`, also where the module imports what is not installed or ends the program;
+            any other exception from inside the user's module stays as it is.
     """
     module_name, separator, name = path.partition(":")
     if not (separator and module_name and name):
@@ -35,21 +40,75 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
         sys.path.append(directory)
     importlib.invalidate_caches()
     try:
-        module = importlib.import_module(module_name)
+        with may_not_exit(f"{path}: importing {module_name}", error):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         parts = module_name.split(".")
         own = {".".join(parts[: depth + 1]) for depth in range(len(parts))}
+        if missing.name is None:
+            raise
         if missing.name not in own:
-            raise  # the module is there, something it imports is not
-        raise error(f"{path}: there is no module {missing.name!r} in {directory} or installed") from None
+            raise error(
+                f"{path}: {_importer(missing)} imports {missing.name!r}, which is not installed"
+            ) from None
+        raise error(
+            f"{path}: there is no module {missing.name!r} in {directory} or installed"
+            f"{_hidden(module_name, directory)}"
+        ) from None
     found = getattr(module, name, None)
+    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+        raise error(f"{path} is an async function; write def in place of async def")
     if callable(found):
         return found
     where = f"{path}: module {module_name!r} ({getattr(module, '__file__', 'built in')})"
     if found is not None:
-        raise error(f"{where} has {name!r}, but it is a {type(found).__name__}, not something to call")
+        raise error(
+            f"{where} has {name!r}, but it is a {type(found).__name__}, not something to call"
+            f"{_hidden(module_name, directory)}"
+        )
     close = difflib.get_close_matches(
         name, [key for key, value in vars(module).items() if callable(value)], n=1
     )
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = _hidden(module_name, directory) or (f"; did you mean {close[0]!r}?" if close else "")
     raise error(f"{where} has no {name!r}{hint}")
+
+
+@contextmanager
+def may_not_exit(what: str, error: type[PipelineError]) -> Iterator[None]:
+    """Around code of the user's own: sys.exit in it, or argparse's, would end the run with the user's code.
+
+    Args:
+        what: The code, for the message.
+        error: What to raise in place of SystemExit.
+    """
+    try:
+        yield
+    except SystemExit as ended:
+        raise error(
+            f"{what} ended the program (SystemExit: {ended.code}); put its script part under "
+            'if __name__ == "__main__":'
+        ) from None
+
+
+def _importer(missing: ModuleNotFoundError) -> str:
+    """File and line of the import that failed."""
+    frames = traceback.extract_tb(missing.__traceback__)
+    last = next(frame for frame in reversed(frames) if not frame.filename.startswith("<"))
+    return f"{os.path.relpath(last.filename) if _is_here(last.filename) else last.filename}:{last.lineno}"
+
+
+def _is_here(path: str) -> bool:
+    return Path(path).is_relative_to(os.getcwd())
+
+
+def _hidden(module_name: str, directory: str) -> str:
+    """A hint where a file of that name is here, and an installed or standard module was imported instead."""
+    top = module_name.partition(".")[0]
+    module = sys.modules.get(top)
+    places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+    imported = [Path(place).resolve() for place in places if place]
+    for own in (f"{top}.py", top):
+        path = Path(directory, own).resolve()
+        if module is not None and path.exists() and not any(p.is_relative_to(path) for p in imported):
+            return f"; ./{own} is hidden by it: rename your {'file' if path.is_file() else 'folder'}"
+    return ""

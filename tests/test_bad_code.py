@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -33,6 +37,23 @@ class TwoImages(nn.Module):
         return self.layer(left - right)
 
 
+class Sized(list):
+    """A list that tells another length."""
+
+    def __init__(self, samples, length):
+        super().__init__(samples)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+class Normalised(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+PICTURE = Image.new("RGB", (4, 4))
 DATA = {
     "good": lambda split: TensorDataset(X, Y),
     "uneven": lambda split: [(torch.zeros(3 + i), 0) for i in range(8)],
@@ -41,6 +62,7 @@ DATA = {
     "too_large_to_evaluate": lambda split: TensorDataset(X, Y + (split == "eval")),
     "negative": lambda split: TensorDataset(X, Y - 1),
     "floats": lambda split: TensorDataset(X, Y.float()),
+    "nothing_to_learn": lambda split: TensorDataset(X, torch.full_like(Y, -100)),
     "columns": lambda split: TensorDataset(X, Y[:, None]),
     "names": lambda split: [(x, "cat") for x in X],
     "unlabelled": lambda split: list(X),
@@ -52,6 +74,16 @@ DATA = {
     "loaders": lambda split: DataLoader(TensorDataset(X, Y)),
     "arrays": lambda split: (X, Y),
     "sets": lambda split: {"train": X},
+    "pictures": lambda split: [(PICTURE, y) for y in Y],
+    "texts": lambda split: [("text", y) for y in Y],
+    "objects": lambda split: [(np.array([object()]), y) for y in Y],
+    "named_pictures": lambda split: [{"input": PICTURE, "labels": y} for y in Y],
+    "only_texts": lambda split: ["text"] * 8,
+    "empty_dicts": lambda split: [{}] * 8,
+    "frame": lambda split: pd.DataFrame({"x": [0.0] * 8, "y": [0] * 8}),
+    "half_a_length": lambda split: Sized(X, 7.5),
+    "negative_length": lambda split: Sized(X, -1),
+    "ends": lambda split: sys.exit(0),
     "broken": lambda split: {}["not there"],
 }
 
@@ -68,7 +100,44 @@ def two_images():
     return TwoImages()
 
 
+def lazy():
+    return nn.LazyLinear(4)
+
+
+def on_meta():
+    return nn.Linear(3, 4, device="meta")
+
+
+def in_parallel():
+    return nn.DataParallel(nn.Linear(3, 4))
+
+
+def in_half():
+    return nn.Linear(3, 4).half()
+
+
+def normalised():
+    return Normalised()
+
+
+def ends_the_program():
+    sys.exit("no GPU")
+
+
+def without_split():
+    return TensorDataset(X, Y)
+
+
+def split_by_name(*, split):
+    return TensorDataset(X, Y)
+
+
+async def awaited(split):
+    return TensorDataset(X, Y)
+
+
 made = nn.Linear(3, 4)
+torchs_loss = nn.MSELoss()
 
 
 def packed(samples):
@@ -93,6 +162,24 @@ def misnamed(outputs, batch):
 
 def own_cross_entropy(outputs, batch):
     return F.cross_entropy(outputs, batch["targets"], reduction="sum")
+
+
+def counting(counted):
+    def loss(outputs, batch):
+        return own_cross_entropy(outputs, batch)
+
+    loss.count = counted
+    return loss
+
+
+counting_text = counting(lambda batch: "four")
+counting_nothing = counting(lambda batch: None)
+counting_many = counting(lambda batch: torch.ones(4))
+counting_without_a_function = counting(4)
+
+
+def loss_that_ends(outputs, batch):
+    sys.exit(0)
 
 
 def of_one(outputs):
@@ -161,6 +248,33 @@ def own(section, name):
         ([own("objective", "of_one")], "of_one(outputs) cannot be called with (outputs, batch)"),
         ([own("objective", "own_cross_entropy"), own("data", "too_large")], "labels of a cross entropy are"),
         (["objective.kind=causal_lm"], "reads 'labels', and the batch has inputs"),
+        ([own("data", "pictures")], "wants entry 'inputs', a list of 4 Image: the data set must give"),
+        ([own("data", "named_pictures")], "wants entry 'input', a list of 4 Image: the data set must give"),
+        ([own("data", "texts")], "wants entry 'inputs', a list of 4 str: the data set must give tensors"),
+        ([own("data", "objects")], "wants entry 'inputs', a list of 4 ndarray: the data set must give"),
+        ([own("data", "only_texts")], "the data set gave a str for a sample; expected a dict, a tuple or a"),
+        ([own("data", "empty_dicts")], "the data set gave an empty dict for a sample; expected"),
+        ([own("data", "frame")], 'a DataFrame for "train", whose [0] is no row; return e.g. a list of its'),
+        ([own("data", "half_a_length")], "'float' object cannot be interpreted as an integer; its __len__"),
+        ([own("data", "negative_length")], "__len__() should return >= 0; its __len__ has to return the"),
+        ([own("data", "ends")], "data.kind test_bad_code:data ended the program (SystemExit: 0); put its"),
+        (["data.kind=test_bad_code:without_split", "data.args={}"], "def without_split(split)"),
+        (["data.kind=test_bad_code:split_by_name", "data.args={}"], "as split_by_name(\"train\"): write def"),
+        (["data.kind=test_bad_code:awaited", "data.args={}"], "is an async function; write def in place of"),
+        ([own("model", "lazy")], "without values: weight, bias are lazy; give the layer its sizes"),
+        ([own("model", "on_meta")], "without values: weight, bias are on the meta device; make the model on"),
+        ([own("model", "in_parallel")], "returned a DataParallel; return the module inside"),
+        ([own("model", "ends_the_program")], "ended the program (SystemExit: no GPU); put its script part"),
+        ([own("model", "normalised"), "batch.global_batch_size=1"], "raise batch.micro_batch_size"),
+        (["objective.kind=torch.nn.functional:cross_entropy"], 'return F.cross_entropy(outputs, batch["targ'),
+        (["objective.kind=torch.nn.functional:cross_entropy"], "or objective.kind: classification"),
+        (["objective.kind=torch.nn:MSELoss"], 'return nn.MSELoss(reduction="sum")(outputs, batch["targ'),
+        ([own("objective", "torchs_loss")], 'return nn.MSELoss(reduction="sum")(outputs, batch["targets"])'),
+        ([own("objective", "counting_text")], "the function's count returned a str; expected one number"),
+        ([own("objective", "counting_nothing")], "the function's count returned a NoneType; expected one"),
+        ([own("objective", "counting_many")], "count returned a tensor of shape (4,); expected one number"),
+        ([own("objective", "counting_without_a_function")], "loss.count is no function; expected one of the"),
+        ([own("objective", "loss_that_ends")], "objective.kind: the function ended the program (SystemExit"),
         (["objective.kind=model_loss"], "objective.kind is model_loss, and the model returned a tensor of"),
     ],
 )  # fmt: skip
@@ -180,3 +294,44 @@ def test_the_users_own_error_keeps_its_traceback(ends, override, last):
     assert "Traceback" in told
     assert last in told
     assert "test_bad_code.py" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("script_that_exits", "import sys\nsys.exit(0)", "ended the program (SystemExit: 0); put its script"),
+        (
+            "script_with_arguments",
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('--epochs', required=True)\n"
+            "p.parse_args([])",
+            "importing script_with_arguments ended the program (SystemExit: 2); put its script part under if "
+            '__name__ == "__main__":',
+        ),
+        (
+            "own_import",
+            "\n\nimport notthere_at_all",
+            "own_import.py:3 imports 'notthere_at_all', which is not",
+        ),
+        ("datasets", "def data(split): ...", "; ./datasets.py is hidden by it: rename your file"),
+        ("code", "def data(split): ...", "; ./code.py is hidden by it: rename your file"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(ends, name, text, message):
+    with open(f"{name}.py", "w") as file:
+        file.write(text)
+    told = ends(2, f"data.kind={name}:data", "data.args={}")
+    assert "Traceback" not in told
+    (line,) = [line for line in told.splitlines() if line.startswith("error:")]
+    assert message in line
+
+
+def test_a_model_in_half_precision_is_trained_from_fp32(ends):
+    told = ends(0, own("model", "in_half"))
+    assert "test_bad_code:in_half: 16 parameters are fp16; trained from fp32 copies of them" in told
+
+
+def test_a_first_step_without_a_label_is_told(ends):
+    assert "no label of the first micro-batch counts: all of 'targets' are -100" in ends(
+        0, own("data", "nothing_to_learn")
+    )
+    assert "no label" not in ends(0, "name=other")

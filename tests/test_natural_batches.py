@@ -112,7 +112,7 @@ def test_samples_that_cannot_be_stacked_are_told_by_their_shapes(num_workers):
         ([{"x": X[0], "y": 1}, {"x": X[0]}], "some lack y"),
         ([{"ids": [1, 2]}, {"ids": [1]}], r"ids of one batch cannot be stacked: \(2,\) and \(1,\)"),
         ([(X[0], 1), (X[0], 1, 2)], "samples of one batch cannot be stacked: 2 and 3"),
-        (["text", "texts"], "without a sample"),
+        (["text", "texts"], "gave a str for a sample"),
         ([{"text": "a"}, {"text": "b"}], "without a sample: text .list of str"),
     ],
 )
@@ -300,6 +300,21 @@ def test_arguments_that_do_not_fit_are_told_with_both_sides():
     assert "model.inputs=[...]" in str(told.value)
     with pytest.raises(ModelError, match="would be given 'inputs', which holds no tensor"):
         ModelCall(["inputs"])(nn.Linear(2, 1), {"inputs": ["a picture"], "x": X})
+
+
+def texts_and_image(texts, image):
+    return texts, image
+
+
+def test_what_is_no_tensor_goes_to_the_model_where_the_recipe_says_so():
+    batch = {"texts": ["a", "b", "c"], "image": X}
+    with pytest.raises(DataError, match=r"wants entry 'texts', a list of 3 str: .*model\.inputs="):
+        ModelCall()(Recorder(texts_and_image), batch)
+    ModelCall(["texts", "image"])(Recorder(texts_and_image), batch)
+    pictures = {"inputs": ["a", "b", "c"], "width": Y}
+    with pytest.raises(DataError, match="wants entry 'inputs', a list of 3 str"):
+        ModelCall()(Recorder(image_and_width), pictures)
+    assert ModelCall().entries(Recorder(optional_lengths), {"x": X, "inputs": ["a", "b", "c"]}) == {"x"}
 
 
 # --- what does not fit --------------------------------------------------------------------------------

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config.schema import BatchConfig
+from pipeline.config.schema import (
+    MOST_ACCUMULATED,
+    MOST_SAMPLES_A_STEP,
+    MOST_SAMPLES_AT_ONCE,
+    BatchConfig,
+)
 from pipeline.errors import ConfigError
 
 
@@ -33,8 +38,22 @@ def plan_batch(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
     """Completes the batch numbers for this many data-parallel ranks.
 
     Raises:
-        ConfigError: the numbers contradict each other, do not divide, or are too few.
+        ConfigError: the numbers contradict each other, do not divide, are too few, or one that follows is
+            larger than it may be stated.
     """
+    plan = _completed(batch, dp_world_size)
+    limits = {
+        "micro_batch_size": MOST_SAMPLES_AT_ONCE,
+        "gradient_accumulation_steps": MOST_ACCUMULATED,
+        "global_batch_size": MOST_SAMPLES_A_STEP,
+    }
+    for name, most in limits.items():
+        if getattr(plan, name) > most:
+            raise ConfigError(f"batch: {plan}; {name} is at most {most:,}: change the numbers that are given")
+    return plan
+
+
+def _completed(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
     micro, steps, total = batch.micro_batch_size, batch.gradient_accumulation_steps, batch.global_batch_size
     if micro is None and total is None:
         raise ConfigError("batch: give micro_batch_size or global_batch_size; the rest follows")

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.config.data_schema import ChatDataConfig, DigitsDataConfig, ImagesDataConfig, TextDataConfig
+from pipeline.config.data_schema import (
+    ChatDataConfig,
+    DigitsDataConfig,
+    DocumentsConfig,
+    ImagesDataConfig,
+    SourceConfig,
+    TextDataConfig,
+)
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
 from pipeline.config.schema import RunConfig, ScheduleConfig
 
@@ -16,6 +23,18 @@ WHOLE_HEADS = {
     "biogpt", "bloom", "codegen", "falcon", "gemma2", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "llama",
     "openai-gpt", "opt", "persimmon", "stablelm", "xglm",
 }  # fmt: skip
+
+# Those whose heads are as wide as hidden_size / num_heads, and turned in pairs of their entries. Others with
+# rotary positions have a width of their own (gemma, qwen3) or turn a part of it (phi, gpt_neox).
+ROTARY_HEADS = {
+    "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe",
+    "starcoder2",
+}  # fmt: skip
+# Fields of `extra` that make the rotated part another one.
+OTHER_ROTARY = {"head_dim", "partial_rotary_factor", "rope_parameters", "rope_scaling"}
+
+# Which keys of a source of documents are read with which origin alone.
+OF_ORIGIN = {"dataset": ("subset", "split", "revision", "streaming"), "iterable": ("args",)}
 
 LARGEST_MODEL = 10**15
 """Parameters; a thousand times the largest models there are."""
@@ -34,6 +53,8 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
         )
     if isinstance(config.model, CausalLMConfig):
         yield from _of_language_model(config.model)
+    if isinstance(config.data, DocumentsConfig):
+        yield from _of_documents(config.data)
     yield from _of_objective(config)
     yield from _of_schedule(config.schedule)
 
@@ -48,6 +69,12 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
         yield (
             ("model.weights", "model.pretrained"),
             "model: give pretrained or weights, not both; a pretrained model brings its weights",
+        )
+    if model.architecture is not None and model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        yield (
+            ("model.architecture",),
+            f"model.architecture: {model.architecture!r} is the name of a class; write its model type, as "
+            "config.json has it (llama for LlamaForCausalLM)",
         )
     heads, groups, width = model.num_heads, model.num_key_value_heads, model.hidden_size
     if heads and groups and heads % groups:
@@ -66,6 +93,18 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
             ("model.hidden_size", "model.num_heads"),
             f"model.hidden_size {width} is not a multiple of num_heads {heads}",
         )
+    elif (
+        width
+        and heads
+        and width // heads % 2
+        and model.architecture in ROTARY_HEADS
+        and not OTHER_ROTARY & set(model.extra)
+    ):
+        yield (
+            ("model.num_heads", "model.hidden_size"),
+            f"model.num_heads {heads} of hidden_size {width} makes heads {width // heads} wide; rotary "
+            "positions need an even head width: change either",
+        )
     layers, inner = model.num_layers or 1, model.intermediate_size or 0
     parameters = layers * ((width or 0) ** 2 + (width or 0) * inner) + (model.vocab_size or 0) * (width or 1)
     if parameters > LARGEST_MODEL:
@@ -73,6 +112,23 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
             ("model.hidden_size", "model.num_layers", "model.intermediate_size", "model.vocab_size"),
             f"model: more than {parameters:.0e} parameters, which no machine holds; lower hidden_size, "
             "intermediate_size, num_layers or vocab_size",
+        )
+
+
+def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
+    named = {f"data.sources.{number}": source for number, source in enumerate(data.sources or [])}
+    named |= {f"data.eval_sets.{name}": source for name, source in data.eval_sets.items()}
+    for at, source in named.items():
+        for origin, keys in OF_ORIGIN.items():
+            for key in keys:
+                unread = getattr(source, origin) is None
+                if unread and getattr(source, key) != SourceConfig.model_fields[key].default:
+                    yield (f"{at}.{key}", at), f"{at}.{key} goes with {origin}, which is not given; drop it"
+    default = TextDataConfig.model_fields["text_field"].default
+    if isinstance(data, TextDataConfig) and data.sources is not None and data.text_field != default:
+        yield (
+            ("data.text_field", "data.sources"),
+            "data.text_field goes with data.paths; write text_field in each of data.sources",
         )
 
 

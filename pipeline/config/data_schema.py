@@ -78,7 +78,7 @@ class DocumentsConfig(Closed):
     sources: list[SourceConfig] | None = Field(None, min_length=1)
     """Several sources, or one with more to say of it, in place of `paths`."""
     eval_sets: dict[Annotated[str, Field(pattern=SOURCE_NAME)], SourceConfig] = Field({})
-    """Further sets to evaluate on, by name; their documents are never trained on."""
+    """Further sets to evaluate on, by name; files that are trained on as well are told."""
     eval_fraction: float = Field(0.02, ge=0, lt=1)
     """Share of each source's documents held out for evaluation, chosen by a hash of the document: it stays
     held out whatever is added."""
@@ -208,6 +208,9 @@ class ImagesDataConfig(Closed):
             raise ValueError("eval_path goes with path; with a dataset write eval_split")
         if self.dataset is None and self.eval_split is not None:
             raise ValueError("eval_split goes with dataset; with a path write eval_path")
+        for name in ("subset", "split"):
+            if self.dataset is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} goes with dataset, which is not given; drop it")
         for name in ("mean", "std"):
             given = getattr(self, name)
             if given is not None and len(given) != self.channels:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.json_file import JsonFile, is_comment
-from pipeline.config.loading import Tree, did_you_mean, get_dotted
+from pipeline.config.loading import Tree, did_you_mean
 from pipeline.errors import ConfigError
 
 SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
@@ -63,6 +63,9 @@ def _names(section: str) -> dict[str, str]:
     for dotted, rule in rules().items():
         if dotted.startswith(prefix) and "." not in (key := dotted.removeprefix(prefix)):
             found |= dict.fromkeys((key, *rule.get("names", ())), key)
+    for other, key in keys.OTHER_NAMES.items():
+        if other.rpartition(".")[0] == section:
+            found[other.removeprefix(prefix)] = key
     own = keys.SECTIONS.get(section)
     return {name: key for name, key in found.items() if own is None or key in own}
 
@@ -77,9 +80,6 @@ def check(file: JsonFile) -> None:
         ConfigError: a key that is unknown, dropped or not read here; a value of another type or out of range.
     """
     file.tree = _section(file, file.tree, "", file.notes)
-    for dotted, wrong, message in _TOGETHER:
-        if wrong(file.tree):
-            raise ConfigError(f"{file.at(dotted)}: {message}")
 
 
 def _section(file: JsonFile, section: Tree, prefix: str, notes: list[str]) -> Tree:
@@ -93,7 +93,7 @@ def _section(file: JsonFile, section: Tree, prefix: str, notes: list[str]) -> Tr
         _refuse_key(file, full, given, value, names, notes)
         if value is None or full in keys.REMOVED or full in keys.NOT_HERE:
             continue
-        name = keys.OTHER_NAMES.get(full, names[given])
+        name = names[given]
         name, renewed = _renewed(file, f"{prefix}{name}", value, notes)
         dotted = f"{prefix}{name}"
         if name in clean or (name != given and section.get(name) is not None):
@@ -128,6 +128,8 @@ def _refuse_key(
         notes.append(f"{file.at(full)}: switched off, passed over")
     elif given not in names:
         section = full.rpartition(".")[0]
+        if full in keys.WORDS_OF_OTHERS:
+            raise ConfigError(f"{file.at(full)}: unknown key; {keys.WORDS_OF_OTHERS[full]}")
         if "." in given and given in rules():
             raise ConfigError(f"{file.at(full)}: unknown key; write {_nested(given)}")
         if full in rules():
@@ -232,56 +234,3 @@ def _expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
 # Keys whose "auto" is filled in by decide_precision.
 AUTO = {"bf16.enabled", "fp16.enabled", "tf32.enabled"}
 _NEVER_AUTO = {"compile.enabled", "pipeline.partition", "zero_optimization.stage"}
-
-
-def _get(tree: Tree, dotted: str) -> Any:
-    default = rules()[dotted].get("default")
-    value = get_dotted(tree, dotted)
-    return default if value is None or value == "auto" else value
-
-
-def _stage(tree: Tree) -> int:
-    return int(_get(tree, "zero_optimization.stage"))
-
-
-def _no_path(section: str) -> tuple[str, Any, str]:
-    at = f"zero_optimization.{section}"
-    return (
-        f"{at}.device",
-        lambda tree: get_dotted(tree, f"{at}.device") == "nvme" and not get_dotted(tree, f"{at}.nvme_path"),
-        f"nvme needs a folder on a local NVMe disk; set {at}.nvme_path",
-    )
-
-
-# (key, whether it is wrong with the others, what to change): what DeepSpeed refuses once it starts.
-_TOGETHER = [
-    _no_path("offload_optimizer"),
-    _no_path("offload_param"),
-    (
-        "zero_optimization.compute_grad_norm",
-        lambda tree: not _get(tree, "zero_optimization.compute_grad_norm"),
-        "the norm is logged, and without one nothing guards against gradients that are not finite; drop it",
-    ),
-    (
-        "zero_optimization.offload_optimizer.ratio",
-        lambda tree: _get(tree, "zero_optimization.offload_optimizer.ratio") < 1 and _stage(tree) < 3,
-        "only ZeRO 3 offloads a part; set zero_optimization.stage 3, or drop it",
-    ),
-    (
-        "bf16.bf16_master_weights_and_grads",
-        lambda tree: _get(tree, "bf16.bf16_master_weights_and_grads") and not _stage(tree),
-        "only ZeRO has master weights; set zero_optimization.stage 1, 2 or 3",
-    ),
-    (
-        "fp16.fp16_master_weights_and_grads",
-        lambda tree: _get(tree, "fp16.fp16_master_weights_and_grads") and not _stage(tree),
-        "only ZeRO has master weights; set zero_optimization.stage 1, 2 or 3",
-    ),
-    (
-        "bf16.bf16_optimizer_states",
-        lambda tree: (
-            _get(tree, "bf16.bf16_optimizer_states") and not _get(tree, "bf16.bf16_master_weights_and_grads")
-        ),
-        "needs bf16.bf16_master_weights_and_grads: true",
-    ),
-]

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_check import check, rules
+from pipeline.config.deepspeed_together import refuse_together
 from pipeline.config.json_file import JsonFile, is_comment, read_json
 from pipeline.config.loading import Tree, did_you_mean, get_dotted, override, set_dotted
 from pipeline.config.schema import RunConfig
@@ -29,6 +30,7 @@ def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> J
     for parts, value in overrides:
         override(file.tree, file.places, parts, value)
     check(file)
+    refuse_together(file)
     return file
 
 
@@ -69,6 +71,12 @@ def adopt_stated_numbers(
         if own is None:
             adopted[mine] = file.at(json_key)
             set_dotted(recipe, mine.split("."), value, adopted[mine])
+        elif own != value and isinstance(value, str) and json_key != "scheduler.type":
+            wanted = "a whole number" if mine.endswith(("size", "steps")) else "a number"
+            raise ConfigError(
+                f'{file.at(json_key)}: expected {wanted} or "auto", given {value!r}, which is a text; '
+                "write it without quotes"
+            )
         elif own != value:
             theirs = "the command line's" if places.get(mine) == "command line" else "the recipe's"
             other = adopted.get(mine, f"{theirs} {mine}")

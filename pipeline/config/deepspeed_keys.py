@@ -86,7 +86,11 @@ IGNORED = {
 }
 
 # Names that DeepSpeed still takes, besides those its models declare.
-OTHER_NAMES = {"bfloat16": "bf16"}
+OTHER_NAMES = {"aio.thread_count": "intra_op_parallelism", "bfloat16": "bf16"}
+
+_COMPILE = 'write "compile": {"enabled": true}'
+# What other trainers call things in this file, and what to write here.
+WORDS_OF_OTHERS = dict.fromkeys(("compile.backend", "compile.disable", "compile.kwargs"), _COMPILE)
 
 _POSITIVE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0}
 _DTYPE: dict[str, Any] = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
@@ -163,6 +167,7 @@ RECIPE_OWNS = {
     "optimizer.params.betas": "optimizer.betas",
     "optimizer.params.eps": "optimizer.eps",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "optimizer.params.max_grad_norm": "optimizer.max_grad_norm",
     "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
     "scheduler.params.warmup_max_lr": "optimizer.learning_rate",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.config.consistency import contradictions
 from pipeline.config.schema import RunConfig
+from pipeline.config.words_of_others import WORDS_OF_OTHERS
 from pipeline.config.yaml_loader import Loader
 from pipeline.errors import ConfigError
 from pipeline.foreign import CONFIGURATION, read_plain
@@ -24,6 +25,10 @@ DEEPSPEED_OWNS = {
     "zero_optimization", "zero_stage", "stage", "fp16", "bf16", "precision", "dtype", "offload",
     "offload_optimizer", "offload_param", "loss_scale", "tensor_parallel", "pipeline",
 }  # fmt: skip
+
+
+# Plain words that YAML 1.1 takes for a value: on, off, yes, no, ~
+_NOT_TEXT = {"tag:yaml.org,2002:bool": "true or false", "tag:yaml.org,2002:null": "nothing"}
 
 
 def did_you_mean(given: str, valid: Iterable[str]) -> str:
@@ -87,6 +92,9 @@ def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(problem="a key must be a plain name", problem_mark=key.start_mark)
+            if (word := _NOT_TEXT.get(key.tag)) is not None:
+                problem = f"the key {key.value!r} is read as {word}, not as a text; write it in quotes"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             dotted = f"{prefix}{key.value}"
             if dotted in places:
                 raise yaml.MarkedYAMLError(
@@ -101,14 +109,18 @@ def parse_override(argument: str) -> tuple[list[str], Any]:
     """`model.num_layers=4` -> (["model", "num_layers"], 4). The value is read as YAML.
 
     Raises:
-        ConfigError: no `=`, an empty part in the key, or a value that is not YAML.
+        ConfigError: no `=`, an empty part in the key, no value, or one that is not YAML.
     """
     key, equals, value = argument.partition("=")
     parts = key.split(".")
     if not equals or not all(parts) or parts == ["ds"]:
         raise ConfigError(f"command line: {argument!r} is not an override; write section.key=value")
     try:
-        return parts, yaml.load(value, Loader=Loader)
+        loader = Loader(value)
+        node = loader.get_single_node()
+        if node is None:  # a variable of the shell that was not set, or a comment
+            raise ConfigError(f"command line: {argument} has no value; write {key}=null to unset it")
+        return parts, loader.construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = f" ({error.problem})" if isinstance(error, yaml.MarkedYAMLError) and error.problem else ""
         raise ConfigError(f"command line: the value of {key} is not valid YAML{reason}: {value!r}") from None
@@ -191,12 +203,9 @@ def _explain(problem: Any, source: Path, places: Mapping[str, str]) -> str:
         at.startswith(f"{dotted}.") and there == "command line" for at, there in places.items()
     ):
         place = "command line"  # keys of a section that exclude each other, one of them given there
-    start = f"{place}: {dotted}: "
+    start = f"{place}: {_visible(dotted)}: "
     if kind == "extra_forbidden":
-        if parts[-1] in DEEPSPEED_OWNS:
-            return start + "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
-        valid = section.model_fields if section else {}
-        return f"{start}unknown key{did_you_mean(parts[-1], valid)}"
+        return start + _unknown(parts[-1], dotted, section)
     if kind == "union_tag_invalid":
         tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'custom'", "")
         hint = did_you_mean(tag, re.findall(r"'(\w+)'", expected))
@@ -209,6 +218,22 @@ def _explain(problem: Any, source: Path, places: Mapping[str, str]) -> str:
         return start + str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{start}{message}, given {given!r}"
+
+
+def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
+    """What is said of a key that its section does not have."""
+    if not key.isprintable():
+        return "unknown key; what is escaped here does not show: type the line anew, with plain spaces"
+    if key in DEEPSPEED_OWNS:
+        return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
+    if WORDS_OF_OTHERS.get(key, dotted) != dotted:  # the same: a key of another kind of this section
+        return f"unknown key; here it is {WORDS_OF_OTHERS[key]}"
+    return f"unknown key{did_you_mean(key, section.model_fields if section else {})}"
+
+
+def _visible(text: str) -> str:
+    """The text with what does not show, as a no-break space, written out: `\\xa0`."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
@@ -15,6 +24,18 @@ class Closed(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        """A whole number may be written 1e3, which YAML reads as 1000.0; `None` is no YAML for nothing."""
+        wanted = cls.model_fields[str(info.field_name)].annotation
+        kinds = get_args(wanted) or (wanted,)
+        if isinstance(value, float) and int in kinds and value.is_integer() and abs(value) < 2**63:
+            return int(value)
+        if isinstance(value, str) and NoneType in kinds and value.strip().lower() in ("none", "nil"):
+            raise ValueError(f"{value!r} is a text; write null")
+        return value
 
 
 class ModelSection(Closed):

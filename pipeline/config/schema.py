@@ -13,6 +13,8 @@ from pipeline.config.data_schema import DataConfig
 from pipeline.config.model_schema import IMPORT_PATH, Closed, ModelConfig
 
 RUN_NAME = r"^[\w.-]+$"
+MOST_SAMPLES_AT_ONCE = MOST_ACCUMULATED = 2**24
+MOST_SAMPLES_A_STEP = 2**40
 
 
 class LoaderConfig(Closed):
@@ -38,16 +40,23 @@ class ObjectiveConfig(Closed):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all classes (classification)."""
 
+    @field_validator("class_weights")
+    @classmethod
+    def _some_weight(cls, value: list[float] | None) -> list[float] | None:
+        if value and not any(value):
+            raise ValueError("all weights are 0, so nothing is learned; give a class a weight above 0")
+        return value
+
 
 class BatchConfig(Closed):
     """Any two of the three numbers; the third follows for the world size of the run. Without this section:
     `micro_batch_size: 8`."""
 
-    micro_batch_size: int | None = Field(None, gt=0, le=2**24)
+    micro_batch_size: int | None = Field(None, gt=0, le=MOST_SAMPLES_AT_ONCE)
     """Samples one rank takes through the model at once."""
-    gradient_accumulation_steps: int | None = Field(None, gt=0, le=2**24)
+    gradient_accumulation_steps: int | None = Field(None, gt=0, le=MOST_ACCUMULATED)
     """Micro-batches a rank adds up before the optimizer steps. Default where nothing else decides it: 1."""
-    global_batch_size: int | None = Field(None, gt=0, le=2**40)
+    global_batch_size: int | None = Field(None, gt=0, le=MOST_SAMPLES_A_STEP)
     """Samples an optimizer step sees: micro x accumulation x data-parallel size."""
 
 

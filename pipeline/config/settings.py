@@ -31,6 +31,7 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.own_code import refuse_code
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split, deepspeed_split
+from pipeline.config.yaml_loader import Dumper
 from pipeline.errors import ConfigError
 from pipeline.foreign import is_path
 
@@ -119,6 +120,9 @@ def load_settings(
     Raises:
         ConfigError: see pipeline.config.loading, pipeline.config.deepspeed_json and pipeline.config.own_code.
     """
+    for option, path in (("--config", recipe), ("--deepspeed", deepspeed)):
+        if path == Path():  # what an empty text becomes
+            raise ConfigError(f"{option}: empty, or the folder '.'; name a file")
     parsed = [parse_override(argument) for argument in overrides]
     for_deepspeed = [(parts[1:], value) for parts, value in parsed if parts[0] == "ds"]
     for_recipe = [(parts, value) for parts, value in parsed if parts[0] != "ds"]
@@ -191,4 +195,4 @@ def recipe_yaml(config: RunConfig) -> str:
     """
     left_out = set() if "engine" in config.model_fields_set else {"engine"}
     tree = config.model_dump(mode="json", exclude_none=True, exclude=left_out)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)

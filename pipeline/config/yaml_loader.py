@@ -11,7 +11,7 @@ MOST_NODES, MOST_LEVELS = 100_000, 64  # of a recipe, aliases written out
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number (YAML 1.1 takes it for text), and nothing without bounds."""
+    """SafeLoader that reads numbers as people write them (3e-4, and no octal 010), nothing without bounds."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -70,9 +70,27 @@ def _count_nodes(node: Any, known: dict[int, tuple[int, int]], level: int) -> tu
 
 
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
-Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+# YAML 1.1 reads 010 as 8 and 1:30 as 90, which nobody means: here both stay texts.
+_NUMBERS = {
+    "int": r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
+    "float": r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)"
+    r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+_TAG = "tag:yaml.org,2002:"
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in each if tag.removeprefix(_TAG) not in _NUMBERS]
+    for first, each in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, _pattern in _NUMBERS.items():
+    Loader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
+
+
+class Dumper(yaml.SafeDumper):
+    """SafeDumper that also quotes the texts which this loader alone takes for numbers: '1e3'."""
+
+
+Dumper.yaml_implicit_resolvers = {
+    first: yaml.SafeDumper.yaml_implicit_resolvers.get(first, [])
+    + Loader.yaml_implicit_resolvers.get(first, [])
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
+}

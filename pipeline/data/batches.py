@@ -5,7 +5,7 @@ A sample or a batch may be a dict, a tuple or list `(input, target, ...)`, a nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -216,6 +216,12 @@ def stacked(samples: Sequence[Any], where: str = "samples") -> Any:
         raise DataError("the data set gave None for a sample; expected a dict, a tuple or a tensor")
     if isinstance(first, PackedSequence):
         raise DataError(_NO_PACKED)
+    if where == "samples" and not _is_sample(first):
+        what = f"an empty {type(first).__name__}" if isinstance(first, Sized) and not len(first) else None
+        raise DataError(
+            f"the data set gave {what or f'a {type(first).__name__}'} for a sample; expected a dict, a tuple "
+            "or a tensor"
+        )
     if any(isinstance(sample, (Mapping, tuple, Tensor, np.ndarray)) for sample in samples) and len(kinds) > 1:
         raise DataError(f"{where} of one batch differ in type: {', '.join(kinds)}; give all the same form")
     if isinstance(first, Mapping):
@@ -243,6 +249,13 @@ def stacked(samples: Sequence[Any], where: str = "samples") -> Any:
             raise DataError(_uneven(where, list(shapes)))
         return torch.stack(values) if isinstance(first, (Tensor, np.ndarray, list)) else _numbers(samples)
     return list(samples)
+
+
+def _is_sample(value: Any) -> bool:
+    """Something with entries, or a tensor, an array of numbers or a number."""
+    if isinstance(value, (Mapping, tuple, list)):
+        return len(value) > 0
+    return isinstance(value, Tensor) or _is_numeric(value)
 
 
 def _numbers(samples: Sequence[Any]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from inspect import Parameter
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset
@@ -13,7 +14,9 @@ from pipeline.config.data_schema import SOURCE_NAME, CustomDataConfig
 from pipeline.data.bundle import Collate, DataBundle, collate_items
 from pipeline.data.random_numbers import own_random_numbers
 from pipeline.errors import DataError
-from pipeline.importing import import_object
+from pipeline.importing import import_object, may_not_exit
+
+BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
 
 
 def prepare_custom(config: CustomDataConfig) -> DataBundle:
@@ -66,12 +69,19 @@ def call_for_split(function: Callable[..., Any], split: str, config: CustomDataC
         except TypeError as mismatch:
             name = config.kind.partition(":")[2]
             given = ", ".join([f'"{split}"', *config.args])
+            takes_split = any(p.kind in BY_POSITION for p in signature.parameters.values())
+            cure = "change data.args"
+            if not takes_split:
+                cure = f'it is called as {name}("{split}"): write def {name}(split)'
             raise DataError(
                 f"data.kind {config.kind}: {name}{signature} cannot be called with ({given}): {mismatch}; "
-                "change data.args"
+                f"{cure}"
             ) from None
     # Numbers that it draws are the same on every rank and after a restart.
-    with own_random_numbers(0 if split == "train" else 1):
+    with (
+        own_random_numbers(0 if split == "train" else 1),
+        may_not_exit(f"data.kind {config.kind}", DataError),
+    ):
         return function(split, **config.args)
 
 
@@ -89,13 +99,27 @@ def check_dataset(dataset: Any, role: str, config: CustomDataConfig) -> None:
             told += ": return the data set, and the batches are made for you"
     elif isinstance(dataset, IterableDataset):
         told = ", which can only be iterated over; expected a map-style torch Dataset, with samples by index"
+    elif type(dataset).__name__ == "DataFrame":
+        told = ', whose [0] is no row; return e.g. a list of its rows (frame.to_dict("records"))'
     elif isinstance(dataset, (Mapping, tuple, str)):
         named = f" of {', '.join(map(str, dataset))}" if isinstance(dataset, Mapping) else ""
         told = f"{named}; expected one map-style torch Dataset (of tensors: TensorDataset(x, y))"
     if told is not None:
         raise DataError(f"data.kind {config.kind}: returned a {type(dataset).__name__} for {role}{told}")
-    if len(dataset) == 0:
+    if _length(dataset, role, config) == 0:
         raise DataError(f"data.kind {config.kind}: the data set for {role} is empty")
+
+
+def _length(dataset: Any, role: str, config: CustomDataConfig) -> int:
+    try:
+        return len(dataset)
+    except (TypeError, ValueError, OverflowError) as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # from inside of __len__
+        raise DataError(
+            f"data.kind {config.kind}: len() of the data set for {role}: {error}; its __len__ has to "
+            "return the number of samples"
+        ) from None
 
 
 def _stated(dataset: Any, name: str) -> Any:

@@ -20,6 +20,10 @@ SUFFIXES = {".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif", ".webp", ".tif", ".
 SUFFIXES |= {".pbm", ".jp2", ".avif", ".tga", ".ico"}
 
 
+# What folders of splits are called, beside train.
+HELD_OUT = ("val", "valid", "validation", "test")
+
+
 @dataclass(frozen=True)
 class FolderImages(LabelledImages):
     """Image files."""
@@ -73,6 +77,8 @@ def find_folder_images(given: str, key: str, class_names: tuple[str, ...] | None
         found = sorted(
             entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
         )
+        if class_names is None:
+            _refuse_splits(root, found, f"data.{key}")
         files = {name: list(_image_names(root, name)) for name in found}
     except OSError as error:
         raise DataError(f"data.{key}: {error.filename} cannot be read: {error.strerror}") from None
@@ -90,6 +96,19 @@ def find_folder_images(given: str, key: str, class_names: tuple[str, ...] | None
     labels = np.repeat([numbers[name] for name in found], [len(files[name]) for name in found])
     paths = np.array([os.fsencode(path) for name in found for path in files[name]])
     return FolderImages(names, labels.astype(np.int64), root, paths)
+
+
+def _refuse_splits(root: Path, found: list[str], where: str) -> None:
+    """Folders of splits, each with class folders, would be taken for classes."""
+    held_out = [name for name in HELD_OUT if name in found]
+    splits = {"train", *held_out}
+    if not held_out or set(found) != splits:
+        return
+    if all(any(entry.is_dir() for entry in os.scandir(root / name)) for name in splits):
+        raise DataError(
+            f"{where}: {root} holds train/ and {held_out[0]}/: write {where}={root / 'train'} and "
+            f"data.eval_path={root / held_out[0]}"
+        )
 
 
 def _image_names(root: Path, class_name: str) -> Iterable[str]:

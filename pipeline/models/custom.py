@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import inspect
+import logging
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from pipeline.config.model_schema import CustomModelConfig
 from pipeline.errors import ModelError
-from pipeline.importing import import_object
+from pipeline.importing import import_object, may_not_exit
 from pipeline.models.request import ModelRequest
+
+log = logging.getLogger(__name__)
+
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+NAMED = 3  # parameters that a message lists
+FILLED = "give the layer its sizes (nn.Linear in place of nn.LazyLinear)"
 
 
 def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
     """Calls the function `kind` names with `args`; it returns an nn.Module.
 
     Raises:
-        ModelError: no such function, arguments that do not fit it, or another return type.
+        ModelError: no such function, arguments that do not fit it, another return type, a module that
+            divides the work itself, or one whose parameters have no values.
     """
     build = import_object(config.kind, ModelError)
     if isinstance(build, nn.Module):
@@ -27,8 +38,69 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
         raise ModelError(f"model.args do not fit {config.kind}: {error}") from None
     except ValueError:
         pass  # a callable written in C may have no signature
-    with request.sharding.construct():
-        model = build(**config.args)
+    is_sharded = request.sharding.zero3_config is not None
+    try:
+        with request.sharding.construct(), may_not_exit(f"model.kind: {config.kind}", ModelError):
+            model = build(**config.args)
+            if isinstance(model, nn.Module):
+                _refuse_unfilled(model, config.kind)  # here: they cannot be sharded
+    except ValueError as error:
+        if not is_sharded or "uninitialized parameter" not in str(error):
+            raise
+        raise ModelError(f"model.kind: {config.kind}: a lazy layer cannot be sharded; {FILLED}") from None
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.kind: {config.kind} returned a {type(model).__name__}, not an nn.Module")
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        raise ModelError(
+            f"model.kind: {config.kind} returned a {type(model).__name__}; return the module inside: the "
+            "DeepSpeed JSON says how the work is divided"
+        )
+    if is_sharded:  # shards are in the run's precision already
+        _hold_statistics_in_fp32(model)
+    else:
+        _hold_in_fp32(model, config.kind)
     return model
+
+
+def _refuse_unfilled(model: nn.Module, kind: str) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
+    for names, cure in (
+        (lazy, f"are lazy; {FILLED}, or call the model once before it is returned"),
+        (
+            meta,
+            "are on the meta device; make the model on the CPU, or fill them (to_empty, then its weights)",
+        ),
+    ):
+        if names:
+            listed = ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
+            raise ModelError(f"model.kind: {kind} returned a model without values: {listed} {cure}")
+
+
+def _hold_in_fp32(model: nn.Module, kind: str) -> None:
+    """Optimizer and checkpoints hold fp32, and the DeepSpeed JSON alone says what it is computed in.
+
+    Buffers of the same type as such parameters come along: `.half()` casts both. Names and objects stay.
+    """
+    own = [p for p in model.parameters() if p.dtype in SHORT]
+    if not own:
+        return
+    kinds = {p.dtype for p in own}
+    for tensor in (*own, *(b for b in model.buffers() if b.dtype in kinds)):
+        tensor.data = tensor.data.float()
+    log.warning(
+        "model.kind: %s: %d parameters are %s; trained from fp32 copies of them (the DeepSpeed JSON decides "
+        "the precision: leave .half() and the like out)",
+        kind,
+        sum(p.numel() for p in own),
+        " and ".join(sorted(SHORT[dtype] for dtype in kinds)),
+    )
+
+
+def _hold_statistics_in_fp32(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase):
+            for statistic in layer.buffers(recurse=False):
+                if statistic.dtype in SHORT:
+                    statistic.data = statistic.data.float()

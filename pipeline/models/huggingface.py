@@ -83,8 +83,11 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=torch.float32, attn_implementation=config.attention
             )
-    except (ImportError, KeyError, ValueError) as error:
-        raise ModelError(f"model: {config.architecture}: {_reason(error)}") from None
+    except (ArithmeticError, AssertionError, ImportError, KeyError, RuntimeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and "negative dimension" not in str(error):
+            raise
+        extra = f" (model.extra has {', '.join(config.extra)})" if config.extra else ""
+        raise ModelError(f"model: {config.architecture}: {_reason(error)}{extra}") from None
     _draw_weights(model, request.sharding)
     return model
 
@@ -130,6 +133,9 @@ def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str,
         if not hasattr(known, name):
             near = did_you_mean(name, (word for word in vars(known) if not word.startswith("_")))
             raise ModelError(f"model: a {known.model_type} config has no {name}{near}")
+    for name, value in config.extra.items():
+        if name.endswith(("dropout", "drop")) and isinstance(value, (int, float)) and not 0 <= value <= 1:
+            raise ModelError(f"model.extra.{name} is {value}; expected 0 to 1")
     return fields
 
 

@@ -13,7 +13,7 @@ from pipeline.cross_entropy import IGNORED, cross_entropy_sum
 from pipeline.data.batches import shown
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.interface import Batch, LossSum
-from pipeline.objectives.labels import check_labels, find_labels, wrong_label
+from pipeline.objectives.labels import FirstCount, check_labels, find_labels, wrong_label
 from pipeline.objectives.model_call import Caller, ModelCall
 from pipeline.objectives.outputs import logits_of
 
@@ -30,8 +30,12 @@ class CausalLM(Caller):
     unit = "tokens"
     extra_keys: tuple[str, ...] = ()
 
+    def __init__(self, call: ModelCall | None = None):
+        super().__init__(call)
+        self._told = FirstCount()
+
     def count(self, batch: Batch) -> Tensor:
-        return (self._labels(batch) != IGNORED).sum()
+        return self._told((self._labels(batch) != IGNORED).sum(), "labels")
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         labels_BT = self._labels(batch)
@@ -77,6 +81,7 @@ class Classification(Caller):
     ):
         self.weights_C = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
         self.label_smoothing = label_smoothing
+        self._told = FirstCount()
         super().__init__(call)
 
     def _weights(self, device: torch.device) -> Tensor | None:
@@ -90,10 +95,10 @@ class Classification(Caller):
         weights_C = self._weights(labels.device)
         valid = labels != IGNORED
         if weights_C is None:
-            return valid.sum()
+            return self._told(valid.sum(), name)
         if (wrong := wrong_label(batch, name, weights_C.numel())) is not None:
             raise ConfigError(f"objective.class_weights: {weights_C.numel()} weights, and a label is {wrong}")
-        return (weights_C[labels.clamp(min=0)] * valid).sum()
+        return self._told((weights_C[labels.clamp(min=0)] * valid).sum(), name)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         name = find_labels(batch, LABELS, "classification")

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.errors import DataError, ModelError
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # one that asks other ranks has more values
 CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
@@ -79,6 +80,8 @@ class _Labels(TorchFunctionMode):
 def _misfit(layer: Any, x: Tensor) -> str | None:
     if type(layer) is nn.Embedding:
         return _embedding_misfit(layer, x)
+    if type(layer) in BATCH_NORMS:
+        return _batch_norm_misfit(layer, x)
     is_linear, dimensions = type(layer) is nn.Linear, CONVOLUTIONS.get(type(layer))
     is_recurrent = type(layer) in (nn.LSTM, nn.GRU, nn.RNN)
     if not (is_linear or dimensions or is_recurrent):
@@ -92,6 +95,13 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
     if dimensions:
         fits = x.dim() in (dimensions + 1, dimensions + 2) and x.shape[-dimensions - 1] == layer.in_channels
         return None if fits else f"expected (samples, {layer.in_channels}{', size' * dimensions})"
+    return None
+
+
+def _batch_norm_misfit(layer: Any, x: Tensor) -> str | None:
+    takes_statistics = layer.training or (layer.running_mean is None and layer.running_var is None)
+    if takes_statistics and x.dim() > 1 and x.numel() == x.shape[1] == layer.num_features:
+        return "one value a channel has no variance: raise batch.micro_batch_size"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from pipeline.cross_entropy import IGNORED
 from pipeline.data.batches import on_host, shown
 from pipeline.errors import DataError
 from pipeline.objectives.interface import Batch
+
+log = logging.getLogger(__name__)
 
 
 def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
@@ -28,6 +31,25 @@ def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
             f"{shown({name: labels})}; make them such in the data set, or use an objective of your own"
         )
     return name
+
+
+class FirstCount:
+    """Warns where the first count is 0: labels that are all left out train nothing."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def __call__(self, count: Tensor, name: str) -> Tensor:
+        if self._is_first:
+            self._is_first = False
+            if not count:
+                log.warning(
+                    "no label of the first micro-batch counts: all of %r are %d or have weight 0; where "
+                    "that holds for all of the data, nothing is learned",
+                    name,
+                    IGNORED,
+                )
+        return count
 
 
 def wrong_label(batch: Batch, name: str, classes: int) -> int | None:

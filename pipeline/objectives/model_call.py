@@ -9,15 +9,17 @@ from inspect import Parameter
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from torch import Tensor, nn
 
 from pipeline.data.batches import FURTHER, shown, tensors
-from pipeline.errors import ModelError
+from pipeline.errors import DataError, ModelError
 from pipeline.objectives.first_calls import FirstCalls
 from pipeline.objectives.interface import TARGET_KEYS, Batch
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class ModelCall:
             call = plan.of(self._stated)
         else:
             call = plan.by_signature()
+            _refuse_unusable(signature, batch, kinds, call)
         try:
             places = len(call.positional) + (kinds[call.positional[0]] - 1 if call.is_spread else 0)
             signature.bind(*[None] * places, **dict.fromkeys(argument for argument, _ in call.named))
@@ -124,6 +127,31 @@ class ModelCall:
             f"{name}({arguments}) does not fit the batch: {misfit}; the batch has {shown(batch)}. Rename "
             "what the data set gives, or name what goes to the model, in that order: model.inputs=[...]"
         )
+
+
+def _refuse_unusable(signature: inspect.Signature, batch: Batch, kinds: dict[str, int], call: Call) -> None:
+    """Refuses a list of what is no tensor, where the forward wants it: by name, or there is nothing else.
+
+    Raises:
+        DataError: says what it is a list of.
+    """
+    parameters = signature.parameters.values()
+    wanted = [p.name for p in parameters if p.default is Parameter.empty and p.kind not in VARIABLE]
+    places = [name for name in wanted if name not in dict(call.named)]
+    has_place = len(places) > len(call.positional) or not call.entries
+    others = [key for key in batch if key not in TARGET_KEYS]
+    for key in others:
+        value = batch[key]
+        if kinds[key] or not isinstance(value, (list, tuple, np.ndarray)):
+            continue
+        by_name = (key, key) in call.named and key in wanted
+        if by_name or (has_place and key not in call.entries and (key == "inputs" or others == [key])):
+            what = type(value[0]).__name__ if len(value) else "nothing"
+            hint = "; where it takes them as they are: model.inputs=[...]" if by_name else ""
+            raise DataError(
+                f"the model wants entry {key!r}, a {type(value).__name__} of {len(value)} {what}: the data "
+                f"set must give tensors, arrays or numbers (torchvision's ToTensor, np.asarray){hint}"
+            )
 
 
 class Caller:

@@ -6,12 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pipeline.data.batches import num_samples
 from pipeline.errors import ConfigError
+from pipeline.importing import may_not_exit
 from pipeline.objectives.first_calls import FirstCalls
 from pipeline.objectives.interface import Batch, LossSum
 from pipeline.objectives.labels import check_labels
@@ -38,6 +40,10 @@ class Custom(Caller):
         super().__init__(call)
         self._checked = FirstCalls()
         name = getattr(function, "__name__", type(function).__name__)
+        _refuse_torchs_own(function, name)
+        own_count = getattr(function, "count", None)
+        if own_count is not None and not callable(own_count):
+            raise ConfigError(f"objective.kind: {name}.count is no function; expected one of the batch")
         if isinstance(function, type):
             raise ConfigError(
                 f"objective.kind: {name} is a class; expected a function {name}(outputs, batch)"
@@ -55,11 +61,22 @@ class Custom(Caller):
 
     def count(self, batch: Batch) -> Tensor:
         own: Callable[[Batch], Any] | None = getattr(self.function, "count", None)
-        return torch.as_tensor(own(batch) if own else num_samples(batch))
+        if own is None:
+            return torch.as_tensor(num_samples(batch))
+        with may_not_exit("objective.kind: the function's count", ConfigError):
+            counted = own(batch)
+        is_number = isinstance(counted, (int, float, np.number, np.ndarray, Tensor))
+        if not is_number or torch.as_tensor(counted).numel() != 1:
+            raise ConfigError(
+                f"objective.kind: the function's count returned {shape_of(counted)}; expected one number: "
+                "what the loss is a sum over"
+            )
+        return torch.as_tensor(counted)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         outputs = tree_map(_in_fp32, self._call(model, batch))
-        with self._checked.around(unwrapped(model)):
+        exits = may_not_exit("objective.kind: the function", ConfigError)
+        with self._checked.around(unwrapped(model)), exits:
             loss_sum = self.function(outputs, batch)
         if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
             raise ConfigError(
@@ -67,6 +84,23 @@ class Custom(Caller):
                 "the sum of the loss over the samples"
             )
         return LossSum(loss_sum, self.count(batch).to(loss_sum.device))
+
+
+def _refuse_torchs_own(function: Any, name: str) -> None:
+    """A loss of torch's as it is: it knows nothing of batches, and returns a mean."""
+    inner = getattr(function, "func", function)  # of functools.partial
+    kind = inner if isinstance(inner, type) else type(inner)
+    if (getattr(inner, "__module__", None) or "").startswith("torch.nn.functional"):
+        name = inner.__name__
+        call = f'F.{name}(outputs, batch["targets"], reduction="sum")'
+    elif kind.__module__ == "torch.nn.modules.loss":
+        name = kind.__name__
+        call = f'nn.{name}(reduction="sum")(outputs, batch["targets"])'
+    else:
+        return
+    other = ", or objective.kind: classification" if name in ("cross_entropy", "CrossEntropyLoss") else ""
+    what = "is a class; expected a function" if isinstance(inner, type) else "is torch's and takes no batch"
+    raise ConfigError(f"objective.kind: {name} {what}: write def loss(outputs, batch): return {call}{other}")
 
 
 def _in_fp32(value: Any) -> Any:

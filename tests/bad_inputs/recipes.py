@@ -53,6 +53,11 @@ TYPOS = [
         ["recipe.yaml:", "data.eval_sets.more.path", 'did you mean "paths"'],
         recipe={"data.eval_sets": {"more": {"path": ["{home}/texts"]}}},
     ),
+    key("Hugging Face's learning rate", "learning_rate", 1e-3, "here it is optimizer.learning_rate"),
+    key("axolotl's base model", "base_model", "x", "here it is model.pretrained"),
+    key("LLaMA-Factory's length", "data.cutoff_len", 8, "here it is data.sequence_length"),
+    key("warm-up in the wrong section", "optimizer.warmup_steps", 3, "here it is schedule.warmup_steps"),
+    key("hub code of a cnn", "model.trust_remote_code", True, "unknown key (valid: ", base="digits"),
     key("zero_optimization in the recipe", "zero_optimization", {"stage": 2}, "DeepSpeed JSON decides this"),
     key("precision in the recipe", "precision", "bf16", "DeepSpeed JSON decides this"),
     key("fp16 in the recipe", "fp16", {"enabled": True}, "DeepSpeed JSON decides this"),
@@ -64,6 +69,10 @@ TYPES = [
     key("half a step", "max_steps", 1.5, "given 1.5"),
     key("no steps", "max_steps", 0, "given 0"),
     key("steps below zero", "max_steps", -3, "given -3"),
+    key("steps of a float too large", "max_steps", 1e30, "given 1e+30"),
+    key("a directory called None", "run_dir", "None", "'None' is a text; write null"),
+    key("samples of none", "eval.max_samples", "none", "'none' is a text; write null"),
+    key("a weight for no class", "objective.class_weights", [0, 0], "all weights are 0", base="digits"),
     key("steps true", "max_steps", True, "given True"),
     key("steps as a list", "max_steps", [1], "given [1]"),
     key("a name with a slash", "name", "a/b", "given 'a/b'"),
@@ -196,6 +205,11 @@ TOGETHER = [
         recipe={"batch": {"micro_batch_size": 3, "global_batch_size": 8}},
     ),
     Case(
+        "a micro-batch of all there is",
+        ["batch: 1000000000000 (micro_batch_size)", "micro_batch_size is at most 16,777,216"],
+        recipe={"batch": {"global_batch_size": 10**12}},
+    ),
+    Case(
         "neither architecture nor pretrained",
         ["model", "exactly one of architecture", "pretrained"],
         recipe={"model.architecture": None},
@@ -229,6 +243,36 @@ TOGETHER = [
         "a source from two places",
         ["recipe.yaml:", "data.sources.0", "given: paths, dataset"],
         recipe={"data.paths": None, "data.sources": [{"paths": ["x"], "dataset": "y"}]},
+    ),
+    *[
+        Case(
+            f"{name} beside paths",
+            ["recipe.yaml:", f"data.sources.0.{name} goes with {origin}"],
+            recipe={"data.paths": None, "data.sources": [{"paths": ["x"], name: value}]},
+        )
+        for name, value, origin in [
+            ("subset", "en", "dataset"),
+            ("split", "test", "dataset"),
+            ("revision", "main", "dataset"),
+            ("streaming", True, "dataset"),
+            ("args", {"a": 1}, "iterable"),
+        ]
+    ],
+    Case(
+        "args beside a dataset",
+        ["recipe.yaml:", "data.eval_sets.more.args goes with iterable"],
+        recipe={"data.eval_sets": {"more": {"dataset": "x", "args": {"a": 1}}}},
+    ),
+    Case(
+        "a text field beside sources",
+        ["recipe.yaml:", "data.text_field goes with data.paths", "each of data.sources"],
+        recipe={"data.paths": None, "data.text_field": "body", "data.sources": [{"paths": ["x"]}]},
+    ),
+    Case(
+        "a subset of a folder of images",
+        ["recipe.yaml:", "data: subset goes with dataset"],
+        base="images",
+        recipe={"data.subset": "en"},
     ),
     Case(
         "one weight of two",
@@ -293,6 +337,18 @@ TOGETHER = [
         recipe={"checkpoint": {"keep_best": True, "every": 4}, "eval.every": 3},
     ),
     Case("heads that do not divide the width", ["32", "3", "heads"], recipe={"model.num_heads": 3}),
+    Case(
+        "heads of an odd width",
+        ["recipe.yaml:", "model.num_heads 12 of hidden_size 36", "rotary positions need an even head width"],
+        recipe={"model.hidden_size": 36, "model.num_heads": 12},
+        more=["--dry-run"],
+    ),
+    Case(
+        "a class in place of an architecture",
+        ["recipe.yaml:", "'LlamaForCausalLM' is the name of a class", "model type"],
+        recipe={"model.architecture": "LlamaForCausalLM"},
+        more=["--dry-run"],
+    ),
     Case(
         "groups that do not divide the heads",
         ["num_heads 4", "num_key_value_heads 3"],
@@ -408,8 +464,34 @@ TEXTS = [
     whole("a recipe in UTF-16", "name: x\n".encode("utf-16"), "not UTF-8"),
     whole("a NUL in the recipe", b"name: a\x00b\n", "not valid YAML"),
     whole("Python in the recipe", "name: !!python/object/apply:os.system ['true']\n", ":1:7: not valid YAML"),
+    whole(
+        "an octal seed", "model: {kind: cnn}\ndata: {kind: digits}\nseed: 010\n", ":3: seed", "given '010'"
+    ),
+    whole("steps as a time", "model: {kind: cnn}\nmax_steps: 1:30\n", ":2: max_steps", "given '1:30'"),
+    whole("a key that is true", "model: {kind: cnn}\non: 2\n", ":2:1:", "'on' is read as true or false"),
+    whole(
+        "a no-break space",
+        "max_steps: 1\nmodel: {kind: cnn}\ndata: {kind: digits}\nloader:\n\xa0\xa0num_workers: 1\n".encode(),
+        ":5: \\xa0\\xa0num_workers: unknown key",
+        "plain spaces",
+    ),
     whole("a date that is none", "name: 2024-02-45\n", "not valid YAML", "day is out of range"),
     whole("JSON in place of YAML, cut off", '{"model": {"kind": "cnn"}, "data": ', "not valid YAML"),
 ]
 
-CASES = [*TYPOS, *TYPES, *TOGETHER, *TEXTS]
+COMMAND_LINE = [
+    Case(
+        "a variable that was not set",
+        ["command line: model.weights= has no value", "=null"],
+        more=["model.weights="],
+    ),
+    Case(
+        "a comment for a value",
+        ["command line: model.num_layers=#4 has no value"],
+        more=["model.num_layers=#4"],
+    ),
+    Case("an empty --config", ["--config: empty"], argv=["--config", ""]),
+    Case("an empty --deepspeed", ["--deepspeed: empty"], more=["--deepspeed", ""]),
+]
+
+CASES = [*TYPOS, *TYPES, *TOGETHER, *TEXTS, *COMMAND_LINE]

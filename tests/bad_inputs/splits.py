@@ -169,6 +169,43 @@ TOGETHER = [
         recipe={"engine": {"precision": "bf16"}},
     ),
     split("torch in fp16", {"torch": {}, "fp16": {"enabled": True}}, "fp16.enabled", "ds_configs/"),
+    *[
+        split(
+            f"{name} of {value} at stage {stage}",
+            {"zero_optimization": {"stage": stage}, name: value},
+            f": {name}: DeepSpeed does not",
+            "set zero_optimization.stage 1",
+            more=["--dry-run"],
+        )
+        for name, value in (("prescale_gradients", True), ("gradient_predivide_factor", 8.0))
+        for stage in (2, 3)
+    ],
+    split(
+        "a norm in the optimizer against clipping",
+        {"gradient_clipping": 0.5, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
+        "optimizer.params.max_grad_norm is 1.0",
+        "gradient_clipping is 0.5",
+    ),
+    split(
+        "a norm in the optimizer against the recipe's",
+        {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
+        "optimizer.params.max_grad_norm is 1.0",
+        "optimizer.max_grad_norm is 2",
+        recipe={"optimizer.max_grad_norm": 2.0},
+    ),
+    split(
+        "a batch in quotes",
+        {"train_batch_size": "4"},
+        "train_batch_size: expected a whole number",
+        "given '4', which is a text",
+    ),
+    split(
+        "axolotl's compile",
+        {"compile": {"disable": False, "backend": "inductor"}},
+        "compile.disable",
+        'write "compile": {"enabled": true}',
+    ),
+    split("threads given twice", {"aio": {"thread_count": 2, "intra_op_parallelism": 1}}, "drop one"),
     split("a precision of torch's in words", {"torch": {"parallel": "fsdp"}}, "torch.parallel", "'fsdp'"),
     split("more stages than ranks", {"pipeline": {"stages": 2}}, "pipeline", "2"),
     split(

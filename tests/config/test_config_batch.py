@@ -88,3 +88,16 @@ def test_fewer_samples_than_ranks_cannot_be_split():
         ConfigError, match=r"= 2 / 4 = 0\.500, which is not whole; a global_batch_size of 4 div"
     ):
         plan_batch(BatchConfig(global_batch_size=2), 4)
+
+
+@pytest.mark.parametrize(
+    ("stated", "name", "most"),
+    [
+        ({"global_batch_size": 10**12}, "micro_batch_size", "16,777,216"),
+        ({"global_batch_size": 2**40, "micro_batch_size": 1}, "gradient_accumulation_steps", "16,777,216"),
+        ({"micro_batch_size": 2**24, "gradient_accumulation_steps": 2**24}, "global_batch_size", "1,099,"),
+    ],
+)
+def test_a_number_that_follows_has_the_limits_of_a_stated_one(stated, name, most):
+    with pytest.raises(ConfigError, match=f"; {name} is at most {most}"):
+        plan_batch(BatchConfig(**stated), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.cli import main
-from pipeline.config.consistency import WHOLE_HEADS
+from pipeline.config.consistency import ROTARY_HEADS, WHOLE_HEADS
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
 
@@ -168,3 +168,50 @@ def test_architectures_with_whole_heads_cannot_be_built_otherwise(architecture):
     sizes = {"hidden_size": 104, "num_hidden_layers": 1, "vocab_size": 64}
     with pytest.raises(Exception, match=r"(?i)multiple|divisible|RoPE"):
         AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, num_attention_heads=3, **sizes))
+
+
+@pytest.mark.parametrize("architecture", sorted(ROTARY_HEADS))
+def test_rotary_heads_of_an_odd_width_cannot_be_computed_and_are_refused(refused, architecture):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "num_key_value_heads": 2, "intermediate_size": 8, "vocab_size": 64}
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+
+    def forward(width):
+        config = AutoConfig.for_model(architecture, hidden_size=width, num_attention_heads=2, **sizes, **ends)
+        AutoModelForCausalLM.from_config(config)(input_ids=torch.tensor([[1, 2, 3]]))
+
+    forward(8)
+    with pytest.raises(RuntimeError, match="The size of tensor a"):
+        forward(6)
+    text = LLAMA.replace("llama", architecture).replace("64", "6")
+    assert "model.num_heads 2 of hidden_size 6 makes heads 3 wide" in refused(text, "model.num_heads=2")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.architecture=qwen3",
+        "model.architecture=gemma",
+        "model.extra={head_dim: 8}",
+        "model.num_heads=2",
+    ],
+)
+def test_heads_of_a_width_of_their_own_or_of_an_even_one_are_taken(tmp_path, override):
+    (tmp_path / "recipe.yaml").write_text(LLAMA.replace("64", "12"))
+    load_settings(tmp_path / "recipe.yaml", None, [override])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "{kind: text, paths: [a], text_field: body}",
+        "{kind: text, text_field: text, sources: [{paths: [a], split: train, streaming: false, args: {}}]}",
+        "{kind: text, sources: [{dataset: a, subset: b, split: test, revision: c, streaming: true}]}",
+        "{kind: text, sources: [{iterable: 'a:b', args: {c: 1}}]}",
+    ],
+)
+def test_keys_of_a_source_that_its_origin_reads_are_taken_and_so_are_defaults(tmp_path, data):
+    (tmp_path / "recipe.yaml").write_text(LLAMA[: LLAMA.index("data:")] + f"data: {data}\n")
+    load_settings(tmp_path / "recipe.yaml", None, [])

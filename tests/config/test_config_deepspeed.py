@@ -162,7 +162,7 @@ def test_every_shipped_file_resolves_and_deepspeed_accepts_it(tmp_path, shipped,
     path.write_text(shipped.read_text())
     gpu = Device("cuda", True, True)
     if shipped.stem in CUTS and model in ("cnn", "custom"):
-        with pytest.raises(ConfigError, match="ZeRO 3 divides any nn"):
+        with pytest.raises(ConfigError, match="ZeRO 3, which divides any nn"):
             resolved(path, model, gpu, world_size=8)
         return
     plan, filled = resolved(path, model, gpu, world_size=8)

@@ -296,3 +296,21 @@ def test_what_cannot_be_taken_is_told_with_its_line(read, tmp_path, name):
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path}/split.json:")
     assert str(caught.value)[len(f"{tmp_path}/split.json:")].isdigit()
+
+
+@pytest.mark.parametrize("key", [{"prescale_gradients": True}, {"gradient_predivide_factor": 8.0}])
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {"stage": 2, "reduce_scatter": False}])
+def test_gradients_divided_beforehand_are_taken_where_deepspeed_does_it(read, key, zero):
+    _, resolved = read({**key, "zero_optimization": zero})
+    assert resolved.deepspeed.items() >= key.items()
+
+
+def test_the_old_name_of_a_number_of_threads_is_taken(read):
+    _, resolved = read({"aio": {"thread_count": 2}})
+    assert resolved.deepspeed["aio"] == {"intra_op_parallelism": 2}
+
+
+def test_a_norm_among_the_optimizers_parameters_is_gradient_clipping(read):
+    optimizer = {"type": "AdamW", "params": {"max_grad_norm": 0.5}}
+    settings, resolved = read({"optimizer": optimizer, "gradient_clipping": 0.5})
+    assert settings.config.optimizer.max_grad_norm == resolved.deepspeed["gradient_clipping"] == 0.5

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from typing import get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from pipeline.config.loading import parse_override, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings, recipe_yaml
+from pipeline.config.words_of_others import WORDS_OF_OTHERS
 from pipeline.errors import ConfigError
 
 RECIPE = """\
@@ -114,7 +117,7 @@ def test_where_no_key_is_near_the_valid_ones_are_listed(load, tmp_path):
         ("model.num_layer=4", 'model.num_layer: unknown key (did you mean "num_layers"?)'),
         ("data.tokenizer.vocab=4", 'data.tokenizer.vocab: unknown key (did you mean "vocab_size"?)'),
         ("sed=4", 'sed: unknown key (did you mean "seed"?)'),
-        ("optimizer={lr: 4}", "optimizer.lr: unknown key (valid: "),
+        ("optimizer={lr: 4}", "optimizer.lr: unknown key; here it is optimizer.learning_rate"),
         ("model.kind=cmn", "model.kind: 'cmn' is no known kind (did you mean \"cnn\"?)"),
         ("seed=-1", "seed: input should be greater than or equal to 0, given -1"),
         ("seed.a=1", "seed.a: seed is a value, not a section"),
@@ -142,7 +145,51 @@ def test_an_override_may_hold_an_equals_sign_a_list_a_mapping_or_nothing():
     assert parse_override("sample.prompt=a=b") == (["sample", "prompt"], "a=b")
     assert parse_override("data.paths=[a, b]") == (["data", "paths"], ["a", "b"])
     assert parse_override("model.extra={rope_theta: 5e5}") == (["model", "extra"], {"rope_theta": 5e5})
-    assert parse_override("eval.max_samples=") == (["eval", "max_samples"], None)
+    assert parse_override("eval.max_samples=null") == (["eval", "max_samples"], None)
+    assert parse_override("eval.max_samples=~") == (["eval", "max_samples"], None)
+    assert parse_override("name=''") == (["name"], "")
+
+
+@pytest.mark.parametrize("value", ["", " ", "#4", "# none"])
+def test_an_override_without_a_value_is_refused(value):
+    with pytest.raises(ConfigError, match=r"has no value; write eval\.max_samples=null to unset it$"):
+        parse_override(f"eval.max_samples={value}")
+
+
+@pytest.mark.parametrize("written", ["1e3", "1000.0", "1_000", "+1000", "1E+3"])
+def test_a_whole_number_may_be_written_as_a_float(load, written):
+    for config in (load("max_steps: 10", f"max_steps: {written}"), load("", "", f"max_steps={written}")):
+        assert (config.max_steps, type(config.max_steps)) == (1000, int)
+
+
+@pytest.mark.parametrize("written", ["010", "-010", "1:30", "1:30.5", "08"])
+def test_what_yaml_counts_by_eight_or_sixty_is_told_as_it_was_written(load, tmp_path, written):
+    message = fails_with(load, tmp_path, "max_steps: 10", f"max_steps: {written}")
+    assert message.endswith(f"given {written!r}")
+
+
+@pytest.mark.parametrize("name", ["1e3", "010", "3e-4", "12"])
+def test_a_text_that_looks_like_a_number_is_written_out_in_quotes(load, name):
+    text = recipe_yaml(load("name: small", f"name: '{name}'"))
+    assert load(text=text).name == name
+
+
+@pytest.mark.parametrize(("word", "key"), WORDS_OF_OTHERS.items())
+def test_what_others_call_a_key_is_told_by_ours_and_ours_is_there(load, tmp_path, word, key):
+    sections = [RunConfig]
+    for part in key.split("."):
+        below = [each.model_fields[part].annotation for each in sections if part in each.model_fields]
+        assert below
+        sections = [each for annotation in below for each in sections_in(annotation)]
+    message = fails_with(load, tmp_path, "", "", f"wandb.{word}=3")
+    assert f"wandb.{word}: unknown key; here it is {key}" in message
+
+
+def sections_in(annotation):
+    """Every section within an annotation."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [section for each in get_args(annotation) for section in sections_in(each)]
 
 
 def test_an_override_fills_a_section_that_holds_nothing(load):

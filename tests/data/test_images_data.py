@@ -189,6 +189,18 @@ def test_folders_that_cannot_be_used(folder, tmp_path):
     assert "one class only (owl)" in error_of(folder)
 
 
+def test_a_folder_of_splits_is_told(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "val")
+    told = f"write data.path={folder} and data.eval_path={tmp_path / 'val'}"
+    assert f"data.path: {tmp_path} holds train/ and val/: {told}" in error_of(tmp_path)
+    for name in ("train", "val"):  # two classes of these names
+        for number, file in enumerate(sorted((tmp_path / name).rglob("*.png"))):
+            file.rename(tmp_path / name / f"{number}.png")
+        for inner in list((tmp_path / name).glob("*/")):
+            inner.rmdir()
+    assert prepare(tmp_path).num_classes == 2
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"not an image", encode(picture(0))[:150], encode(picture(0), "JPEG")[:300]]
 )

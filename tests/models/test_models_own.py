@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,32 @@ def none_at_all():
 
 def broken():
     return nn.Linear("wide", 1)
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a statistic, and a table of its own precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.outer.weight = self.inner.weight
+        self.norm = nn.BatchNorm1d(3)
+
+
+def in_bf16():
+    model = Tied().bfloat16()
+    model.register_buffer("table", torch.zeros(3, dtype=torch.float64))
+    return model
+
+
+def large_and_lazy():
+    return nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyLinear(3))
+
+
+def called_once():
+    model = nn.LazyLinear(2)
+    model(torch.zeros(1, 3))
+    return model
 
 
 a_number = 3
@@ -115,6 +143,24 @@ def test_what_leads_to_no_model_is_one_line(kind, args, message):
         build_model(CustomModelConfig(kind=kind, args=args), REQUEST, 0)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_parameters_in_half_precision_become_fp32(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
+    model = own("in_bf16")
+    assert {p.dtype for p in model.parameters()} == {model.norm.running_mean.dtype} == {torch.float32}
+    assert model.table.dtype == torch.float64
+    assert model.inner.weight is model.outer.weight
+    assert "15 parameters are bf16; trained from fp32 copies" in caplog.text
+    caplog.clear()
+    own("line", width=3)
+    assert not caplog.text
+
+
+def test_parameters_without_values_are_named():
+    with pytest.raises(ModelError, match=r"values: 0\.weight, 0\.bias, 1\.weight, \.\.\. are lazy; give the"):
+        own("large_and_lazy")
+    assert own("called_once").weight.shape == (2, 3)
 
 
 def test_an_error_inside_the_users_function_keeps_its_type():

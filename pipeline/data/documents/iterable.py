@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.data.documents.records import BadRecords, Record, type_name
 from pipeline.errors import DataError
-from pipeline.importing import import_object
+from pipeline.importing import import_object, may_not_exit
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class IterablePiece:
 
     def _call(self) -> Iterable[Any]:
         function = import_object(self.import_path, DataError)
-        given = function(**json.loads(self.args))
+        with may_not_exit(f"data iterable {self.import_path}", DataError):
+            given = function(**json.loads(self.args))
         if isinstance(given, str | dict) or not isinstance(given, Iterable):
             raise DataError(
                 f"data iterable {self.import_path}: returned a {type_name(given)}; expected an iterable of "

@@ -64,7 +64,9 @@ def text_of(where: str, record: Record, field: str) -> str:
         text = record[field]
     else:
         fields = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{where}: no field {field!r}; its fields: {fields}. Set data.text_field")
+        raise DataError(
+            f"{where}: no field {field!r}; its fields: {fields}. Set data.text_field (or the source's)"
+        )
     if not isinstance(text, str):
         raise DataError(f"{where}: field {field!r} is a {type_name(text)}; expected a string")
     if not text.isascii():

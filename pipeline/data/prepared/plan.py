@@ -52,6 +52,29 @@ def find_sources(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> li
     return found
 
 
+def trained_on(sources: Sequence[FoundSource]) -> Iterator[str]:
+    """What to say of each eval set whose files are training data too: nothing leaves these out of it.
+
+    Whole files (or pieces of large ones) are compared by content; single documents, `inspect` compares.
+    """
+    trained = {
+        piece.digest: found.source.name
+        for found in sources
+        if not found.is_eval_set
+        for part in found.parts
+        for piece in part.pieces
+    }
+    for found in sources:
+        pieces = [piece.digest for part in found.parts for piece in part.pieces]
+        shared = [digest for digest in pieces if digest in trained]
+        if found.is_eval_set and shared:
+            yield (
+                f"data.eval_sets.{found.source.name}: {len(shared)} of its {len(pieces)} files are also in "
+                f"{trained[shared[0]]} and trained on, so its loss is not that of unseen text; take them out "
+                "of one of the two"
+            )
+
+
 def plan_sources(
     config: TextDataConfig | ChatDataConfig,
     sources: Sequence[FoundSource],

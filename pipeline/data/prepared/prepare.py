@@ -31,6 +31,7 @@ from pipeline.data.prepared.plan import (
     hash_of,
     plan_sources,
     record_path,
+    trained_on,
     unique_tasks,
 )
 from pipeline.data.prepared.pool import prepare_here, prepare_in_pool
@@ -59,6 +60,8 @@ def prepare_documents(config: Config, shard: tuple[int, int] | None = None, veri
     """
     cache_dir = Path(config.cache_dir).expanduser()
     sources = find_sources(config, cache_dir)
+    for line in trained_on(sources):
+        log.info("%s", line)  # every rank finds it; one shows it
     tokenizer = find_tokenizer(config, list(all_parts(sources, of_eval_sets=False)), cache_dir)
     planned = plan_sources(config, sources, tokenizer, cache_dir)
     tasks = unique_tasks(planned, shard)

@@ -1,0 +1,51 @@
+"""What other trainers call the recipe's keys: Hugging Face, axolotl, LLaMA-Factory, TRL, nanoGPT."""
+
+from __future__ import annotations
+
+_SAME = {
+    "batch.global_batch_size": "train_batch_size total_batch_size",
+    "batch.gradient_accumulation_steps": "gradient_accumulation_steps grad_accum grad_accumulation_steps",
+    "batch.micro_batch_size": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "checkpoint.every": "save_steps save_interval save_every",
+    "checkpoint.keep_best": "load_best_model_at_end",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume",
+    "data.chat_template": "chat_template template",
+    "data.eval_fraction": "val_set_size val_size test_size validation_split",
+    "data.packing": "sample_packing packing",
+    "data.paths": "train_file train_files data_path data_dir",
+    "data.prepare_workers": "preprocessing_num_workers dataset_num_proc dataset_processes",
+    "data.sequence_length": "sequence_length sequence_len cutoff_len max_seq_length max_seq_len seq_length "
+    "seq_len block_size model_max_length",
+    "data.sources": "dataset datasets dataset_name train_dataset",
+    "data.tokenizer.pretrained": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_config",
+    "distributed.timeout_seconds": "ddp_timeout",
+    "engine.compile": "torch_compile",
+    "eval.every": "eval_steps eval_interval evals_per_epoch",
+    "loader.num_workers": "dataloader_num_workers num_workers",
+    "log.every": "logging_steps log_interval",
+    "log.tensorboard": "tensorboard use_tensorboard",
+    "max_epochs": "num_train_epochs num_epochs epochs",
+    "max_steps": "max_iters train_steps num_steps total_steps",
+    "model.activation_checkpointing": "gradient_checkpointing activation_checkpointing",
+    "model.architecture": "model_type",
+    "model.attention": "flash_attention flash_attn flash_attn_2 attn_implementation",
+    "model.pretrained": "model_name_or_path model_name base_model model_path pretrained_model_name_or_path",
+    "model.trust_remote_code": "trust_remote_code",
+    "name": "run_name experiment_name",
+    "objective.label_smoothing": "label_smoothing_factor label_smoothing",
+    "optimizer.betas": "betas adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.eps": "adam_epsilon epsilon",
+    "optimizer.learning_rate": "learning_rate lr",
+    "optimizer.max_grad_norm": "max_grad_norm grad_clip gradient_clipping gradient_clip_val clip_grad",
+    "optimizer.weight_decay": "weight_decay",
+    "run_dir": "output_dir out_dir save_dir",
+    "schedule.kind": "lr_scheduler_type lr_scheduler scheduler",
+    "schedule.min_learning_rate_ratio": "min_lr_ratio min_lr cosine_min_lr_ratio",
+    "schedule.warmup_steps": "warmup_steps warmup_ratio num_warmup_steps warmup_iters",
+    "wandb.mode": "report_to use_wandb wandb_mode",
+    "wandb.project": "wandb_project",
+    "wandb.entity": "wandb_entity",
+}
+WORDS_OF_OTHERS = {word: key for key, words in _SAME.items() for word in words.split()}
+"""Their word -> the dotted key of the recipe."""
