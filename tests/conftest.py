@@ -14,8 +14,12 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests of the sink set their own
 
+import hypothesis
 import pytest
 from support.ranks import RankPool
+
+hypothesis.settings.register_profile("busy machine", deadline=None)  # by default 200 ms an example
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

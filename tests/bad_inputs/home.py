@@ -29,7 +29,7 @@ class Server:
             TOKENIZERS_PARALLELISM="false",
             CXX="false",  # nothing here is built
         )
-        command = [sys.executable, str(Path(__file__).with_name("server.py")), str(scratch), "2"]
+        command = [sys.executable, str(Path(__file__).with_name("server.py")), str(scratch), "4"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=own, cwd=scratch, text=True
         )

@@ -5,6 +5,7 @@ A process of its own: no thread of torch's, no pool and no lock of a test is in 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -82,6 +83,8 @@ def answer(request: dict[str, Any], folder: Path, status: int) -> None:
 
 def serve(scratch: Path, at_once: int) -> None:
     import_all()
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy all that was imported
     print(json.dumps({"ready": True}), flush=True)
     running: dict[int, tuple[dict[str, Any], Path, float]] = {}
     is_open = True

@@ -72,7 +72,7 @@ def saved_by(ranks, tmp_path_factory):
 
 
 @pytest.mark.thin(8)
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("saved", "resumed"), pairs())
 def test_losses_are_those_of_the_unbroken_run(ranks, saved_by, saved, resumed):
     folder, unbroken = saved_by(saved)

@@ -66,7 +66,7 @@ def pairs(*names: tuple[str, str]):
 
 
 @pytest.mark.thin(6)
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
@@ -85,7 +85,7 @@ def test_another_split_goes_on_as_if_nothing_was(ranks, saved, resumed):
 
 
 @pytest.mark.thin(6)
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     pairs(
@@ -108,7 +108,7 @@ def test_masters_carry_over_between_precisions(ranks, saved, resumed):
 
 
 @pytest.mark.thin(2)
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     pairs(
@@ -197,7 +197,7 @@ def test_another_memory_format(ranks, saved, resumed):  # DeepSpeed takes none
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"), [("nvme-1", "nvme-1"), ("nvme-1", "plain"), ("plain", "nvme-1")]
 )
