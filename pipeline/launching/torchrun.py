@@ -23,7 +23,7 @@ from pipeline.launching.multi_node import TRAIN, program
 RESTARTS = 3
 JOIN_TIMEOUT = 600.0  # seconds: torchrun's
 WHOLE = re.compile(r"[0-9]{1,9}")
-FEW = 8  # numbers of machines that are planned for: a third of a second each
+FEW = 8  # numbers of machines that are planned for: under a second each
 
 
 def command(argv: Sequence[str]) -> list[str]:
