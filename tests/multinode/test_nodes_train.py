@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from multinode.cluster import Cluster, Launched, wait_until
-from multinode.launchers import LAUNCHERS
+from multinode.launchers import LAUNCHERS, torchrun
 from support.launch import ROOT, launch, numbers, write_recipe
 
 pytestmark = pytest.mark.slow
@@ -134,3 +134,14 @@ def test_a_preempted_job_goes_on_by_itself(cluster, slurm, curve):
     cluster.run("node1", "bash", "-c", "scancel --signal USR1 $(squeue --noheader --format %A)")
     finish(jobs, cluster, run, curve)
     assert f"going on with {inside} from step-" in jobs[0].text
+
+
+def test_a_lost_node_leaves_the_job_to_the_other(cluster, curve):
+    """torchrun 1:2; node2 loses power; node1 goes on alone: the same global batch, the very next sample."""
+    run = cluster.shared / "run"
+    more = ["distributed.hang_seconds=20"]
+    jobs = torchrun(cluster, cluster.hosts[:2], *arguments(cluster, run, *more), nodes="1:2")
+    wait_for_rows(run, jobs)
+    cluster.lose("node2")
+    finish(jobs[:1], cluster, run, curve)
+    assert f"going on with {run} from step-" in jobs[0].text
