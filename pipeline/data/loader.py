@@ -10,12 +10,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from pipeline.data.batches import Batch, LoadedBatch, as_batch, moved, usable
 from pipeline.data.bundle import Collate
 from pipeline.data.mixture import MixtureOrder
-from pipeline.data.random_numbers import mixed, own_random_numbers, seed_all
+from pipeline.data.random_numbers import mixed, own_random_numbers, seed_all, seeds_at
 from pipeline.data.sampler import Draw, EvalSampler, MicroBatchSampler
 from pipeline.errors import DataError, PipelineError
 
@@ -207,11 +207,11 @@ class Fetch(Dataset[Any]):
             source = source.dataset
         if hasattr(source, "__getitems__"):
             return self._collate(dataset.__getitems__(indices))
-        if position is None:
+        if position is None or type(source) in (TensorDataset, list):  # which draw nothing
             return self._collate([dataset[index] for index in indices])
         samples = []
-        for place, index in enumerate(indices, start=position):
-            seed_all(mixed(self._seed, place))
+        for bits, index in zip(seeds_at(self._seed, position, len(indices)), indices, strict=True):
+            seed_all(bits)
             samples.append(dataset[index])
         seed_all(mixed(self._seed, position, len(indices)))
         return self._collate(samples)

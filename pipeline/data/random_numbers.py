@@ -8,11 +8,26 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 def mixed(*key: int) -> int:
     """64 random bits that stand for the key."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
+def scrambled(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea & Flood 2014), of each; arithmetic is modulo 2**64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def seeds_at(seed: int, position: int, count: int) -> list[int]:
+    """64 random bits for each of the positions from `position` on: a call for a batch, not for a sample."""
+    positions = np.arange(position, position + count, dtype=np.uint64)
+    return scrambled(positions ^ np.uint64(mixed(seed))).tolist()
 
 
 def seed_all(bits: int) -> None:

@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.random_numbers import scrambled
+
 ROUNDS = 6
 BLOCK = 4096  # samples ordered at once: numpy calls cost the same for one micro-batch as for hundreds
 
@@ -48,12 +50,12 @@ class GlobalOrder:
         self.num_samples = num_samples
         self.seed = seed
         self._base = np.uint64(math.isqrt(num_samples - 1) + 1)
-        self._seed_key = _mix(np.array([seed], dtype=np.uint64))
+        self._seed_key = scrambled(np.array([seed], dtype=np.uint64))
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample indices at `positions` (any shape) of the run; position p lies in epoch p // num_samples."""
         epochs, indices = np.divmod(positions.astype(np.uint64).reshape(-1), np.uint64(self.num_samples))
-        keys = _mix(self._seed_key ^ epochs)
+        keys = scrambled(self._seed_key ^ epochs)
         samples = self._permute(indices, keys)
         outside = np.flatnonzero(samples >= self.num_samples)
         while len(outside):
@@ -65,16 +67,9 @@ class GlobalOrder:
         """One pass of the network over [0, base * base)."""
         left, right = np.divmod(values, self._base)
         for turn in range(ROUNDS):
-            left, right = right, (left + _mix(right ^ (keys + np.uint64(turn))) % self._base) % self._base
+            drawn = scrambled(right ^ (keys + np.uint64(turn))) % self._base
+            left, right = right, (left + drawn) % self._base
         return left * self._base + right
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea & Flood 2014); arithmetic is modulo 2**64."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 class MicroBatchSampler:
