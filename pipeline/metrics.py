@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.data.starvation import Starvation
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import StepResult
@@ -26,12 +27,6 @@ log = logging.getLogger(__name__)
 
 # Steps in a row without a finite gradient that end a run. fp16 first searches its loss scale: 2**32 takes 32.
 MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
-
-# What the wait for data must be before a run is told of it: share of the step, seconds a step (a worker
-# process would take as long to hand a batch over), and the steps it is measured over.
-STARVATION_SHARE = 0.1
-STARVATION_SECONDS = 1e-3
-STARVATION_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -266,35 +261,3 @@ class TimedObjective:
         """See Objective."""
         with self._span.measured():
             return self._objective(model, batch)
-
-
-class Starvation:
-    """Says once in a run that the step waits for data, and what to change."""
-
-    def __init__(self, num_workers: int):
-        self._num_workers = num_workers
-        self._is_started = False
-        self._is_told = False
-        self._steps = 0
-        self._data = self._seconds = 0.0
-
-    def look(self, steps: int, data_seconds: float, seconds: float) -> str | None:
-        """The warning, after an interval of the log; intervals are put together to ten steps or more."""
-        if not self._is_started:  # the first one is the start of the workers, and the compiler's
-            self._is_started = True
-            return None
-        self._steps += steps
-        self._data += data_seconds
-        self._seconds += seconds
-        if self._steps < STARVATION_STEPS or self._is_told:
-            return None
-        share, wait = self._data / self._seconds, self._data / self._steps
-        step = self._seconds / self._steps
-        self._steps, self._data, self._seconds = 0, 0.0, 0.0
-        if share <= STARVATION_SHARE or wait < STARVATION_SECONDS:
-            return None
-        self._is_told = True
-        return (
-            f"waiting for data is {share:.0%} of the step ({1000 * wait:.0f} of {1000 * step:.0f} ms); have "
-            f"more processes read it: loader.num_workers={max(2, 2 * self._num_workers)}"
-        )

@@ -128,8 +128,8 @@ def _refuse_key(
         notes.append(f"{file.at(full)}: switched off, passed over")
     elif given not in names:
         section = full.rpartition(".")[0]
-        if full in keys.WORDS_OF_OTHERS:
-            raise ConfigError(f"{file.at(full)}: unknown key; {keys.WORDS_OF_OTHERS[full]}")
+        if full in keys.ALIASES:
+            raise ConfigError(f"{file.at(full)}: unknown key; {keys.ALIASES[full]}")
         if "." in given and given in rules():
             raise ConfigError(f"{file.at(full)}: unknown key; write {_nested(given)}")
         if full in rules():

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_check import check, rules
-from pipeline.config.deepspeed_together import refuse_together
+from pipeline.config.deepspeed_conflicts import refuse_conflicts
 from pipeline.config.json_file import JsonFile, is_comment, read_json
 from pipeline.config.loading import Tree, did_you_mean, get_dotted, override, set_dotted
 from pipeline.config.schema import RunConfig
@@ -30,7 +30,7 @@ def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> J
     for parts, value in overrides:
         override(file.tree, file.places, parts, value)
     check(file)
-    refuse_together(file)
+    refuse_conflicts(file)
     return file
 
 

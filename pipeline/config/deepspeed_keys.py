@@ -90,7 +90,7 @@ OTHER_NAMES = {"aio.thread_count": "intra_op_parallelism", "bfloat16": "bf16"}
 
 _COMPILE = 'write "compile": {"enabled": true}'
 # What other trainers call things in this file, and what to write here.
-WORDS_OF_OTHERS = dict.fromkeys(("compile.backend", "compile.disable", "compile.kwargs"), _COMPILE)
+ALIASES = dict.fromkeys(("compile.backend", "compile.disable", "compile.kwargs"), _COMPILE)
 
 _POSITIVE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0}
 _DTYPE: dict[str, Any] = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}

@@ -11,9 +11,9 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from pipeline.config.aliases import ALIASES
 from pipeline.config.consistency import contradictions
 from pipeline.config.schema import RunConfig
-from pipeline.config.words_of_others import WORDS_OF_OTHERS
 from pipeline.config.yaml_loader import Loader
 from pipeline.errors import ConfigError
 from pipeline.foreign import CONFIGURATION, read_plain
@@ -226,8 +226,8 @@ def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
         return "unknown key; what is escaped here does not show: type the line anew, with plain spaces"
     if key in DEEPSPEED_OWNS:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
-    if WORDS_OF_OTHERS.get(key, dotted) != dotted:  # the same: a key of another kind of this section
-        return f"unknown key; here it is {WORDS_OF_OTHERS[key]}"
+    if ALIASES.get(key, dotted) != dotted:  # the same: a key of another kind of this section
+        return f"unknown key; here it is {ALIASES[key]}"
     return f"unknown key{did_you_mean(key, section.model_fields if section else {})}"
 
 

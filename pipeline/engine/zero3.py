@@ -75,21 +75,21 @@ class _InitOnCpu(deepspeed.zero.Init):
         super().__init__(config_dict_or_path=config, dtype=dtype)
         self.dtype = dtype  # zero.Init takes fp16 for fp32 where the device has it
         self._revisited = revisited
-        self._unfilled: list[nn.Module] = []
+        self._deferred: list[nn.Module] = []
         # Its own way to let `apply` reach sharded weights draws in the run's precision.
         deepspeed.zero.Init.override_module_apply = False
 
     def _post_init_method(self, module: nn.Module) -> None:
         if any(p.is_meta for p in module.parameters(recurse=False)):
-            self._unfilled.append(module)
+            self._deferred.append(module)
             return
         self._revisited.is_paused = True
         super()._post_init_method(module)
         self._revisited.is_paused = False
 
-    def shard_the_rest(self) -> None:
+    def shard_deferred(self) -> None:
         """Modules that were made without values and filled later: transformers' `from_pretrained` does so."""
-        for module in self._unfilled:
+        for module in self._deferred:
             super()._post_init_method(module)
 
     def _add_tensor_creation_wrappers(self) -> None:
@@ -121,7 +121,7 @@ class Zero3Sharding:
             with revisited:
                 yield
             revisited.close()
-            init.shard_the_rest()
+            init.shard_deferred()
 
     @contextmanager
     def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:

@@ -17,9 +17,9 @@ from pipeline.models.request import ModelRequest
 
 log = logging.getLogger(__name__)
 
-SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+OTHER_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 NAMED = 3  # parameters that a message lists
-FILLED = "give the layer its sizes (nn.Linear in place of nn.LazyLinear)"
+GIVE_SIZES = "give the layer its sizes (nn.Linear in place of nn.LazyLinear)"
 
 
 def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
@@ -47,7 +47,7 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
     except ValueError as error:
         if not is_sharded or "uninitialized parameter" not in str(error):
             raise
-        raise ModelError(f"model.kind: {config.kind}: a lazy layer cannot be sharded; {FILLED}") from None
+        raise ModelError(f"model.kind: {config.kind}: a lazy layer cannot be sharded; {GIVE_SIZES}") from None
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.kind: {config.kind} returned a {type(model).__name__}, not an nn.Module")
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
@@ -67,7 +67,7 @@ def _refuse_unfilled(model: nn.Module, kind: str) -> None:
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
     for names, cure in (
-        (lazy, f"are lazy; {FILLED}, or call the model once before it is returned"),
+        (lazy, f"are lazy; {GIVE_SIZES}, or call the model once before it is returned"),
         (
             meta,
             "are on the meta device; make the model on the CPU, or fill them (to_empty, then its weights)",
@@ -83,7 +83,7 @@ def _hold_in_fp32(model: nn.Module, kind: str) -> None:
 
     Buffers of the same type as such parameters come along: `.half()` casts both. Names and objects stay.
     """
-    own = [p for p in model.parameters() if p.dtype in SHORT]
+    own = [p for p in model.parameters() if p.dtype in OTHER_DTYPES]
     if not own:
         return
     kinds = {p.dtype for p in own}
@@ -94,7 +94,7 @@ def _hold_in_fp32(model: nn.Module, kind: str) -> None:
         "the precision: leave .half() and the like out)",
         kind,
         sum(p.numel() for p in own),
-        " and ".join(sorted(SHORT[dtype] for dtype in kinds)),
+        " and ".join(sorted(OTHER_DTYPES[dtype] for dtype in kinds)),
     )
 
 
@@ -102,5 +102,5 @@ def _hold_statistics_in_fp32(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase):
             for statistic in layer.buffers(recurse=False):
-                if statistic.dtype in SHORT:
+                if statistic.dtype in OTHER_DTYPES:
                     statistic.data = statistic.data.float()

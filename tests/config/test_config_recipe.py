@@ -9,10 +9,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from pipeline.config.aliases import ALIASES
 from pipeline.config.loading import parse_override, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings, recipe_yaml
-from pipeline.config.words_of_others import WORDS_OF_OTHERS
 from pipeline.errors import ConfigError
 
 RECIPE = """\
@@ -174,7 +174,7 @@ def test_a_text_that_looks_like_a_number_is_written_out_in_quotes(load, name):
     assert load(text=text).name == name
 
 
-@pytest.mark.parametrize(("word", "key"), WORDS_OF_OTHERS.items())
+@pytest.mark.parametrize(("word", "key"), ALIASES.items())
 def test_what_others_call_a_key_is_told_by_ours_and_ours_is_there(load, tmp_path, word, key):
     sections = [RunConfig]
     for part in key.split("."):

@@ -10,7 +10,7 @@ from pipeline.config.loading import Tree, get_dotted
 from pipeline.errors import ConfigError
 
 
-def refuse_together(file: JsonFile) -> None:
+def refuse_conflicts(file: JsonFile) -> None:
     """Holds a checked file to the table below.
 
     Raises:

@@ -47,5 +47,5 @@ _SAME = {
     "wandb.project": "wandb_project",
     "wandb.entity": "wandb_entity",
 }
-WORDS_OF_OTHERS = {word: key for key, words in _SAME.items() for word in words.split()}
+ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
 """Their word -> the dotted key of the recipe."""
