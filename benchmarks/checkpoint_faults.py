@@ -233,7 +233,7 @@ def _keep(bench: Bench) -> None:
 def _trial(plan: Plan) -> Result:
     try:
         return _trial.bench.trial(plan)[0]  # type: ignore[attr-defined,no-any-return]
-    except Exception:
+    except Exception:  # of a pool's process: it arrives with the plan that led to it
         raise RuntimeError(f"{plan}: {traceback.format_exc()}") from None
 
 

@@ -85,7 +85,7 @@ def _build(name: str, given: dict[str, Any]) -> nn.Module:
         )
     try:
         return kinds[name](**{key: _tuples(value) for key, value in given.items()})
-    except Exception as error:
+    except Exception as error:  # kornia's constructors raise what they like
         raise DataError(
             f"data.augmentations.{name}: {_one_line(error)} (its arguments: {', '.join(parameters)})"
         ) from error

@@ -139,7 +139,7 @@ def _live(connection: Connection, given: tuple[Any, ...]) -> None:
                         None,
                         ConfigError(f"{item[0]}: the chat template takes too much memory; {MEND}"),
                     )
-                except Exception:
+                except Exception:  # ours: its traceback crosses to the process that asked
                     answer, failure = None, RuntimeError(traceback.format_exc())
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 connection.send((failure, answer))

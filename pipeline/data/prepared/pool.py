@@ -216,7 +216,7 @@ def serve(connection: Connection, settings: EncoderSettings) -> None:
                 answer = Failed(f"no memory left for {task.label}; lower data.prepare_workers", True)
             except _Abandoned:
                 raise
-            except Exception:
+            except Exception:  # ours: its traceback crosses to the process that asked
                 answer = Failed(traceback.format_exc(), False)
             connection.send(answer)
 
