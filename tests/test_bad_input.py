@@ -316,7 +316,9 @@ def test_two_ranks_say_it_once(home, tmp_path, override, message):
     )
     assert "exitcode  : 2 " in done.stderr
     # The console that both share; torchrun adds a traceback of its own, the ranks may not.
-    assert done.stderr.count("Traceback") <= 1
+    assert "Traceback" not in done.stdout
+    assert "error:" not in done.stdout
+    assert done.stderr.count("Traceback") == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, done.stderr
     assert message in errors[0]

@@ -200,7 +200,7 @@ def test_rotary_heads_of_an_odd_width_cannot_be_computed_and_are_refused(refused
 )
 def test_heads_of_a_width_of_their_own_or_of_an_even_one_are_taken(tmp_path, override):
     (tmp_path / "recipe.yaml").write_text(LLAMA.replace("64", "12"))
-    load_settings(tmp_path / "recipe.yaml", None, [override])
+    assert load_settings(tmp_path / "recipe.yaml", None, [override]).config.model.hidden_size == 12
 
 
 @pytest.mark.parametrize(
@@ -214,4 +214,4 @@ def test_heads_of_a_width_of_their_own_or_of_an_even_one_are_taken(tmp_path, ove
 )
 def test_keys_of_a_source_that_its_origin_reads_are_taken_and_so_are_defaults(tmp_path, data):
     (tmp_path / "recipe.yaml").write_text(LLAMA[: LLAMA.index("data:")] + f"data: {data}\n")
-    load_settings(tmp_path / "recipe.yaml", None, [])
+    assert load_settings(tmp_path / "recipe.yaml", None, []).config.data.kind == "text"
