@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import queue
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -71,7 +72,8 @@ class CheckpointStore:
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._finished: list[SaveOutcome] = []
+        # Filled by the thread while `poll` empties it: a list that is swapped there would lose what comes.
+        self._finished: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
         self._bad: set[int] = set()
         self._said_memory_is_short = False
@@ -117,8 +119,7 @@ class CheckpointStore:
         """Saves in the background that ended since the last call. Does not wait; not collective."""
         if self._thread is not None and not self._thread.is_alive():
             self._join()
-        finished, self._finished = self._finished, []
-        return finished
+        return [self._finished.get() for _ in range(self._finished.qsize())]
 
     def close(self) -> None:
         """Waits for the save under way. Before the process group ends."""
@@ -185,7 +186,7 @@ class CheckpointStore:
                 problem = saving.conclude(shares)
                 seconds = time.perf_counter() - began
                 done = replace(outcome, problem=problem, write_seconds=seconds)
-                self._finished.append(self._report(saving, done))
+                self._finished.put(self._report(saving, done))
             except BaseException as error:
                 self._failure = error
 

@@ -96,12 +96,24 @@ def test_poll_does_not_wait(tmp_path):
     store = make_store(tmp_path)
     store.save(PlainEngine(0, 1), state_at(1))
     found = []
-    for _ in range(1000):
+    while not found:
         found += store.poll()
-        if found:
-            break
         time.sleep(0.01)
     assert [done.step for done in found] == [1]
+
+
+def test_the_end_of_a_save_is_told_though_it_was_asked_for_meanwhile(tmp_path, monkeypatch):
+    store, found = make_store(tmp_path), []
+    prune = store._pruner.prune
+
+    def asked(*arguments):  # in the thread that writes, as a step that ends just now
+        found.extend(store.poll())
+        prune(*arguments)
+
+    monkeypatch.setattr(store._pruner, "prune", asked)
+    store.save(PlainEngine(0, 1), state_at(1))
+    store.close()
+    assert [done.step for done in [*found, *store.poll()]] == [1]
 
 
 def test_the_same_step_is_written_once(tmp_path):
