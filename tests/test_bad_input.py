@@ -311,7 +311,7 @@ def test_two_ranks_say_it_once(home, tmp_path, override, message):
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert "exitcode  : 2 " in done.stderr

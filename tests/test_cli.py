@@ -35,7 +35,7 @@ def run_wrapped(*arguments, **extra):
         cwd=ROOT,
         env=environment(**extra),
         check=False,
-        timeout=60,
+        timeout=300,
     )
 
 

@@ -171,7 +171,7 @@ def test_a_full_disk_does_not_stop_training_and_is_told(tmp_path):
         text=True,
         env=environment(),
         cwd=ROOT,
-        timeout=120,
+        timeout=300,
     )
     assert result.returncode == 2
     assert "step 3 is not saved: rank 0 on " in result.stderr

@@ -24,12 +24,12 @@ def test_a_run_is_held_by_one_process(tmp_path, monkeypatch):
     def before() -> None:
         _, lock = open_run_directory(config, SPLIT)
         is_held.set()
-        may_end.wait(60)
+        may_end.wait(300)
         lock.release()
 
     thread = Thread(target=before)
     thread.start()
-    assert is_held.wait(60)
+    assert is_held.wait(300)
     with pytest.raises(CheckpointError, match="is in use by another process"):
         open_run_directory(config, SPLIT)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")

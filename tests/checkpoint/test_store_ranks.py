@@ -161,7 +161,7 @@ def save_gathered(job: Job, folder: str):
 
 
 def test_a_rank_that_cannot_write_still_takes_part_in_fetching(ranks, tmp_path):
-    for first, second, third in ranks(2).run(save_gathered, str(tmp_path), timeout=60):
+    for first, second, third in ranks(2).run(save_gathered, str(tmp_path), timeout=240):
         assert (first, third) == (None, None)
         assert "rank 1 on" in second
 

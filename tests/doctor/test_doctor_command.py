@@ -127,10 +127,10 @@ def test_tasks_of_srun_find_each_other(tmp_path):
         )
 
     second = start(1, 0, 1)
-    assert second.communicate(timeout=60)[0] == ""  # it waits for no one
+    assert second.communicate(timeout=300)[0] == ""  # it waits for no one
     assert second.returncode == 0
     tasks = [start(2, 1, 0), start(0, 0, 0)]
-    said = [task.communicate(timeout=60)[0] for task in tasks]
+    said = [task.communicate(timeout=300)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 2], said
     assert said[0] == ""
     assert "n0 and n1 are one machine" in " ".join(said[1].split())  # as they are here

@@ -47,7 +47,7 @@ def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
     assert abs(session.clock_offset()) < 0.1
     (probe,) = [p for p in psutil.Process().children() if list(PROBE) == p.cmdline()[-2:]]
     session._questions.close()
-    probe.wait(5)
+    probe.wait(200)
     session.close()
     with pytest.raises(SilentError):
         session.ask("time", seconds=1)
@@ -56,7 +56,7 @@ def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
 def test_silence_has_a_reason():
     with over_command("a", ["sh", "-c", "echo b: Permission denied >&2; exit 255"]) as session:
         with pytest.raises(SilentError) as caught:
-            session.ask("time", seconds=5)
+            session.ask("time", seconds=200)
         assert (caught.value.code, caught.value.said) == (255, "b: Permission denied")
     with over_command("a", ["sleep", "100"]) as session:
         with pytest.raises(SilentError, match=r"no answer within 0\.1 s"):
@@ -92,20 +92,20 @@ def test_ports():
         ports["closed"] = closed.getsockname()[1]
         closed.close()
         peers = [network.Peer(name=name, address="127.0.0.1", port=port) for name, port in ports.items()]
-        found = {c["name"]: c for c in network.connect_to(peers, lambda name: f"token {name}", 0.2)}
+        found = {c["name"]: c for c in network.connect_to(peers, lambda name: f"token {name}", 5.0)}
     assert found["b"]["problem"] is None
     assert found["b"]["source"] == "127.0.0.1"
     assert found["other"]["problem"] == "another machine or program answers there"
-    assert found["silent"]["problem"] == "no answer within 0.2 s"
+    assert found["silent"]["problem"] == "no answer within 5 s"
     assert found["closed"]["problem"] == "connection refused"
 
 
 def test_a_fact_that_takes_too_long_is_left_behind():
     gate = threading.Event()
-    found, unknown = find_out({"a": lambda: 1, "b": gate.wait, "c": lambda: {}["x"]}, seconds=0.2)
+    found, unknown = find_out({"a": lambda: 1, "b": gate.wait, "c": lambda: {}["x"]}, seconds=5.0)
     gate.set()
     assert found == {"a": 1}
-    assert unknown == {"b": "no answer within 0.2 s", "c": "KeyError: 'x'"}
+    assert unknown == {"b": "no answer within 5 s", "c": "KeyError: 'x'"}
 
 
 def test_locks_of_builds(tmp_path, monkeypatch):
@@ -220,7 +220,7 @@ def test_answers_are_json():
             "devices": None,
             "load_torch": False,
         }
-        answer = session.ask("examine", asked, seconds=20)
+        answer = session.ask("examine", asked, seconds=200)
     assert answer == json.loads(json.dumps(answer))
     assert answer["unknown"] == {}
     assert answer["network"]["names"]["no.such.name.invalid"] == []

@@ -210,14 +210,14 @@ def test_who_holds_the_lock_of_our_runs_is_told_and_what_it_waits_for(small_op, 
     lock = tmp_path / "ops" / "small" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    with subprocess.Popen(["sleep", "100"], cwd=lock.parent) as compiler, heard() as lines:
+    with subprocess.Popen(["sleep", "1000"], cwd=lock.parent) as compiler, heard() as lines:
         builds = [threading.Thread(target=_build, args=(op,)) for _ in range(2)]
         for build in builds:
             build.start()
         try:
             ours = f"waiting for the small op: process {os.getpid()} on "
             theirs = f"waiting for the small op: process {compiler.pid} (sleep) builds it since "
-            deadline = time.monotonic() + 100
+            deadline = time.monotonic() + 400
             while not all(any(line.startswith(w) for line in lines) for w in (ours, theirs)):
                 assert time.monotonic() < deadline, lines
                 time.sleep(0.1)

@@ -29,7 +29,7 @@ def config(path: Path | None, *sections: str):
 
 
 def wait_until_empty(path: Path) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while list(path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not list(path.iterdir())
@@ -70,7 +70,7 @@ swap = SwapFolder({"zero_optimization": {"offload_param": part}}, Job(Ranks(0, 0
 print("made", flush=True)
 if sys.argv[2] == "raise":
     raise RuntimeError
-time.sleep(100)
+time.sleep(1000)
 """
 
 
@@ -82,7 +82,7 @@ def test_the_folder_goes_however_the_process_ends(tmp_path, how):
         if how != "raise":
             assert any(path.is_dir() for path in tmp_path.iterdir())
             process.send_signal(how)
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     assert wait_until_empty(tmp_path)
 
 

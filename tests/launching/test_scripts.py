@@ -160,7 +160,7 @@ def test_the_scripts_of_one_machine_train_alike(tmp_path):
             first.send_signal(10)
             break
     said += first.stdout.read()
-    assert first.wait(60) == 138, said
+    assert first.wait(300) == 138, said
     assert not [path for path in Path("/tmp").glob("pipeline-*") if str(path) in said]
     (run,) = run_directories(tmp_path)
     rows = numbers(run)

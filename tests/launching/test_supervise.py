@@ -78,11 +78,11 @@ def test_a_guard_alone_ends_the_ranks(folder):
     guard.stdin.flush()
     assert b"ready" in guard.stdout.readline()
     variables = os.environ | {"PIPELINE_ENVIRONMENT": str(folder / "environment.json"), "RANK": "0"}
-    rank = subprocess.Popen(["sleep", "60"], env=variables)
-    other = subprocess.Popen(["sleep", "60"], env=variables | {"PIPELINE_ENVIRONMENT": f"{folder}x/y"})
+    rank = subprocess.Popen(["sleep", "600"], env=variables)
+    other = subprocess.Popen(["sleep", "600"], env=variables | {"PIPELINE_ENVIRONMENT": f"{folder}x/y"})
     guard.stdin.close()
-    assert rank.wait(20) == -15
-    assert guard.wait(20) == 0
+    assert rank.wait(200) == -15
+    assert guard.wait(200) == 0
     assert not folder.exists()
     assert other.poll() is None  # another run
     other.kill()

@@ -162,7 +162,7 @@ def test_a_terminal_is_never_asked_for_a_key(tmp_path: Path):
     env = environment(tmp_path, "http://127.0.0.1:9")
     command = arguments(tmp_path / "trial-1", last=2, mode="online")
     done = subprocess.run(
-        command, env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, timeout=60, check=True
+        command, env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, timeout=300, check=True
     )
     printed = os.read(ours, 65536).decode()
     os.close(ours)
@@ -262,7 +262,7 @@ def test_server_gone_in_mid_run_does_not_hold_up_the_end(tmp_path: Path, server:
     server.start()
     command = shlex.split(done.said[-1].partition("to upload them: ")[2])
     command[0] = str(Path(sys.executable).with_name(command[0]))
-    subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=300, check=True)
     arrived = server.rows(run_id(tmp_path / "trial-1"))
     assert {row["_step"]: row["train/loss"] for row in arrived} == {step: step / 7 for step in range(1, 31)}
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 32

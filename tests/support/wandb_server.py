@@ -26,7 +26,7 @@ class Server:
         """Also again, with what it has kept."""
         folder = self.folder
         self.process = subprocess.Popen([sys.executable, str(STANDIN), str(self.port), str(folder)])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 200
         while socket.socket().connect_ex(("127.0.0.1", self.port)) and time.monotonic() < deadline:
             time.sleep(0.05)
 
