@@ -98,7 +98,7 @@ class Launched:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s:\n{self.text}") from None
 
-    def wait_for(self, pattern: str, seconds: float = 120) -> str:
+    def wait_for(self, pattern: str, seconds: float = 400) -> str:
         """Until a regular expression is found in what it has printed; what was found."""
 
         def said() -> bool:
@@ -127,7 +127,7 @@ class Node:
                 stderr=log,
                 env={"PATH": SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8"},
             )
-        wait_until(self._children, 10, f"{name} starts")
+        wait_until(self._children, 100, f"{name} starts")
         (self.pid,) = self._children()
 
     def _children(self) -> list[int]:
@@ -144,7 +144,7 @@ class Node:
             assert self.holder.poll() is None, self.log.read_text()
             return (self.root / "run/node_sshd.pid").exists()
 
-        wait_until(serves, 20, f"sshd on {self.name}; {self.log}")
+        wait_until(serves, 200, f"sshd on {self.name}; {self.log}")
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """What runs here besides the services, whose command line holds all of `words`."""
@@ -239,7 +239,7 @@ class Cluster:
         return self._launched[-1]
 
     def run(
-        self, node: str, *command: str | Path, cwd: Path = ROOT, timeout: float = 60, **environment: str
+        self, node: str, *command: str | Path, cwd: Path = ROOT, timeout: float = 300, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end; stdout is both its streams."""
         launched = self.start(node, *command, cwd=cwd, **environment)
@@ -339,7 +339,7 @@ class Cluster:
                     process.kill()
             self.stop_sshd(node)
         for group in self._groups:
-            wait_until(lambda group=group: not (group / "cgroup.procs").read_text(), 30, f"{group} empty")
+            wait_until(lambda group=group: not (group / "cgroup.procs").read_text(), 300, f"{group} empty")
             group.rmdir()
         self._groups.clear()
         for node in self.hosts:

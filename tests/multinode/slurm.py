@@ -55,7 +55,7 @@ def start_slurm(cluster: Cluster) -> None:
         answer = cluster.run(cluster.hosts[0], "sinfo", "--noheader", "--Node", "--format=%t").stdout
         return answer.split() == ["idle"] * len(cluster.hosts)
 
-    wait_until(idle, 30, "every node idle in sinfo")
+    wait_until(idle, 300, "every node idle in sinfo")
 
 
 def _serve(cluster: Cluster, node: str, *command: str) -> None:

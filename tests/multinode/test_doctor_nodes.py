@@ -47,7 +47,7 @@ def doctor(cluster: Cluster, *arguments: str | Path, hosts=None, cwd=ROOT, **env
     folders = ("--runs-dir", cluster.private / "runs", "--cache-dir", cluster.private / "cache")
     command = ("python", "-m", "pipeline", "doctor", "--hostfile", hostfile, *folders, *arguments)
     environment = {"TORCH_EXTENSIONS_DIR": str(cluster.private / "ops")} | environment
-    done = cluster.run("node1", *command, timeout=120, cwd=cwd, **environment)
+    done = cluster.run("node1", *command, timeout=300, cwd=cwd, **environment)
     print(done.stdout)
     return Report(done.returncode, done.stdout)
 
@@ -218,7 +218,7 @@ def test_under_srun(cluster, slurm):
     ops = {"TORCH_EXTENSIONS_DIR": str(cluster.private / "ops")}
     version = torch_version()
     with changed(cluster, "node3", version, older(version)):
-        done = cluster.run("node1", *command, timeout=120, **ops)
+        done = cluster.run("node1", *command, timeout=300, **ops)
     print(done.stdout)
     report = Report(done.returncode, done.stdout)
     report.row("versions  fail  node3: torch 1.", "-m pip install torch==")
@@ -234,7 +234,7 @@ def test_a_launch_looks_first(cluster, slurm):
     for start in (LAUNCHERS["multi_node"], LAUNCHERS["sbatch"]):
         with changed(cluster, "node2", version, older(version)):
             (job,) = start(cluster, cluster.hosts[:2], "--config", str(recipe))
-            assert job.wait(60) == 2, job.text
+            assert job.wait(300) == 2, job.text
         Report(2, job.text).row("versions  fail  node2: torch 1.")
         assert run_directories(cluster.shared) == []
     assert cluster.left() == {}

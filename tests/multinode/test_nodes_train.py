@@ -85,7 +85,7 @@ def wait_for_rows(run: Path, jobs: list[Launched], look: Callable[[], None] = la
 def over(cluster: Cluster, jobs: list[Launched], seconds: float) -> int | None:
     """Waits until nothing runs on any node; the exit code of the first command."""
     wait_until(lambda: not cluster.left(), seconds, "nothing runs")
-    return jobs[0].wait(5)
+    return jobs[0].wait(100)
 
 
 @pytest.mark.matrix
@@ -112,7 +112,7 @@ def test_four_nodes_lose_their_launcher_and_two_go_on_without_it(cluster, curve)
     jobs = LAUNCHERS["multi_node"](cluster, cluster.hosts, *more, **SECRETS)
     wait_for_rows(run, jobs, look)
     jobs[0].command.kill()
-    assert over(cluster, jobs, 60) == -9
+    assert over(cluster, jobs, 400) == -9
     assert not shown
     assert list((run / "wandb").rglob("*.wandb"))
     for file in [jobs[0].log, *(path for path in cluster.shared.rglob("*") if path.is_file())]:
