@@ -224,6 +224,8 @@ def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
     """What is said of a key that its section does not have."""
     if not key.isprintable():
         return "unknown key; what is escaped here does not show: type the line anew, with plain spaces"
+    if key in ("deepspeed", "deepspeed_config"):
+        return "unknown key; the DeepSpeed JSON is an option of the command: --deepspeed FILE"
     if key in DEEPSPEED_OWNS:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
     if ALIASES.get(key, dotted) != dotted:  # the same: a key of another kind of this section

@@ -61,6 +61,12 @@ TYPOS = [
     key("zero_optimization in the recipe", "zero_optimization", {"stage": 2}, "DeepSpeed JSON decides this"),
     key("precision in the recipe", "precision", "bf16", "DeepSpeed JSON decides this"),
     key("fp16 in the recipe", "fp16", {"enabled": True}, "DeepSpeed JSON decides this"),
+    key(
+        "DeepSpeed's JSON in the recipe",
+        "deepspeed",
+        "ds_configs/zero2.json",
+        "an option of the command: --d",
+    ),
     Case("five mistakes at once", ["and 3 more"], recipe=dict.fromkeys(("a1", "b1", "c1", "d1", "e1"), 1)),
 ]
 
