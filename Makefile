@@ -4,7 +4,7 @@
 # make test-all every case of every test, a new .venv for each Python from 3.11 to 3.14 found here among them: hours
 # make test-matrix a run saved under every split, resumed under every other
 # make parity every split x precision x number of ranks against one process
-# make check   ruff, mypy --strict and the quick tests, in under two minutes
+# make check   ruff, mypy --strict and the quick tests: five minutes on two cores
 # make bench   this project against its peers on this machine
 
 PYTHON ?= python3
