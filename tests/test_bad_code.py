@@ -116,6 +116,10 @@ def in_half():
     return nn.Linear(3, 4).half()
 
 
+def probabilities():
+    return nn.Sequential(nn.Linear(3, 4), nn.Softmax(dim=-1))
+
+
 def normalised():
     return Normalised()
 
@@ -162,6 +166,14 @@ def misnamed(outputs, batch):
 
 def own_cross_entropy(outputs, batch):
     return F.cross_entropy(outputs, batch["targets"], reduction="sum")
+
+
+def torchs_mean(outputs, batch):
+    return nn.CrossEntropyLoss()(outputs, batch["targets"])
+
+
+def plain_mean(outputs, batch):
+    return (outputs.sum(-1) - batch["targets"]).square().mean()
 
 
 def counting(counted):
@@ -335,3 +347,19 @@ def test_a_first_step_without_a_label_is_told(ends):
         0, own("data", "nothing_to_learn")
     )
     assert "no label" not in ends(0, "name=other")
+
+
+@pytest.mark.parametrize("objective", ["classification", "test_bad_code:own_cross_entropy"])
+def test_a_softmax_before_a_cross_entropy_is_told_once(ends, objective):
+    told = ends(0, own("model", "probabilities"), f"objective.kind={objective}")
+    assert told.count("the model's outputs are probabilities (0 or more, of sum 1)") == 1
+    assert "probabilities" not in ends(0, f"objective.kind={objective}", "name=other")
+
+
+@pytest.mark.parametrize("objective", ["torchs_mean", "plain_mean"])
+def test_a_loss_that_is_a_mean_is_told_once(ends, objective):
+    told = ends(0, own("objective", objective))
+    assert told.count("returned a mean; expected the sum over the micro-batch's 4 samples") == 1
+    alone = ends(0, own("objective", objective), "batch.micro_batch_size=1", "name=one")
+    others = ends(0, own("objective", "own_cross_entropy"), "name=sum")
+    assert "returned a mean" not in alone + others

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -343,3 +344,32 @@ def test_weights_and_smoothing_of_an_objective_that_has_none_are_refused():
         for model, kind in ((LANGUAGE_MODEL, "auto"), (OWN, "test_objectives:squares")):
             with pytest.raises(ConfigError, match=f"{next(iter(ignored))}: only classification reads"):
                 build_objective(config(model, kind=kind, **ignored))
+
+
+class Recomputed(nn.Module):
+    """Its loss is inside what is computed again in the backward, where nothing is looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, inputs, targets):
+        def loss(inputs):
+            return F.cross_entropy(self.linear(inputs), targets)
+
+        return checkpoint(loss, inputs, use_reentrant=False)
+
+
+def test_a_look_at_a_loss_leaves_nothing_to_recompute():
+    model = Recomputed()
+    result = ModelLoss()(model, {"inputs": torch.randn(4, 3), "targets": torch.tensor([0, 1, 2, 3])})
+    result.loss_sum.backward()
+    assert model.linear.weight.grad.abs().sum() > 0
+
+
+def test_a_cross_entropy_of_no_sample_is_one():
+    def of_none(outputs, batch):
+        return outputs.sum() + F.cross_entropy(outputs[:0], batch["targets"][:0], reduction="sum")
+
+    result = Custom(of_none)(nn.Linear(3, 4), {"inputs": torch.randn(2, 3), "targets": torch.tensor([0, 1])})
+    assert result.loss_sum.isfinite()

@@ -13,7 +13,7 @@ from pipeline.cross_entropy import IGNORED, cross_entropy_sum
 from pipeline.data.batches import shown
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.interface import Batch, LossSum
-from pipeline.objectives.labels import FirstCount, check_labels, find_labels, wrong_label
+from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels, wrong_label
 from pipeline.objectives.model_call import Caller, ModelCall
 from pipeline.objectives.outputs import logits_of
 
@@ -82,6 +82,7 @@ class Classification(Caller):
         self.weights_C = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
         self.label_smoothing = label_smoothing
         self._told = FirstCount()
+        self._told_scores = FirstScores()
         super().__init__(call)
 
     def _weights(self, device: torch.device) -> Tensor | None:
@@ -115,6 +116,7 @@ class Classification(Caller):
                 f"returned {tuple(logits.shape)}, and {name!r} has {tuple(labels.shape)}"
             )
         check_labels(batch, name, logits.shape[-1])
+        self._told_scores(logits)
         loss_sum = F.cross_entropy(
             logits.flatten(0, -2),
             labels.flatten(),

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from pipeline.errors import DataError, ModelError
+from pipeline.objectives.labels import FirstScores
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # one that asks other ranks has more values
 CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
@@ -25,9 +27,10 @@ class FirstCalls:
 
     def __init__(self) -> None:
         self._seen: set[bool] = set()
+        self._told_scores = FirstScores()
 
     @contextmanager
-    def around(self, model: Any) -> Iterator[None]:
+    def around(self, model: Any) -> Iterator[Losses | None]:
         """Inside, what does not fit is an error that names it. Waits for the device, in first calls alone.
 
         Exactly torch's own layers are looked at: a subclass may take something else. Nothing, where the model
@@ -36,17 +39,20 @@ class FirstCalls:
         Args:
             model: The user's own, without wrappers: DeepSpeed's says that it is in training all the time.
 
+        Yields:
+            What is noted of the losses inside; None: this is no first call.
+
         Raises:
             ModelError: a layer's input is not what it takes.
             DataError: labels are out of the range of the scores that they are compared with.
         """
         if not isinstance(model, nn.Module) or model.training in self._seen:
-            yield
+            yield None
             return
         self._seen.add(model.training)
         layers = dict(model.named_modules())
         if any(layer._compiled_call_impl is not None for layer in layers.values()):
-            yield
+            yield None
             return
         names = {id(layer): name for name, layer in layers.items()}
 
@@ -60,21 +66,35 @@ class FirstCalls:
 
         hook = register_module_forward_pre_hook(look)
         try:
-            with _Labels():
-                yield
+            with Losses(self._told_scores) as losses:
+                yield losses
         finally:
             hook.remove()
 
 
-class _Labels(TorchFunctionMode):
-    """Looks at what cross entropies are called with, wherever they are."""
+class Losses(TorchFunctionMode):
+    """Looks at what losses are called with, wherever they are."""
+
+    def __init__(self, told_scores: FirstScores) -> None:
+        super().__init__()
+        self._told_scores = told_scores
+        self._means: list[Tensor] = []
+
+    def is_mean(self, loss: Tensor) -> bool:
+        """Whether this very tensor is what a mean over everything returned, a loss's or a plain one."""
+        return any(loss is mean for mean in self._means)
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in (F.cross_entropy, F.nll_loss) and len(args) > 1:
             _check_targets(args[0], args[1], (kwargs or {}).get("ignore_index", -100))
-        return function(*args, **(kwargs or {}))
+        if function is F.cross_entropy and args and isinstance(args[0], Tensor) and args[0].dim():
+            self._told_scores(args[0].movedim(1 if args[0].dim() > 1 else 0, -1))
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.mean, Tensor.mean) or (kwargs or {}).get("reduction") == "mean":
+            self._means.append(result)
+        return result
 
 
 def _misfit(layer: Any, x: Tensor) -> str | None:

@@ -52,6 +52,24 @@ class FirstCount:
         return count
 
 
+class FirstScores:
+    """Warns where the first scores are probabilities: the softmax of them hardly tells classes apart."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def __call__(self, scores: Tensor) -> None:
+        """Scores: (..., C). Waits for the device, in the first call alone."""
+        if self._is_first and scores.numel():
+            self._is_first = False
+            scores = scores.detach()  # nothing of this is to be recomputed
+            if scores.shape[-1] > 1 and scores.min() >= 0 and ((scores.sum(-1) - 1).abs() < 0.01).all():
+                log.warning(
+                    "the model's outputs are probabilities (0 or more, of sum 1), and a cross entropy takes "
+                    "logits, of which it makes the softmax itself: leave the model's softmax out"
+                )
+
+
 def wrong_label(batch: Batch, name: str, classes: int) -> int | None:
     """A label that is neither -100 nor in [0, classes), where there is one.
 

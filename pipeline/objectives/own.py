@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from pipeline.objectives.interface import Batch, LossSum
 from pipeline.objectives.labels import check_labels
 from pipeline.objectives.model_call import Caller, ModelCall, unwrapped
 from pipeline.objectives.outputs import loss_of, shape_of
+
+log = logging.getLogger(__name__)
 
 
 class Custom(Caller):
@@ -39,6 +42,7 @@ class Custom(Caller):
         self.function = function
         super().__init__(call)
         self._checked = FirstCalls()
+        self._has_told = False
         name = getattr(function, "__name__", type(function).__name__)
         _refuse_torchs_own(function, name)
         own_count = getattr(function, "count", None)
@@ -76,14 +80,25 @@ class Custom(Caller):
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         outputs = tree_map(_in_fp32, self._call(model, batch))
         exits = may_not_exit("objective.kind: the function", ConfigError)
-        with self._checked.around(unwrapped(model)), exits:
+        with self._checked.around(unwrapped(model)) as losses, exits:
             loss_sum = self.function(outputs, batch)
         if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
             raise ConfigError(
                 f"objective.kind: the function returned {shape_of(loss_sum)}; expected one 0-dim tensor: "
                 "the sum of the loss over the samples"
             )
+        if losses is not None and losses.is_mean(loss_sum) and not hasattr(self.function, "count"):
+            self._tell_of_mean(num_samples(batch))
         return LossSum(loss_sum, self.count(batch).to(loss_sum.device))
+
+    def _tell_of_mean(self, samples: int) -> None:
+        if samples > 1 and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "objective.kind: the function returned a mean; expected the sum over the micro-batch's %d "
+                'samples (reduction="sum"), which is divided by their number afterwards',
+                samples,
+            )
 
 
 def _refuse_torchs_own(function: Any, name: str) -> None:
