@@ -14,7 +14,7 @@ from multinode.launchers import Launcher
 from support.launch import ROOT, write_recipe
 
 HANG_SECONDS = 10
-PATIENCE = 400
+PATIENCE = 60
 """Seconds until a job that does not end is given up."""
 VICTIM = "node2"
 
@@ -139,7 +139,7 @@ def endure(cluster: Cluster, launcher: Launcher) -> dict[str, str]:
         said["disk full"] = job.wait_for(f"step .* is not saved: .* on {VICTIM} has 0 GB free.*")
         cluster.path(VICTIM, filling).unlink()
         already = job.text.count("saved ")
-        wait_until(lambda: job.text.count("saved ") > already, 400, "a checkpoint once there is room")
+        wait_until(lambda: job.text.count("saved ") > already, 60, "a checkpoint once there is room")
         cluster.limit_cpu(VICTIM, 0.05)
         said["5 % of a core"] = job.wait_for(rf"rank 1 on {VICTIM} \(pid \d+\) is slow: .*")
         cluster.kill("node1")

@@ -112,7 +112,7 @@ def test_four_nodes_lose_their_launcher_and_two_go_on_without_it(cluster, curve)
     jobs = LAUNCHERS["multi_node"](cluster, cluster.hosts, *more, **SECRETS)
     wait_for_rows(run, jobs, look)
     jobs[0].command.kill()
-    assert over(cluster, jobs, 400) == -9
+    assert over(cluster, jobs, 60) == -9
     assert not shown
     assert list((run / "wandb").rglob("*.wandb"))
     for file in [jobs[0].log, *(path for path in cluster.shared.rglob("*") if path.is_file())]:
