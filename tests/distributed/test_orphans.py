@@ -30,7 +30,7 @@ subprocess.run(sys.argv[2:])
 """
 
 
-def chain(folder, top="deepspeed", seconds=20.0):
+def chain(folder, top="deepspeed", seconds=600.0):
     """`deepspeed` -> launch.py -> a rank, by their command lines; the first, and the pids of two."""
     launcher = folder / top
     launcher.write_text(LAUNCHER)
