@@ -75,7 +75,7 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         return _end(job, ranks, "stopped at once, without a further checkpoint", 130)
     except Terminated as error:
         return _end(job, ranks, "stopped at once, without a further checkpoint", error.exit_code, error)
-    except Exception as error:
+    except Exception as error:  # a programmer's mistake keeps its traceback
         mistake = too_long_a_name(error) if isinstance(error, OSError) else None
         if mistake is not None:
             return _end(job, ranks, f"error: {mistake}", mistake.exit_code)
