@@ -51,6 +51,13 @@ TORCH_FREE = [
 ]
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
 def part_of(path: Path) -> str:
     relative = path.relative_to(PACKAGE)
     return relative.parts[0].removesuffix(".py")
@@ -74,7 +81,40 @@ def imports(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
             found += [(node.lineno, alias.name) for alias in node.names]
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.append((node.lineno, node.module))
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
     return found
+
+
+def needs(name: str) -> set[str]:
+    """The modules of this tree that one imports, at the top or inside a function, with the packages of each
+    that it is not in itself: an import runs their `__init__`."""
+    found = set()
+    for _, imported in imports(MODULES[name]):
+        parts = imported.split(".")
+        for length in range(1, len(parts) + 1):
+            other = ".".join(parts[:length])
+            if other in MODULES and other != name and not name.startswith(f"{other}."):
+                found.add(other)
+    return found
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that lead from one to itself; empty: there is no such way."""
+    done: set[str] = set()
+    for start in graph:
+        path = [start]
+        ways = [iter(sorted(graph[start]))]
+        while path:
+            following = next(ways[-1], None)
+            if following in path:
+                return [*path[path.index(following) :], following]
+            if following is None:
+                done.add(path.pop())
+                ways.pop()
+            elif following not in done:
+                path.append(following)
+                ways.append(iter(sorted(graph[following])))
+    return []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -94,6 +134,23 @@ def test_imports_go_one_way(path):
             assert part == other or not both_apart, (
                 f"{path}:{line}: {part} and {other} do not know each other"
             )
+
+
+def test_no_import_circle():
+    """Also inside a package, and not by an import in a function either."""
+    circle = find_circle({name: needs(name) for name in MODULES})
+    assert not circle, " imports ".join(circle)
+
+
+@pytest.mark.parametrize(
+    ("graph", "circle"),
+    [
+        ({"a": {"b", "c"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, ["b", "c", "b"]),
+    ],
+)
+def test_a_circle_is_found(graph, circle):
+    assert find_circle(graph) == circle
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

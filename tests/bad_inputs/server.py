@@ -34,10 +34,10 @@ def import_all() -> None:
     import pipeline.checkpoint.export
     import pipeline.checkpoint.inspection
     import pipeline.cli
-    import pipeline.data.chat
     import pipeline.data.custom
     import pipeline.data.images
     import pipeline.data.prepared
+    import pipeline.data.prepared.chat_encoder
     import pipeline.engine.deepspeed_engine
     import pipeline.inspection.inspect_text
     import pipeline.launching.multi_node

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.data_schema import ChatDataConfig
-from pipeline.data.chat import ChatEncoder
 from pipeline.data.chat_template import BUILT_IN
 from pipeline.data.packing import IGNORED, pack
 from pipeline.data.prepared import prepare_documents
+from pipeline.data.prepared.chat_encoder import ChatEncoder
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.tokenizer import token_ids_end, train_tokenizer
 from pipeline.errors import ConfigError, DataError

@@ -70,19 +70,6 @@ class EncoderSettings:
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
 
-def build_encoder(settings: EncoderSettings) -> Encoder:
-    """The encoder of the recipe's kind of data.
-
-    Raises:
-        DataError: the tokenizer does not fit the data (no chat template).
-    """
-    if isinstance(settings.config, ChatDataConfig):
-        from pipeline.data.chat import ChatEncoder
-
-        return ChatEncoder(settings)
-    return TextEncoder(settings)
-
-
 def plain_text_tokenizer(folder: Path) -> Any:
     """The `tokenizers.Tokenizer` of a folder, set up for plain text: all of it, and no special tokens."""
     from tokenizers import Tokenizer

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Protocol
 
-from pipeline.data.prepared.encoder import Encoder, EncoderSettings, build_encoder
+from pipeline.config.data_schema import ChatDataConfig
+from pipeline.data.prepared.encoder import Encoder, EncoderSettings, TextEncoder
 from pipeline.data.prepared.parts import Advance, PartTask, prepare_part
 from pipeline.errors import DataError, PipelineError
 
@@ -57,6 +58,19 @@ class Listener(Protocol):
 
     def advance(self, task: PartTask, advance: Advance) -> None: ...
     def finish(self, task: PartTask) -> None: ...
+
+
+def build_encoder(settings: EncoderSettings) -> Encoder:
+    """The encoder of the recipe's kind of data.
+
+    Raises:
+        DataError: the tokenizer does not fit the data (no chat template).
+    """
+    if isinstance(settings.config, ChatDataConfig):
+        from pipeline.data.prepared.chat_encoder import ChatEncoder
+
+        return ChatEncoder(settings)
+    return TextEncoder(settings)
 
 
 def prepare_here(
