@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from rich.console import Console
 from pipeline.config.schema import RunConfig
 from pipeline.sinks.console import ConsoleSink
 from pipeline.sinks.interface import Sink, Sinks
-from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, MetricsFileError, gaps, read_metrics
+from pipeline.sinks.jsonl import (
+    METRICS_FILE,
+    JsonlSink,
+    MetricsFileError,
+    gaps,
+    iterate_metrics,
+    read_metrics,
+)
 
 __all__ = ["METRICS_FILE", "JsonlSink", "MetricsFileError", "Sink", "Sinks", "build_sinks", "read_metrics"]
 
@@ -56,8 +64,7 @@ def build_sinks(
         undo.callback(lambda: Sinks(sinks).close(1))
         record = JsonlSink(run_dir / METRICS_FILE, start_step=start_step, redo_evaluation=redo_evaluation)
         sinks.append(record)
-        rows = read_metrics(record.path)
-        if (said := gaps(rows, due or {}, record.num_damaged)) is not None:
+        if (said := gaps(record.found, due or {})) is not None:
             logger.warning("%s %s; the run goes on without them", record.path, said)
         if config.log.tensorboard:
             from pipeline.sinks.tensorboard_events import TensorBoardSink
@@ -73,7 +80,7 @@ def build_sinks(
                 run_dir=run_dir,
                 start_step=start_step,
                 run_config=run_config,
-                earlier_rows=rows,
+                earlier_rows=partial(iterate_metrics, record.path),
             )
             sinks += [online] if online is not None else []
         # Open MPI hands every rank a pty, whatever its own output is.

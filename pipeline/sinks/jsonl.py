@@ -8,15 +8,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
+from pipeline.durable import synchronise
 from pipeline.errors import PipelineError
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NUMBERS = frozenset((int, float))
 
 
 class MetricsFileError(PipelineError):
@@ -39,11 +45,10 @@ class JsonlSink:
             MetricsFileError: The file cannot be written.
         """
         self.path = path
-        self.num_damaged = 0
-        """Lines that were no rows, and are removed; the last one does not count, which a kill may tear."""
+        self.found = Found()
         try:
             if start_step > 0 and path.exists():
-                self.num_damaged = _keep_rows(path, start_step, redo_evaluation)
+                self.found = _take_back(path, start_step, redo_evaluation)
             # Unbuffered: a row is either with the operating system or an error here, never in between.
             self._file = path.open("ab" if start_step > 0 else "wb", buffering=0)
         except OSError as error:
@@ -80,45 +85,58 @@ def encode_row(step: int, row: Mapping[str, float]) -> bytes:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """All rows of a metrics.jsonl, also while a run writes to it: a torn last line is left out.
+    """All rows of a metrics.jsonl. See `iterate_metrics`."""
+    return list(iterate_metrics(path))
 
-    Returns:
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, float]]:
+    """The rows of a metrics.jsonl one by one, also while a run writes to it: a torn last line is left out.
+
+    Yields:
         The rows in file order: `step` and the metrics, non-finite numbers as floats again.
 
     Raises:
         MetricsFileError: The file cannot be read, or a line before the last is no row.
     """
+    torn: tuple[int, bytes] | None = None
     try:
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if torn is not None:
+                    raise MetricsFileError(f"{path}:{torn[0]}: not a row of metrics: {torn[1][:60]!r}")
+                row = _decode(line)
+                if row is None:
+                    torn = number, line.rstrip(b"\n")
+                else:
+                    yield row
     except OSError as error:
         raise MetricsFileError(f"{path}: cannot read the metrics ({error.strerror})") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        row = _decode(line)
-        if row is not None:
-            rows.append(row)
-        elif number < len(lines):
-            raise MetricsFileError(f"{path}:{number}: not a row of metrics: {line[:60]!r}")
-    return rows
 
 
-def gaps(
-    rows: Sequence[Mapping[str, float]], due: Mapping[str, Collection[int]], num_damaged: int
-) -> str | None:
+@dataclass(frozen=True)
+class Found:
+    """What a metrics.jsonl holds as a run goes on with it."""
+
+    steps: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """Group of metrics, as `train` -> steps that have a row of it."""
+    num_damaged: int = 0
+    """Lines that were no rows, and are removed; the last one does not count, which a kill may tear."""
+
+
+def gaps(found: Found, due: Mapping[str, Collection[int]]) -> str | None:
     """What is wrong with the rows of a run that goes on, in words; None: nothing.
 
     Args:
         due: Group of metrics, as `train` -> steps at which the run wrote a row of it.
-        num_damaged: Lines that were no rows.
     """
-    found = []
+    lacking = []
     for group, steps in due.items():
-        there = {row["step"] for row in rows if any(key.startswith(f"{group}/") for key in row)}
-        if missing := sorted(set(steps) - there):
-            found.append(
+        if missing := sorted(set(steps).difference(found.steps.get(group, ()))):
+            lacking.append(
                 f"{len(missing)} {group} row{'s' * (len(missing) > 1)} (step {_stretches(missing, steps)})"
             )
-    lacks = f"lacks {' and '.join(found)}" if found else ""
+    lacks = f"lacks {' and '.join(lacking)}" if lacking else ""
+    num_damaged = found.num_damaged
     damaged = f"had {num_damaged} damaged line{'s' * (num_damaged > 1)}" if num_damaged else ""
     return " and ".join(part for part in (damaged, lacks) if part) or None
 
@@ -133,42 +151,60 @@ def _stretches(missing: Collection[int], steps: Collection[int]) -> str:
 def _decode(line: bytes) -> dict[str, float] | None:
     """The row in a line, or None where the line is torn or something else."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = from_json(line)  # a quarter of json.loads' time
+    except ValueError:
         return None
     if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
         return None
+    if _NUMBERS.issuperset(map(type, row.values())):
+        return row
     row = {key: _NON_FINITE.get(value) if isinstance(value, str) else value for key, value in row.items()}
-    return row if all(isinstance(value, int | float) for value in row.values()) else None
+    return row if _NUMBERS.issuperset(map(type, row.values())) else None
 
 
-def _keep_rows(path: Path, last_step: int, redo_evaluation: bool) -> int:
-    """Remove rows after `last_step` and lines that are no rows, in one step: a kill leaves old or new.
+def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> Found:
+    """Removes rows after `last_step` and lines that are no rows, in one step: a kill leaves old or new.
 
-    Returns:
-        How many lines before the last were no rows.
+    A row at a time: a long run has hundreds of thousands. What goes is at the end, after a kill; only a
+    file that was damaged in between is written anew.
     """
-    lines = path.read_bytes().splitlines()
-    rows = [_decode(line) for line in lines]
-    kept = [
-        line + b"\n"
-        for line, row in zip(lines, rows, strict=True)
-        if row is not None
-        and row["step"] <= last_step
-        and not (redo_evaluation and _is_evaluation(row, last_step))
-    ]
+
+    def stays(row: Mapping[str, float]) -> bool:
+        return row["step"] <= last_step and not (redo_evaluation and _is_evaluation(row, last_step))
+
+    steps = defaultdict[str, set[int]](set)
+    prefix = size = num_damaged = 0  # bytes up to the first line that goes, and bytes seen
+    has_holes = was_torn = False
+    with path.open("rb") as file:
+        for line in file:
+            num_damaged += was_torn
+            row = _decode(line)
+            was_torn = row is None
+            if row is not None and stays(row):
+                has_holes |= prefix < size or not line.endswith(b"\n")
+                prefix += len(line)
+                for group in ("train", "eval"):
+                    if f"{group}/loss" in row:
+                        steps[group].add(int(row["step"]))
+            size += len(line)
+    if has_holes:
+        _rewrite(path, stays)
+    elif prefix < size:
+        os.truncate(path, prefix)
+        synchronise(path)
+    return Found(steps, num_damaged)
+
+
+def _rewrite(path: Path, stays: Callable[[Mapping[str, float]], bool]) -> None:
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("rb") as old, partial.open("wb") as new:
+        for line in old:
+            row = _decode(line)
+            if row is not None and stays(row):
+                new.write(line.rstrip(b"\n") + b"\n")
+    synchronise(partial)
     partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself, against a power cut
-    finally:
-        os.close(folder)
-    return sum(row is None for row in rows[:-1])
+    synchronise(path.parent)  # the rename itself, against a power cut
 
 
 def _is_evaluation(row: Mapping[str, float], step: int) -> bool:

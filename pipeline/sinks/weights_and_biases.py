@@ -7,11 +7,14 @@ run is filled up from metrics.jsonl. Not here: the metrics themselves, and secre
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +37,7 @@ def open_wandb(
     run_dir: Path,
     start_step: int,
     run_config: dict[str, Any],
-    earlier_rows: Sequence[Mapping[str, float]],
+    earlier_rows: Callable[[], Iterable[Mapping[str, float]]],
 ) -> WandbSink | None:
     """Open the run, or open it offline where there is no key or no server, and say which in one line.
 
@@ -42,9 +45,9 @@ def open_wandb(
         config: Mode, project, entity, group, tags.
         run_name: Group of the run where the recipe names none.
         run_dir: Directory of the run; its name is the run's name, and W&B's files go to `wandb/` in it.
-        start_step: 0 makes a new W&B run; otherwise an online run goes on under the id it had.
+        start_step: 0 makes a new W&B run; otherwise the run goes on under the id it had.
         run_config: Shown as the run's configuration.
-        earlier_rows: Rows up to `start_step`; those W&B has not got are sent again.
+        earlier_rows: Reads the rows up to `start_step`; those W&B has not got are sent again.
 
     Returns:
         The sink, or None where W&B is disabled or cannot be started at all.
@@ -57,7 +60,6 @@ def open_wandb(
         mode, reason = _choose_mode(config)
         if mode == "disabled":
             return None
-        _set_aside_offline_runs(run_dir / "wandb")
         arguments = {
             "project": config.project,
             "entity": config.entity,
@@ -67,13 +69,14 @@ def open_wandb(
             "dir": str(run_dir),
             "config": run_config,
         }
-        run = _open_run(mode, reason, arguments, id_file=run_dir / RUN_ID_FILE, is_resume=start_step > 0)
-        sink = WandbSink(run)
-        for row in earlier_rows:
-            if row["step"] >= run.starting_step:
-                sink.write(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
-        if run.starting_step > start_step + 1:
-            logger.info("W&B has steps up to %d of this run already and keeps them", run.starting_step - 1)
+        run, newest = _open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
+        sink = WandbSink(run, newest)
+        if newest < start_step:
+            for row in earlier_rows():
+                if row["step"] > newest:
+                    sink.write(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
+        if newest > start_step:
+            logger.info("W&B has steps up to %d of this run already and keeps them", newest)
         return sink
 
     def start_in_scratch() -> WandbSink | None:
@@ -86,13 +89,20 @@ def open_wandb(
 class WandbSink:
     """Hands rows to wandb's own process, which sends them on; `write` does not wait for the network."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, newest: int) -> None:
+        """Args:
+        run: Of wandb, started.
+        newest: Step up to which W&B has the rows; it keeps them.
+        """
         self._run = run
+        self._newest_there = newest
         self._is_on = True
         self._newest: list[tuple[int, Mapping[str, float]]] = []  # rows of the newest step
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Log one row at its global step. Rows of one step are one there, sent when the next comes."""
+        if step <= self._newest_there:
+            return
         if self._newest and self._newest[-1][0] != step:
             self._send()
         self._newest.append((step, dict(row)))
@@ -149,8 +159,14 @@ def _choose_mode(config: WandbConfig) -> tuple[str, str]:
     return ("online", "") if has_key else ("offline", f"no API key for {settings.base_url}")
 
 
-def _open_run(mode: str, reason: str, arguments: dict[str, Any], *, id_file: Path, is_resume: bool) -> Any:
-    """A started wandb run: online if that is the mode and the server answers, offline otherwise."""
+def _open_run(
+    mode: str, reason: str, arguments: dict[str, Any], run_dir: Path, *, is_resume: bool
+) -> tuple[Any, int]:
+    """A started wandb run: online if that is the mode and the server answers, offline otherwise.
+
+    Returns:
+        The run, and the step up to which W&B has its rows; -1: none.
+    """
     import wandb
 
     settings = wandb.Settings(
@@ -163,20 +179,50 @@ def _open_run(mode: str, reason: str, arguments: dict[str, Any], *, id_file: Pat
     )
     # create_new: a run of the user's own in this process stays what it is.
     shared = {"reinit": "create_new", "settings": settings, **arguments}
+    folder, id_file = run_dir / "wandb", run_dir / RUN_ID_FILE
     if mode == "online":
         try:
             run = wandb.init(mode="online", id=_run_id(id_file, reuse=is_resume), resume="allow", **shared)
+            _set_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
             logger.info("W&B run: %s", run.url)
-            return run
+            return run, run.starting_step - 1
         except (wandb.Error, TimeoutError) as error:
             reason = _one_line(error)
-    # Always a new id: the server may hold rows under the old one, and `wandb sync` would number the same
-    # rows on from there. The file is whole by itself, since it begins with every earlier row.
-    run = wandb.init(mode="offline", id=_run_id(id_file, reuse=False), **shared)
+    # Rows that were written offline under this id are uploaded together with those to come: `wandb sync`
+    # sends the files of one run in the order of their starts. A run that the server may know gets a new id:
+    # how many of its rows are there cannot be asked now, so the file begins with all of them.
+    newest = _newest_offline_step(folder, id_file) if is_resume else None
+    if newest is None:
+        _set_aside(folder.glob("offline-run-*"))
+    run = wandb.init(mode="offline", id=_run_id(id_file, reuse=newest is not None), resume="allow", **shared)
+    paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
     logger.warning(
-        "W&B is offline (%s); to upload: wandb sync %s", reason, shlex.quote(str(Path(run.dir).parent))
+        "W&B is offline (%s); to upload: wandb sync %s", reason, " ".join(shlex.quote(str(p)) for p in paths)
     )
-    return run
+    return run, -1 if newest is None else newest
+
+
+def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
+    """The newest step in the offline files of the run whose id is kept; None: there is none.
+
+    Files without a row, as a kill leaves them, are set aside: `wandb sync` would stop at them.
+    """
+    if not id_file.exists():
+        return None
+    for run in sorted(folder.glob(f"offline-run-*-{id_file.read_text().strip()}"), reverse=True):
+        step = None
+        # wandb's own reader, a line a record; each session's file has its own rows alone.
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
+        command += [str(path) for path in run.glob("run-*.wandb")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as reader:
+            for line in reader.stdout or ():
+                if b'"type":"history"' in line:
+                    with contextlib.suppress(ValueError):  # of a file that ends in the middle of a record
+                        step = json.loads(line)["history"]["step"]["num"]
+        if step is not None:
+            return int(step)
+        _set_aside([run])
+    return None
 
 
 def _run_id(path: Path, *, reuse: bool) -> str:
@@ -188,11 +234,11 @@ def _run_id(path: Path, *, reuse: bool) -> str:
     return run_id
 
 
-def _set_aside_offline_runs(folder: Path) -> None:
-    """Move earlier offline files out of the way of `wandb sync`, which would double their rows."""
-    for old in sorted(folder.glob("offline-run-*")):
-        (folder / "superseded").mkdir(exist_ok=True)
-        old.rename(folder / "superseded" / old.name)
+def _set_aside(runs: Iterable[Path]) -> None:
+    """Move offline files out of the way of `wandb sync`, which would double their rows."""
+    for old in sorted(runs):
+        (old.parent / "superseded").mkdir(exist_ok=True)
+        old.rename(old.parent / "superseded" / old.name)
 
 
 def _never_crash(what: str, action: Callable[[], T]) -> T | None:

@@ -1,7 +1,10 @@
 """metrics.jsonl: parseable by anyone, nothing lost in a kill, nothing doubled by a resume."""
 
+import inspect
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,31 @@ def test_resume_keeps_exactly_the_rows_up_to_its_step(steps, start_step, torn_by
     kept = [step for step in steps if step <= start_step]
     assert [row["step"] for row in read_metrics(path)] == [*kept, start_step + 1]
     assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_going_on_reads_a_long_record_a_row_at_a_time(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        for step in range(1, 50_001):
+            file.write(encode_row(step, {f"train/number_{number}": step / 7 for number in range(12)}))
+    inode, program = (
+        path.stat().st_ino,
+        "import sys; "
+        + inspect.cleandoc(
+            """
+        import resource
+        from pathlib import Path
+        from pipeline.sinks.jsonl import JsonlSink, iterate_metrics
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        JsonlSink(Path(sys.argv[1]), start_step=49_990).close(0)
+        assert sum(1 for _ in iterate_metrics(Path(sys.argv[1]))) == 49_990
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+        """
+        ),
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, check=True)
+    assert int(done.stdout) < path.stat().st_size / 2  # all rows at once take eight times the file
+    assert path.stat().st_ino == inode  # cut, not written anew
 
 
 def test_a_new_run_starts_with_no_rows(tmp_path: Path):

@@ -52,6 +52,12 @@ PROGRAM = """
             os.kill(int(pid), getattr(signal, signal_name))
             for step in range(last_step + 1, 31):
                 sinks.write(step, {"train/loss": step / 7})
+        elif end == "flushed":  # killed once the file has the rows: wandb writes it every second
+            (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+            while b"train/loss" not in path.read_bytes():
+                time.sleep(0.1)
+            sys.stdout.flush()
+            os._exit(9)
         elif end == "stop":
             sinks.close(138)
         elif end == "kill":
@@ -97,7 +103,7 @@ def run(folder: Path, env: dict[str, str], *, start=0, last=12, end="close", mod
         check=False,
     )
     assert done.stderr == "", "wandb, or a traceback, on the user's screen"
-    assert done.returncode == (9 if end == "kill" else 0), done.stdout
+    assert done.returncode == (9 if end in ("kill", "flushed") else 0), done.stdout
     return Outcome(done.stdout, time.monotonic() - began)
 
 
@@ -119,13 +125,15 @@ def check_rows(rows: list[dict], last: int) -> None:
 
 
 def offline_rows(folder: Path) -> list[dict]:
-    """The rows of the one offline file that `wandb sync` would send, read back with wandb's own reader."""
-    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    wandb = Path(sys.executable).with_name("wandb")
-    command = [str(wandb), "leet", "inspect", "--json", str(path)]
-    records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    items = [json.loads(line) for line in records]
-    return [item["history"]["item"] for item in items if item["type"] == "history"]
+    """The rows of the offline files that `wandb sync` would send, read back with wandb's own reader."""
+    found = []
+    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        wandb = Path(sys.executable).with_name("wandb")
+        command = [str(wandb), "leet", "inspect", "--json", str(path)]
+        records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        items = [json.loads(line) for line in records]
+        found += [item["history"]["item"] for item in items if item["type"] == "history"]
+    return found
 
 
 KEY = {"WANDB_API_KEY": "k" * 40}
@@ -227,18 +235,30 @@ def test_a_step_whose_evaluation_is_still_to_come_is_not_closed_by_a_stop(tmp_pa
     check_rows(server.rows(run_id(folder)), last=16)
 
 
+def sync(done: Outcome, env: dict[str, str], folder: Path) -> None:
+    """Runs the command that the run named."""
+    (said,) = (line for line in done.said if "to upload: " in line)
+    command = [*shlex.split(said.partition("to upload: ")[2]), "--yes"]
+    command[0] = str(Path(sys.executable).with_name(command[0]))
+    subprocess.run(command, env=env, cwd=folder, capture_output=True, timeout=300, check=True)
+
+
 @pytest.mark.slow
-def test_resume_offline_leaves_one_whole_file_to_upload(tmp_path: Path, server: Server):
+@pytest.mark.parametrize("synced_between", [False, True])
+def test_resume_offline_writes_new_rows_only_and_all_are_uploaded_once(tmp_path, server, synced_between):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url)
-    run(folder, env, last=12, end="kill")
-    run(folder, env, start=10, last=16)
-    check_rows(offline_rows(folder), last=16)
-    assert len(list(folder.glob("wandb/superseded/offline-run-*"))) == 1
-    (path,) = folder.glob("wandb/offline-run-*")
-    command = [str(Path(sys.executable).with_name("wandb")), "sync", "--yes", str(path)]
-    env = environment(tmp_path, server.url, **KEY)
-    subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)
-    check_rows(server.rows(run_id(folder)), last=16)
+    online = environment(tmp_path, server.url, **KEY)
+    first = run(folder, env, last=12, end="flushed")
+    kept = folder.joinpath("wandb_run_id").read_text()
+    if synced_between:
+        sync(first, online, tmp_path)
+    run(folder, env, start=10, last=16, end="kill")  # which may leave a file without a row
+    last = run(folder, env, start=10, last=21)
+    check_rows(offline_rows(folder), last=21)
+    assert len(list(folder.glob("wandb/**/offline-run-*"))) == 3
+    assert folder.joinpath("wandb_run_id").read_text() == kept
+    sync(last, online, tmp_path)
+    check_rows(server.rows(run_id(folder)), last=21)
 
 
 @pytest.mark.slow
