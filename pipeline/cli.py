@@ -18,9 +18,9 @@ from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.own_code import OPTION
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
-from pipeline.distributed.last_words import Terminated, speaks, terminable
 from pipeline.distributed.orphans import stop_with_launcher
-from pipeline.distributed.ranks import Ranks, read_ranks, tell_end
+from pipeline.distributed.ranks import Ranks, read_ranks, write_exit_code
+from pipeline.distributed.signals import Terminated, reports_own_exit, terminable
 from pipeline.errors import CommandLine, ConfigError, PipelineError, shown, too_long_a_name
 from pipeline.launching.environment import take_up
 from pipeline.schedule import remark
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(mistake, ranks)
     stop_with_launcher(ranks)
     code = _run(settings, ranks, planned)
-    tell_end(ranks.rank, ranks.world_size, code)
+    write_exit_code(ranks.rank, ranks.world_size, code)
     return code
 
 
@@ -121,7 +121,7 @@ def _run(settings: Settings, ranks: Ranks, planned: Resolved) -> int:
 
             return run(settings, ranks, planned.deepspeed)
         except (KeyboardInterrupt, Terminated) as signal:
-            if ranks.local_rank == 0 or speaks(False):
+            if ranks.local_rank == 0 or reports_own_exit(False):
                 print("stopped at once, without a checkpoint", file=sys.stderr, flush=True)
             return signal.exit_code if isinstance(signal, Terminated) else 130
 
@@ -148,8 +148,8 @@ def _refuse(error: PipelineError, ranks: Ranks) -> int:
 
     The launcher ends all ranks with the first that exits.
     """
-    tell_end(ranks.rank, ranks.world_size, error.exit_code)
-    if ranks.local_rank == 0 or speaks(False):
+    write_exit_code(ranks.rank, ranks.world_size, error.exit_code)
+    if ranks.local_rank == 0 or reports_own_exit(False):
         print(f"error: {error}", file=sys.stderr, flush=True)
     if ranks.local_rank != 0:
         time.sleep(3)

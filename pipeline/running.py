@@ -18,8 +18,8 @@ from filelock import FileLock
 
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.settings import Resolved, Settings
-from pipeline.distributed.last_words import Terminated, ignore_stop_signals, speaks
-from pipeline.distributed.ranks import Ranks, tell_end
+from pipeline.distributed.ranks import Ranks, write_exit_code
+from pipeline.distributed.signals import Terminated, ignore_stop_signals, reports_own_exit
 from pipeline.durable import replace_text
 from pipeline.errors import PipelineError, printable, too_long_a_name
 from pipeline.logs import log_to_console, log_to_file
@@ -114,7 +114,7 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
             text = sample_text(model, data.tokenizer, config.sample, config.seed, job.device, asks=asks)
     if job.ranks.is_main_process:
         _conclude(directory.path, state, signal_number, text)
-    elif speaks(job.ranks.local_rank == 0):
+    elif reports_own_exit(job.ranks.local_rank == 0):
         how = "finished" if signal_number is None else "stopped"
         print(f"{_place(job.ranks)}: {how} at step {state.global_step}", file=sys.stderr, flush=True)
     job.barrier()
@@ -203,7 +203,7 @@ def _end(job: Job | None, ranks: Ranks, message: str, code: int, error: BaseExce
     logging.getLogger("pipeline.failure").error("%s", message)
     if watchdog is not None and (isinstance(error, Terminated) or (error and is_from_peers(error))):
         watchdog.look_for_lost(error)  # does not return where another rank is to blame
-    first = ranks.local_rank == 0 or speaks(False) if job is None else job.claim_failure(code)
+    first = ranks.local_rank == 0 or reports_own_exit(False) if job is None else job.claim_failure(code)
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + message.rstrip(), file=sys.stderr, flush=True)
@@ -212,13 +212,13 @@ def _end(job: Job | None, ranks: Ranks, message: str, code: int, error: BaseExce
         # wait for peers in the process group's destructor.
         if not first:
             time.sleep(3 if watchdog is None else LONGEST_END)  # the watchdog leaves, with the job's code
-            if speaks(ranks.local_rank == 0):
+            if reports_own_exit(ranks.local_rank == 0):
                 print(f"{_place(ranks)}: ends with {code}: so does another rank", file=sys.stderr, flush=True)
         elif job is not None:
             job.wait_for_leavers()
         logging.shutdown()
         sys.stdout.flush()
-        tell_end(ranks.rank, ranks.world_size, code)
+        write_exit_code(ranks.rank, ranks.world_size, code)
         os._exit(code)
     if job is not None:
         job.close()

@@ -147,7 +147,7 @@ def test_a_killed_rank_ends_the_others_without_their_tracebacks(tmp_path):
     result = launch("--config", str(recipe), "--deepspeed", str(CONFIGS / "zero2.json"), ranks=2, **FAULTS)
     assert result.returncode != 0
     assert "Traceback" not in result.stdout + result.stderr
-    assert re.search(r"^rank 1 on \S+ \(pid \d+\) is gone: last sign", result.stderr, re.M), result.stderr
+    assert re.search(r"^rank 1 on \S+ \(pid \d+\) is gone: last heart", result.stderr, re.M), result.stderr
 
 
 def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):

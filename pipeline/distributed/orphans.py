@@ -14,8 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-from pipeline.distributed.last_words import leave_closed_terminal
 from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.signals import detach_closed_terminal
 
 PERIOD = 1.0  # seconds
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def stop_with_launcher(ranks: Ranks, period: float = PERIOD) -> None:
         while os.getppid() == parent and (above is None or _parent_of(parent) in (above, None)):
             time.sleep(period)
         line = f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()}): its launcher is gone; it stops"
-        leave_closed_terminal()
+        detach_closed_terminal()
         log.warning("%s", line)
         if not ranks.is_main_process:  # whose console shows warnings
             print(line, file=sys.stderr, flush=True)

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipeline.config.split import Device
-from pipeline.distributed.arrival import meet
 from pipeline.distributed.cores import bind_cores
-from pipeline.distributed.lines import Failure, claim
+from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.progress import Limits, Progress
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
-from pipeline.distributed.verdict import Who
+from pipeline.distributed.rendezvous import rendezvous
 from pipeline.distributed.watchdog import Watchdog
+from pipeline.distributed.watchdog_store import Failure, claim
 from pipeline.errors import LaunchError
 
 
@@ -34,7 +34,7 @@ class Job:
     ranks: Ranks
     device: torch.device
     store: distributed_c10d.Store | None = field(default=None, repr=False)
-    everyone: list[Who] = field(default_factory=list, repr=False)
+    everyone: list[RankProcess] = field(default_factory=list, repr=False)
     """All ranks, in order; empty without a group."""
     progress: Progress = field(default_factory=Progress, repr=False)
     """Where the training thread says what it does."""
@@ -134,7 +134,7 @@ def start_job(
     complete_environment(ranks)
     # The backend is named per device so that CPU tensors can be reduced beside CUDA ones.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, everyone = meet(ranks, timeout)
+    store, everyone = rendezvous(ranks, timeout)
     # Groups that are made without a timeout (DeepSpeed's, DDP's, a device mesh's) take torch's defaults.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.errors import LaunchError
 
-HANDED_OVER = "PIPELINE_ENVIRONMENT"
+ENVIRONMENT_FILE = "PIPELINE_ENVIRONMENT"
 """Set by our launch scripts: a file in a folder of the launch, where each rank's end is told too."""
 
 
@@ -257,12 +257,12 @@ def complete_environment(ranks: Ranks) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def tell_end(rank: int, world_size: int, code: int) -> None:
+def write_exit_code(rank: int, world_size: int, code: int) -> None:
     """Writes this rank's exit code beside what the launch script handed over: it trusts no launcher's.
 
     Without one (another launcher) nothing is written. A process's first word stays: what follows is its echo.
     """
-    handed_over = os.environ.get(HANDED_OVER)
+    handed_over = os.environ.get(ENVIRONMENT_FILE)
     if handed_over is None:
         return
     word = {"code": code, "world_size": world_size, "pid": os.getpid()}

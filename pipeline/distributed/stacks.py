@@ -46,7 +46,7 @@ class Frame(NamedTuple):
         return f"{file}:{self.line} in {self.function}" + (f" ({self.text})" if self.text else "")
 
 
-class Standing(NamedTuple):
+class ThreadPosition(NamedTuple):
     """What a thread is at."""
 
     collective: str | None
@@ -62,7 +62,7 @@ class InFlight(NamedTuple):
     number: int
 
 
-def standing(frames: Sequence[Frame], in_flight: Sequence[InFlight] = ()) -> Standing:
+def thread_position(frames: Sequence[Frame], in_flight: Sequence[InFlight] = ()) -> ThreadPosition:
     """What a thread with this stack (innermost last) is at."""
     inner: list[Frame] = []
     mine = None
@@ -74,12 +74,12 @@ def standing(frames: Sequence[Frame], in_flight: Sequence[InFlight] = ()) -> Sta
     place = str(mine or (frames[-1] if frames else Frame("?", 0, "?")))
     for frame in reversed(inner):  # from the outside: all_gather_object, and not the all_gather in it
         if any(part in frame.file for part in _COLLECTIVES) and frame.function not in _WRAPPERS:
-            return Standing(frame.function, place)
+            return ThreadPosition(frame.function, place)
     # Autograd, and whatever else waits outside Python, is seen by the flight recorder alone. What the
     # user's own line is busy with may have a collective under way beside it.
     if in_flight and (inner or (mine is not None and any(word in mine.text for word in _WAITS))):
-        return Standing(in_flight[0].name, place)
-    return Standing(None, place)
+        return ThreadPosition(in_flight[0].name, place)
+    return ThreadPosition(None, place)
 
 
 def main_frames() -> list[Frame]:

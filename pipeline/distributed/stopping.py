@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.distributed.last_words import STOP_SIGNALS, leave_closed_terminal
+from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class StopOnSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        leave_closed_terminal()
+        detach_closed_terminal()
         # A launcher passes on the signal the terminal already sent to every process: once is enough.
         if not self.requested:
             self.signal_number = number

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median_low
 
-from pipeline.distributed.verdict import Who
+from pipeline.distributed.diagnosis import RankProcess
 
 STEPS = 10  # at least, that a rank is judged by
 LEAST_SHARE = 0.05  # of the step that is lost by waiting for it: below, it is not worth a line
@@ -19,7 +19,7 @@ class Stragglers:
         share: By how much slower: 0.25 is a quarter.
     """
 
-    def __init__(self, everyone: Sequence[Who], share: float):
+    def __init__(self, everyone: Sequence[RankProcess], share: float):
         self._everyone = everyone
         self._share = share
         self._is_started = False

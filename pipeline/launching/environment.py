@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.ranks import HANDED_OVER
+from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.errors import LaunchError
 from pipeline.launching.arguments import is_plain
 
@@ -58,7 +58,9 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
                 f"{name}={value!r} cannot be sent to the nodes unchanged: a shell there would read it; use "
                 "letters, digits and @+=:,./- or set it on the nodes"
             )
-    return {k: v for k, v in environment.items() if not k.startswith(SENT_BY_DEEPSPEED) and k != HANDED_OVER}
+    return {
+        k: v for k, v in environment.items() if not k.startswith(SENT_BY_DEEPSPEED) and k != ENVIRONMENT_FILE
+    }
 
 
 def early_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -84,21 +86,21 @@ def take_up(environment: MutableMapping[str, str]) -> list[str]:
     Raises:
         LaunchError: the file that PIPELINE_ENVIRONMENT names is not there, not ours alone, or not whole.
     """
-    name = environment.get(HANDED_OVER)
+    name = environment.get(ENVIRONMENT_FILE)
     if name is None:
         return []
     try:
         with open(name) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                raise LaunchError(f"{HANDED_OVER}={name}: others may write or read it; chmod 600")
+                raise LaunchError(f"{ENVIRONMENT_FILE}={name}: others may write or read it; chmod 600")
             document = json.load(file)
         environment.update(document["environment"])
         arguments = [str(argument) for argument in document["arguments"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what a launch script writes"
         raise LaunchError(
-            f"{HANDED_OVER}={name}: {reason}; start with launch/multi_node.sh, or unset it"
+            f"{ENVIRONMENT_FILE}={name}: {reason}; start with launch/multi_node.sh, or unset it"
         ) from None
     first = os.path.dirname(sys.executable)
     if environment.get("PATH", "").split(os.pathsep)[0] != first:

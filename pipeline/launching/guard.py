@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from pipeline.distributed.ranks import HANDED_OVER
+from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.launching.environment import write_document
 
 SILENCE = 30.0  # seconds without a word from the launch script, which speaks every five
@@ -69,7 +69,7 @@ class Guard:
 
     def __init__(self, path: Path):
         self.path = path
-        self._marker = f"{HANDED_OVER}={path}".encode()
+        self._marker = f"{ENVIRONMENT_FILE}={path}".encode()
         self._known: list[psutil.Process] = []
 
     def find(self) -> list[psutil.Process]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.ranks import HANDED_OVER, is_port
+from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import CommandLine, LaunchError, report_errors
 from pipeline.launching.arguments import split_arguments
 from pipeline.launching.devices import Selection, choose_devices
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         check(options, os.environ)
-        environment = os.environ | {HANDED_OVER: str(folder / "environment.json")}
+        environment = os.environ | {ENVIRONMENT_FILE: str(folder / "environment.json")}
         return asyncio.run(Supervisor([guard], document, {}).run(start, environment))
 
     return report_errors(run)

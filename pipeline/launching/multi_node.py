@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.distributed.ranks import HANDED_OVER, is_port
+from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.arguments import is_plain, split_arguments
 from pipeline.launching.devices import Devices, Selection, choose_devices
@@ -221,7 +221,7 @@ def run(launch: Launch, environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pipeline-") as name:  # mode 700
         hostfile, sent = Path(name) / "hostfile", Path(name) / "deepspeed_env"
         hostfile.write_text(launch.hostfile())
-        variables = early_variables(environment) | {HANDED_OVER: f"{launch.folder}/environment.json"}
+        variables = early_variables(environment) | {ENVIRONMENT_FILE: f"{launch.folder}/environment.json"}
         sent.touch(mode=0o600)
         sent.write_text("".join(f"{key}={value}\n" for key, value in variables.items()))
         # An absolute name: deepspeed then looks neither into the home nor the working directory.

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.distributed.last_words import STOP_SIGNALS, leave_closed_terminal
+from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import LaunchError
-from pipeline.launching.ends import exit_code, silent_ranks
+from pipeline.launching.exit_codes import exit_code, ranks_without_exit_code
 
 BEAT = 5.0  # seconds between two words to a guard
 READY = 60.0  # seconds a guard has to answer
@@ -216,7 +216,7 @@ class Supervisor:
     def _conclude(self) -> int:
         """The exit code; names the ranks that did not tell of their end, and what had to be killed."""
         words = {int(rank): word for watch in self._watches for rank, word in watch.words.items()}
-        silent = silent_ranks(words, self._places)
+        silent = ranks_without_exit_code(words, self._places)
         for watch in self._watches:
             if watch.killed:
                 _say(f"{watch.name}: {watch.killed} processes of the run were left, and killed")
@@ -236,7 +236,7 @@ class Supervisor:
                 os.killpg(self._child.pid, signal.SIGKILL)
 
     def _pass_on(self, number: int) -> None:
-        leave_closed_terminal()
+        detach_closed_terminal()
         if number == signal.SIGHUP in self._signals:
             return  # the kernel and the shell both send it: nobody asks twice
         self._signals.append(number)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.distributed.ranks import is_port
-from pipeline.distributed.reach import Wait, is_own_address, reach
+from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.arguments import split_arguments
 from pipeline.launching.multi_node import TRAIN, program
@@ -105,7 +105,7 @@ def wait_for_others(words: Sequence[str]) -> None:
     match = re.search(r"join_timeout=([0-9]+)", given.get("rdzv_conf", ""))
     wait = Wait(float(match[1]) if match else JOIN_TIMEOUT, "--rdzv-conf=join_timeout=...")
     what = f"{platform.node()} does not reach the machine where all meet"
-    reach(host, int(port), what, wait, is_here=lambda: is_own_address(host))
+    wait_for_port(host, int(port), what, wait, is_here=lambda: is_own_address(host))
 
 
 def _values(options: Sequence[str]) -> dict[str, str]:

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 from support.tiny import recipe, resolve
 
-from pipeline.distributed.lines import Failure, claim
 from pipeline.distributed.watchdog import is_from_peers
+from pipeline.distributed.watchdog_store import Failure, claim
 from pipeline.run_directory import open_run_directory
 
 

@@ -1,4 +1,4 @@
-"""Who a process is, from the launcher's environment alone."""
+"""RankProcess a process is, from the launcher's environment alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.distributed.ranks import (
     find_master,
     first_host,
     read_ranks,
-    tell_end,
+    write_exit_code,
 )
 from pipeline.errors import LaunchError
 
@@ -224,15 +224,15 @@ def test_a_master_that_nobody_names_is_asked_for(environment):
 
 def test_a_rank_tells_its_end_once(tmp_path, environment, monkeypatch):
     ranks = Ranks(3, 1, 4, 2)
-    tell_end(ranks.rank, ranks.world_size, 1)
+    write_exit_code(ranks.rank, ranks.world_size, 1)
     monkeypatch.setenv("PIPELINE_ENVIRONMENT", str(tmp_path / "environment.json"))
-    tell_end(ranks.rank, ranks.world_size, 124)
-    tell_end(ranks.rank, ranks.world_size, 1)  # what came of it
+    write_exit_code(ranks.rank, ranks.world_size, 124)
+    write_exit_code(ranks.rank, ranks.world_size, 1)  # what came of it
     assert [path.name for path in tmp_path.iterdir()] == ["rank-3"]
     word = json.loads((tmp_path / "rank-3").read_text())
     assert (word["code"], word["world_size"]) == (124, 4)
     (tmp_path / "rank-3").write_text(json.dumps(word | {"pid": 0}))  # before a restart
-    tell_end(ranks.rank, ranks.world_size, 0)
+    write_exit_code(ranks.rank, ranks.world_size, 0)
     assert json.loads((tmp_path / "rank-3").read_text())["code"] == 0
 
 

@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 
-from pipeline.distributed.stacks import Frame, InFlight, frames_of, main_frames, standing, write_stacks
+from pipeline.distributed.stacks import Frame, InFlight, frames_of, main_frames, thread_position, write_stacks
 
 PACKAGES = f"{sysconfig.get_paths()['purelib']}"
 OURS = Frame("/home/me/train.py", 12, "step", "loss.backward()")
@@ -21,7 +21,7 @@ REDUCE = [InFlight("all_reduce", 7)]
 
 def test_the_outermost_collective_is_named_and_the_line_that_called_it():
     frames = [OURS, WRAPPER, Frame(DIST, 1, "all_gather_object"), WRAPPER, Frame(DIST, 2, "all_gather")]
-    assert standing(frames) == ("all_gather_object", "/home/me/train.py:12 in step (loss.backward())")
+    assert thread_position(frames) == ("all_gather_object", "/home/me/train.py:12 in step (loss.backward())")
 
 
 def test_through_deepspeed_too():
@@ -34,7 +34,7 @@ def test_through_deepspeed_too():
         Frame(f"{PACKAGES}/torch/_dynamo/eval_frame.py", 2, "_fn"),
         Frame(f"{comm}/torch.py", 3, "reduce_scatter_tensor"),
     ]
-    assert standing(frames).collective == "reduce_scatter_tensor"
+    assert thread_position(frames).collective == "reduce_scatter_tensor"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_through_deepspeed_too():
     ids=["inside autograd", "computing", "busy beside a collective", "waiting for the device", "called back"],
 )
 def test_what_python_does_not_show_the_flight_recorder_does(frames, in_flight, collective):
-    assert standing(frames, in_flight).collective == collective
+    assert thread_position(frames, in_flight).collective == collective
 
 
 def test_a_real_stack_of_another_thread():
@@ -57,14 +57,14 @@ def test_a_real_stack_of_another_thread():
     thread = threading.Thread(target=lambda: found.extend(main_frames()))
     thread.start()
     thread.join()
-    assert "test_a_real_stack_of_another_thread" in standing(found).place
+    assert "test_a_real_stack_of_another_thread" in thread_position(found).place
 
 
 def test_an_exception_tells_where_it_was():
     try:
         os.stat("/no such file")
     except OSError as error:
-        place = standing(frames_of(traceback.extract_tb(error.__traceback__))).place
+        place = thread_position(frames_of(traceback.extract_tb(error.__traceback__))).place
         assert "os.stat(" in place
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.stragglers import Stragglers
-from pipeline.distributed.verdict import Who
 
-EVERYONE = [Who(rank, f"node{rank}", 70 + rank) for rank in range(4)]
+EVERYONE = [RankProcess(rank, f"node{rank}", 70 + rank) for rank in range(4)]
 
 
 def said(own, step=1.0, intervals=5, steps=4, share=0.25):

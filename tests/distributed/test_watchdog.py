@@ -15,7 +15,7 @@ import pytest
 from support.launch import ROOT, environment, launch, write_recipe
 from support.ranks import free_port
 
-from pipeline.distributed.lines import HANG_EXIT_CODE
+from pipeline.distributed.watchdog_store import HANG_EXIT_CODE
 
 pytestmark = pytest.mark.slow
 FAULTS = {"PYTHONPATH": str(ROOT / "tests")}
@@ -86,7 +86,9 @@ def test_a_killed_rank_is_named_in_one_line_of_each_rank(tmp_path, victim):
     job = Ranks(tmp_path, "kill", victim)
     living = [rank for rank in range(3) if rank != victim]
     assert job.codes(living) == [HANG_EXIT_CODE] * 2
-    named = f"rank {victim} on {socket.gethostname()} (pid {job.processes[victim].pid}) is gone: last sign "
+    named = (
+        f"rank {victim} on {socket.gethostname()} (pid {job.processes[victim].pid}) is gone: last heartbeat "
+    )
     # Each has a stderr of its own: one finds it out, the other one says what it ends of.
     lines = [job.output[rank].read_text().splitlines() for rank in living]
     assert [len(said) for said in lines] == [1, 1]
@@ -143,7 +145,7 @@ def test_a_real_run_that_loses_a_rank_says_so_instead_of_a_traceback(tmp_path):
     result = launch("--config", str(recipe), *zero2, ranks=2, **FAULTS)
     assert result.returncode == 256 - signal.SIGKILL
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("rank 1 on ")]
-    assert " is gone: last sign " in line
+    assert " is gone: last heartbeat " in line
     assert "Traceback" not in result.stderr + result.stdout
     assert not left_of(tmp_path)
 

@@ -16,7 +16,7 @@ import yaml
 from support.launch import ROOT, environment, numbers, run_directories, write_recipe
 
 from pipeline.config.settings import load_settings
-from pipeline.distributed.reach import Wait, is_own_address, reach
+from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
 from pipeline.errors import LaunchError
 from pipeline.launching import multi_gpu, torchrun
 from pipeline.launching.arguments import split_arguments
@@ -237,8 +237,8 @@ def test_an_endpoint_without_a_machine_is_told(capfd):
 def test_a_machine_that_is_there_is_reached(capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert is_own_address("127.0.0.1")
-        reach("127.0.0.1", server.getsockname()[1], "nobody", Wait(60))
+        wait_for_port("127.0.0.1", server.getsockname()[1], "nobody", Wait(60))
     assert not is_own_address("192.0.2.1")
     looks = iter([False, True])  # the name service learns a pod's own name after the pod has begun
-    reach("nowhere.invalid", 1, "nobody", Wait(60), is_here=lambda: next(looks))
+    wait_for_port("nowhere.invalid", 1, "nobody", Wait(60), is_here=lambda: next(looks))
     assert not capfd.readouterr().err

@@ -15,7 +15,7 @@ from support.launch import ROOT, numbers, write_recipe
 STEPS = 200
 PATIENCE = 400
 """Seconds until a job that does not train is given up: torchrun's own waits add up to a minute and a half."""
-GONE = r"(is gone|gives no sign)"
+GONE = r"(is gone|sends no heartbeat)"
 
 
 def recipe(folder: Path, seconds: float) -> Path:

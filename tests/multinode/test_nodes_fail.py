@@ -10,7 +10,7 @@ from multinode.launchers import LAUNCHERS
 
 pytestmark = pytest.mark.slow
 HANG = 124
-GONE = r"rank 1 on node2 \(pid \d+\) (is gone|gives no sign)"
+GONE = r"rank 1 on node2 \(pid \d+\) (is gone|sends no heartbeat)"
 
 # Fault -> exit code, and what the console says.
 EXPECTED = {
@@ -21,7 +21,7 @@ EXPECTED = {
         HANG,
         r"hang: .*rank 1 on node2 \(pid \d+\) is behind: step \d+, at .*paced\.py",
     ),
-    "a rank stopped (SIGSTOP)": (HANG, r"rank 1 on node2 \(pid \d+\) (is stopped|gives no sign)"),
+    "a rank stopped (SIGSTOP)": (HANG, r"rank 1 on node2 \(pid \d+\) (is stopped|sends no heartbeat)"),
     "link cut": (HANG, GONE),
     "power off": (HANG, GONE),
     "sshd stopped": (255, "node2 is lost"),

@@ -14,7 +14,7 @@ import pytest
 from support.launch import ROOT, TRAIN, environment, write_recipe
 from support.ranks import free_port
 
-from pipeline.distributed.last_words import STOP_SIGNALS, Terminated, terminable
+from pipeline.distributed.signals import STOP_SIGNALS, Terminated, terminable
 
 PATIENCE = 200
 
@@ -50,7 +50,7 @@ def test_what_is_ignored_stays_ignored_and_children_end_as_ever():
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
 def test_what_is_printed_where_nobody_reads_is_no_error(terminal):
     outside, inside = pty.openpty() if terminal else os.pipe()
-    words = "import sys; from pipeline.distributed.last_words import leave_closed_terminal as leave\n"
+    words = "import sys; from pipeline.distributed.signals import detach_closed_terminal as leave\n"
     words += "leave(); print('here', flush=True); sys.stdin.readline(); leave(); print('there', flush=True)"
     child = subprocess.Popen(
         [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=inside, stderr=inside, cwd=ROOT

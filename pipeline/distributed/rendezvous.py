@@ -1,4 +1,4 @@
-"""Where ranks meet: the job's store, once all of them are there. Who is waited for is said."""
+"""Where ranks meet: the job's store, once all of them are there. It says who is waited for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
-from pipeline.distributed.lines import answer, arrive, everyone, introduce, part_of_attempt, whoever
+from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
 from pipeline.distributed.ranks import Ranks
-from pipeline.distributed.reach import DOCTOR, Wait, reach
-from pipeline.distributed.verdict import Who, ranks_in_words
+from pipeline.distributed.waiting import DOCTOR, Wait, wait_for_port
+from pipeline.distributed.watchdog_store import (
+    all_ranks,
+    announce,
+    answer_arrivals,
+    attempt_store,
+    register,
+    registered,
+)
 from pipeline.errors import LaunchError
 
 
-def meet(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[Who]]:
+def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProcess]]:
     """The job's store, and all ranks in order. MASTER_ADDR and MASTER_PORT say where.
 
     What an earlier attempt of the job left in the store is not in what is returned.
@@ -32,16 +39,16 @@ def meet(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[Who]]:
         store = _connect("localhost", port, ranks.world_size, timeout) if serves else None
         # Before torch does: its own wait prints a stack for each attempt, or nothing.
         wait = Wait(timeout.total_seconds())
-        reach(host, port, f"{own} does not reach the master", wait, said=ranks.local_rank == 0)
+        wait_for_port(host, port, f"{own} does not reach the master", wait, said=ranks.local_rank == 0)
         store = store or _connect(host, port, ranks.world_size, timeout, serves=False)
-        token = arrive(store, ranks.rank)
+        token = announce(store, ranks.rank)
         if ranks.is_main_process:
-            answer(store, 1, attempt=token)
-        own_part = part_of_attempt(store, token)
-        introduce(own_part, ranks.rank, os.getpid())
+            answer_arrivals(store, 1, attempt=token)
+        own_store = attempt_store(store, token)
+        register(own_store, ranks.rank, os.getpid())
         if ranks.is_main_process:
-            _wait_for_all(store, own_part, ranks.world_size, token, Wait(timeout.total_seconds()))
-        return own_part, everyone(own_part, ranks.world_size)
+            _wait_for_all(store, own_store, ranks.world_size, token, Wait(timeout.total_seconds()))
+        return own_store, all_ranks(own_store, ranks.world_size)
     except DistError as error:
         what = "cannot serve as the master" if serves else "did not meet all ranks at the master"
         hint = "; if another job has the port: --master_port, or launch/multi_gpu.sh, which takes a free one"
@@ -61,14 +68,14 @@ def _connect(host: str, port: int, world_size: int, timeout: timedelta, serves: 
     )
 
 
-def _wait_for_all(store: Store, own_part: Store, world_size: int, attempt: str, wait: Wait) -> None:
-    while len(there := whoever(own_part, world_size)) < world_size:
-        answer(store, world_size, attempt)
+def _wait_for_all(store: Store, own_store: Store, world_size: int, attempt: str, wait: Wait) -> None:
+    while len(there := registered(own_store, world_size)) < world_size:
+        answer_arrivals(store, world_size, attempt)
         hosts: dict[str, list[int]] = {}
-        for who in there:
-            hosts.setdefault(who.host, []).append(who.rank)
+        for each in there:
+            hosts.setdefault(each.host, []).append(each.rank)
         here = ", ".join(f"{ranks_in_words(ranks)} on {host}" for host, ranks in hosts.items())
-        missing = sorted(set(range(world_size)) - {who.rank for who in there})
+        missing = sorted(set(range(world_size)) - {each.rank for each in there})
         verb = "are" if len(missing) > 1 else "is"
         wait(
             f"{ranks_in_words(missing)} of {world_size} {verb} not there ({here}: there)",

@@ -44,7 +44,7 @@ class Wait:
         time.sleep(0.05)
 
 
-def reach(
+def wait_for_port(
     host: str,
     port: int,
     what: str,

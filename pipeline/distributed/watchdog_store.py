@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from pipeline.distributed.diagnosis import RankProcess, RankReport
 from pipeline.distributed.machine import machine_id
 from pipeline.distributed.memory import Memory
-from pipeline.distributed.verdict import Who, Witness
 
 HANG_EXIT_CODE = 124
 """Of every rank of a job that hung or lost a rank; `timeout` ends with it too."""
@@ -36,12 +36,12 @@ class Failure:
     seconds: float = 0.0
     """Without progress, of a hang."""
     what: str = ""
-    """Of `lost`: the rank that gave no sign, as it was known then."""
+    """Of `lost`: the rank whose heartbeats stopped, as it was known then."""
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A sign of life, about once a second."""
+class Heartbeat:
+    """Sent about once a second."""
 
     count: int
     step: int
@@ -59,14 +59,14 @@ def claim(store: Store, failure: Failure) -> Failure:
     return _failure(store.compare_set(FAILURE, NOBODY, json.dumps(asdict(failure))))
 
 
-def arrive(store: Store, rank: int) -> str:
+def announce(store: Store, rank: int) -> str:
     """Says that a process is there as this rank, under a token of its own. It is answered to the token."""
     token = secrets.token_hex(8)
     store.set(f"pipeline/arrived/{rank}", token)
     return token
 
 
-def answer(store: Store, world_size: int, attempt: str) -> None:
+def answer_arrivals(store: Store, world_size: int, attempt: str) -> None:
     """Tells those who have arrived so far which attempt of the job they belong to. For rank 0, repeatedly.
 
     In a store that outlives attempts (torchrun's) they may be of an earlier one: that answer is never read.
@@ -75,7 +75,7 @@ def answer(store: Store, world_size: int, attempt: str) -> None:
         store.compare_set(_answer_to(token.decode()), "", attempt)
 
 
-def part_of_attempt(store: Store, token: str) -> Store:
+def attempt_store(store: Store, token: str) -> Store:
     """What only the processes of this attempt write to and read. Waits for rank 0's answer.
 
     No number in the environment tells one attempt from the next: torchrun counts failures, each machine its
@@ -88,25 +88,25 @@ def _answer_to(token: str) -> str:
     return f"pipeline/answer/{token}"
 
 
-def introduce(store: Store, rank: int, pid: int) -> None:
+def register(store: Store, rank: int, pid: int) -> None:
     """Says who this rank is. Before the process group exists."""
-    store.set(f"pipeline/who/{rank}", json.dumps([platform.node(), pid, machine_id()]))
+    store.set(f"pipeline/process/{rank}", json.dumps([platform.node(), pid, machine_id()]))
     store.compare_set(FAILURE, "", NOBODY)
 
 
-def everyone(store: Store, world_size: int) -> list[Who]:
+def all_ranks(store: Store, world_size: int) -> list[RankProcess]:
     """All ranks, in order; waits until each has introduced itself."""
-    values = store.multi_get([f"pipeline/who/{rank}" for rank in range(world_size)])
-    return [Who(rank, *json.loads(value)) for rank, value in enumerate(values)]
+    values = store.multi_get([f"pipeline/process/{rank}" for rank in range(world_size)])
+    return [RankProcess(rank, *json.loads(value)) for rank, value in enumerate(values)]
 
 
-def whoever(store: Store, world_size: int) -> list[Who]:
+def registered(store: Store, world_size: int) -> list[RankProcess]:
     """Those that have introduced themselves so far, in order."""
-    present = _present(store, "who", range(world_size))
-    return [Who(rank, *json.loads(value)) for rank, value in present.items()]
+    present = _present(store, "process", range(world_size))
+    return [RankProcess(rank, *json.loads(value)) for rank, value in present.items()]
 
 
-class Lines:
+class WatchdogStore:
     """A connection of the watchdog's own: the training thread may be stuck in the other one."""
 
     def __init__(self, store: Store, rank: int, patience: float):
@@ -115,13 +115,13 @@ class Lines:
         self._store.set_timeout(timedelta(seconds=patience))
         self._rank = rank
 
-    def beat(self, beat: Beat) -> None:
-        """Gives a sign of life."""
-        self._store.set(f"pipeline/beat/{self._rank}", json.dumps(asdict(beat)))
+    def send_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Tells the others that this rank is alive."""
+        self._store.set(f"pipeline/heartbeat/{self._rank}", json.dumps(asdict(heartbeat)))
 
-    def beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """The last signs of those that gave any."""
-        return {rank: _beat(value) for rank, value in _present(self._store, "beat", ranks).items()}
+    def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+        """The newest heartbeats of those that sent any."""
+        return {rank: _heartbeat(value) for rank, value in _present(self._store, "heartbeat", ranks).items()}
 
     def failure(self) -> Failure | None:
         """What the job ends of, if it does."""
@@ -132,30 +132,30 @@ class Lines:
         """See claim."""
         return claim(self._store, failure)
 
-    def testify(self, witness: Witness) -> None:
+    def send_report(self, report: RankReport) -> None:
         """Says where this rank stands."""
-        self._store.set(f"pipeline/witness/{self._rank}", json.dumps(asdict(witness)))
+        self._store.set(f"pipeline/report/{self._rank}", json.dumps(asdict(report)))
 
-    def witnesses(self, ranks: Sequence[int]) -> list[Witness]:
-        """Of those that have testified."""
-        found = [json.loads(value) for value in _present(self._store, "witness", ranks).values()]
-        return [Witness(**values | {"who": Who(**values["who"])}) for values in found]
+    def reports(self, ranks: Sequence[int]) -> list[RankReport]:
+        """Of those that have sent one."""
+        found = [json.loads(value) for value in _present(self._store, "report", ranks).values()]
+        return [RankReport(**values | {"process": RankProcess(**values["process"])}) for values in found]
 
-    def tell(self, sentence: str) -> None:
+    def publish_diagnosis(self, sentence: str) -> None:
         """Says what the job ends of, for all that ask."""
-        self._store.set("pipeline/verdict", sentence)
+        self._store.set("pipeline/diagnosis", sentence)
 
-    def told(self) -> str | None:
-        """What was told, if anything was."""
-        key = "pipeline/verdict"
+    def diagnosis(self) -> str | None:
+        """What was published, if anything was."""
+        key = "pipeline/diagnosis"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def mark(self, what: str) -> None:
+    def count(self, what: str) -> None:
         """Something is done on this rank, once."""
         self._store.add(f"pipeline/{what}", 1)
 
-    def marks(self, what: str) -> int:
-        """How many ranks have marked it."""
+    def counted(self, what: str) -> int:
+        """How many ranks have counted it."""
         return int(self._store.add(f"pipeline/{what}", 0))
 
 
@@ -170,6 +170,6 @@ def _failure(value: bytes) -> Failure:
     return Failure(**json.loads(value))
 
 
-def _beat(value: bytes) -> Beat:
+def _heartbeat(value: bytes) -> Heartbeat:
     values: dict[str, Any] = json.loads(value)
-    return Beat(values["count"], values["step"], Memory(**values["memory"]))
+    return Heartbeat(values["count"], values["step"], Memory(**values["memory"]))

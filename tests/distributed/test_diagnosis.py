@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.distributed.memory import GIB, Memory
-from pipeline.distributed.verdict import (
-    Lost,
-    Who,
-    Witness,
+from pipeline.distributed.diagnosis import (
+    LostRank,
+    RankProcess,
+    RankReport,
+    describe_hang,
+    describe_lost,
     ranks_in_words,
-    sentence_of_hang,
-    sentence_of_lost,
 )
+from pipeline.distributed.memory import GIB, Memory
 
 LINE = "pipeline/engine/torch_engine.py:81 in train_step"
 
 
-def who(rank: int) -> Who:
-    return Who(rank, f"node{rank // 2 + 1}", 700 + rank)
+def who(rank: int) -> RankProcess:
+    return RankProcess(rank, f"node{rank // 2 + 1}", 700 + rank)
 
 
 def waits(rank, collective="all_reduce", step=41, place=LINE, number=None):
-    return Witness(who(rank), "step", step, place, collective, number)
+    return RankReport(who(rank), "step", step, place, collective, number)
 
 
 def busy(rank, step=41, doing="step", place="my_model.py:88 in forward (time.sleep(9))"):
-    return Witness(who(rank), doing, step, place)
+    return RankReport(who(rank), doing, step, place)
 
 
 def lost(rank, state=None, **changes):
     fields = {"silent": 1.2, "step": 40, "memory": Memory(2 * GIB, 3 * GIB, 16 * GIB, True, 0)}
-    return Lost(who(rank), state=state, **fields | changes)
+    return LostRank(who(rank), state=state, **fields | changes)
 
 
 def test_a_rank_that_is_elsewhere_is_behind():
-    said = sentence_of_hang([waits(0), waits(1), busy(2), waits(3)], 60.2)
+    said = describe_hang([waits(0), waits(1), busy(2), waits(3)], 60.2)
     assert said == (
         "hang: no step for 60 s. rank 2 on node2 (pid 702) is behind: step 41, at my_model.py:88 in forward "
         f"(time.sleep(9)); ranks 0, 1, 3 wait in all_reduce (step 41, {LINE})"
@@ -43,7 +43,7 @@ def test_a_rank_that_is_elsewhere_is_behind():
 
 
 def test_what_it_does_instead_of_a_step_is_said():
-    said = sentence_of_hang([busy(0, doing="saving", place="x.py:1 in f"), waits(1)], 1800)
+    said = describe_hang([busy(0, doing="saving", place="x.py:1 in f"), waits(1)], 1800)
     assert "rank 0 on node1 (pid 700) is behind: step 41, saving, at x.py:1 in f; rank 1 waits in" in said
 
 
@@ -53,26 +53,26 @@ def test_what_it_does_instead_of_a_step_is_said():
     ids=["another name", "another number", "another line"],
 )
 def test_ranks_in_different_collectives(odd):
-    said = sentence_of_hang([waits(0, number=12), odd, waits(2, number=12)], 60)
+    said = describe_hang([waits(0, number=12), odd, waits(2, number=12)], 60)
     assert "the ranks are in different collectives: rank 1 on node1 (pid 701) is in " in said
     assert said.endswith(f"ranks 0, 2 wait in all_reduce number 12 (step 41, {LINE})")
 
 
 def test_all_in_the_same_collective_is_the_network():
-    said = sentence_of_hang([waits(rank, number=5) for rank in range(3)], 60)
+    said = describe_hang([waits(rank, number=5) for rank in range(3)], 60)
     assert f"all ranks wait in all_reduce (step 41, {LINE}), and nothing arrives: look at the network" in said
 
 
 def test_no_rank_in_a_collective():
-    said = sentence_of_hang([busy(0), busy(1), busy(2, step=40)], 60)
+    said = describe_hang([busy(0), busy(1), busy(2, step=40)], 60)
     assert "no rank waits in a collective: ranks 0, 1: step 41, at my_model.py:88" in said
     assert "; rank 2: step 40, at " in said
 
 
 def test_a_rank_that_does_not_answer_is_the_one():
-    said = sentence_of_hang([waits(0), waits(2)], 5, [lost(1, "stopped", silent=3.1)])
+    said = describe_hang([waits(0), waits(2)], 5, [lost(1, "stopped", silent=3.1)])
     assert said.startswith(
-        "hang: no step for 5 s. rank 1 on node1 (pid 701) is stopped: last sign 3.1 s ago at"
+        "hang: no step for 5 s. rank 1 on node1 (pid 701) is stopped: last heartbeat 3.1 s ago at"
     )
     assert "; ranks 0, 2 wait in all_reduce" in said
 
@@ -82,15 +82,21 @@ def test_a_rank_that_does_not_answer_is_the_one():
     [
         (
             "gone",
-            "is gone: last sign 1.2 s ago at step 40; it held 2.0 GiB, and 3.0 of the 16.0 GiB its cgroup",
+            "is gone: last heartbeat 1.2 s ago at step 40; it held 2.0 GiB, and 3.0 of the 16.0 GiB",
         ),
-        ("stopped", "is stopped: last sign 1.2 s ago at step 40; it was sent SIGSTOP"),
-        ("there", "gives no sign: last sign 1.2 s ago at step 40; its process is there and runs no Python"),
-        (None, "gives no sign: last sign 1.2 s ago at step 40; its process, its machine or the link to it"),
+        ("stopped", "is stopped: last heartbeat 1.2 s ago at step 40; it was sent SIGSTOP"),
+        (
+            "there",
+            "sends no heartbeat: last heartbeat 1.2 s ago at step 40; its process is there and runs",
+        ),
+        (
+            None,
+            "sends no heartbeat: last heartbeat 1.2 s ago at step 40; its process, its machine or the",
+        ),
     ],
 )
 def test_a_lost_rank(state, words):
-    said = sentence_of_lost([lost(1, state)])
+    said = describe_lost([lost(1, state)])
     assert said.startswith("rank 1 on node1 (pid 701) ")
     assert words in said
     assert "killed for memory" not in said
@@ -108,12 +114,12 @@ def test_a_lost_rank(state, words):
     ids=["the kernel says so", "nearly full"],
 )
 def test_a_rank_killed_for_memory(changes, words):
-    assert words in sentence_of_lost([lost(1, "gone", **changes)])
+    assert words in describe_lost([lost(1, "gone", **changes)])
 
 
 def test_a_machine_takes_its_ranks_with_it():
-    said = sentence_of_lost([lost(2), lost(3), lost(0, "gone")])
-    assert said.startswith("ranks 2, 3 on node2 give no sign: last sign 1.2 s ago")
+    said = describe_lost([lost(2), lost(3), lost(0, "gone")])
+    assert said.startswith("ranks 2, 3 on node2 send no heartbeat: last heartbeat 1.2 s ago")
     assert "; rank 0 on node1 (pid 700) is gone: " in said
 
 

@@ -1,4 +1,4 @@
-"""From what the ranks say of themselves to the one sentence that says who holds up the job. Pure."""
+"""From what the ranks say of themselves to the one sentence that names who holds up the job. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ADVICE = "lower batch.micro_batch_size or loader.num_workers, or give the job mo
 
 
 @dataclass(frozen=True)
-class Who:
+class RankProcess:
     """A rank and its process."""
 
     rank: int
@@ -26,10 +26,10 @@ class Who:
 
 
 @dataclass(frozen=True)
-class Witness:
-    """What a rank that lives says of itself."""
+class RankReport:
+    """What a rank that is alive reports of itself."""
 
-    who: Who
+    process: RankProcess
     doing: str
     step: int
     """Optimizer steps done."""
@@ -42,66 +42,67 @@ class Witness:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """A rank that has stopped to give signs."""
+class LostRank:
+    """A rank whose heartbeats have stopped."""
 
-    who: Who
+    process: RankProcess
     silent: float
-    """Seconds since its last sign."""
+    """Seconds since its last heartbeat."""
     step: int | None
     state: str | None
     """Of its process, seen from its own machine: `gone`, `stopped`, `there`; None: nobody looked."""
     memory: Memory | None
     num_kills: int = 0
-    """Processes that its cgroup lost for want of memory since its last sign."""
+    """Processes that its cgroup lost for want of memory since its last heartbeat."""
 
 
-def sentence_of_lost(lost: Sequence[Lost]) -> str:
+def describe_lost(lost: Sequence[LostRank]) -> str:
     """Who is gone, since when, and why as far as it shows."""
-    parties: dict[tuple[str, str | None], list[Lost]] = {}
+    parties: dict[tuple[str, str | None], list[LostRank]] = {}
     for each in lost:
-        parties.setdefault((each.who.host, each.state), []).append(each)
+        parties.setdefault((each.process.host, each.state), []).append(each)
     return "; ".join(_of_party(party) for party in parties.values())
 
 
-def _of_party(party: list[Lost]) -> str:
+def _of_party(party: list[LostRank]) -> str:
     """One rank, or several that a machine took with it: what is said of them is said of the first."""
     if len(party) == 1:
         return _of_one(party[0])
-    first, ranks = party[0], ranks_in_words([each.who.rank for each in party])
-    text = _of_one(first).replace(str(first.who), f"{ranks} on {first.who.host}", 1)
-    for one, many in ((" is gone", " are gone"), (" is stopped", " are stopped"), (" gives ", " give ")):
+    first, ranks = party[0], ranks_in_words([each.process.rank for each in party])
+    text = _of_one(first).replace(str(first.process), f"{ranks} on {first.process.host}", 1)
+    for one, many in ((" is gone", " are gone"), (" is stopped", " are stopped"), (" sends ", " send ")):
         text = text.replace(one, many, 1)
     return text
 
 
-def _of_one(lost: Lost) -> str:
+def _of_one(lost: LostRank) -> str:
     where = "" if lost.step is None else f" at step {lost.step}"
-    sign = f"last sign {lost.silent:.1f} s ago{where}"
+    last = f"last heartbeat {lost.silent:.1f} s ago{where}"
     if lost.state == "stopped":
-        return f"{lost.who} is stopped: {sign}; it was sent SIGSTOP (by a scheduler, a debugger)"
+        return f"{lost.process} is stopped: {last}; it was sent SIGSTOP (by a scheduler, a debugger)"
     if lost.state == "there":
-        return f"{lost.who} gives no sign: {sign}; its process is there and runs no Python: a call that hangs"
+        hangs = "its process is there and runs no Python: a call that hangs"
+        return f"{lost.process} sends no heartbeat: {last}; {hangs}"
     memory = lost.memory
     is_full = memory is not None and memory.used > NEARLY_FULL * memory.limit
     if lost.num_kills or (is_full and lost.state != "there"):
         how = "killed for memory (exit code -9)" if lost.num_kills else "most likely killed for memory"
-        return f"{lost.who} is gone: {sign}; {memory}: {how}; {ADVICE}"
+        return f"{lost.process} is gone: {last}; {memory}: {how}; {ADVICE}"
     if lost.state == "gone":
         held = "" if memory is None else f"; {memory}"
-        return f"{lost.who} is gone: {sign}{held}; killed or crashed: its launcher knows the exit code"
-    return f"{lost.who} gives no sign: {sign}; its process, its machine or the link to it is gone"
+        return f"{lost.process} is gone: {last}{held}; killed or crashed: its launcher knows the exit code"
+    return f"{lost.process} sends no heartbeat: {last}; its process, its machine or the link to it is gone"
 
 
-def sentence_of_hang(witnesses: Sequence[Witness], seconds: float, silent: Sequence[Lost] = ()) -> str:
+def describe_hang(reports: Sequence[RankReport], seconds: float, silent: Sequence[LostRank] = ()) -> str:
     """Who is behind, where, and where the others wait for them.
 
     Args:
-        witnesses: Of the ranks that answered, in any order; one at least.
+        reports: Of the ranks that answered, in any order; one at least.
         seconds: Without progress.
-        silent: The ranks that gave no sign while this was asked.
+        silent: The ranks that sent no heartbeat while this was asked.
     """
-    everyone = sorted(witnesses, key=lambda w: w.who.rank)
+    everyone = sorted(reports, key=lambda w: w.process.rank)
     doing = max(everyone, key=lambda w: w.step).doing
     since = f"{seconds:.0f}" if seconds >= 1 else f"{max(seconds, 0.1):.1f}"
     start = f"hang: no {'step' if doing == 'step' else f'progress ({doing})'} for {since} s. "
@@ -109,7 +110,7 @@ def sentence_of_hang(witnesses: Sequence[Witness], seconds: float, silent: Seque
     busy = [w for w in everyone if w.collective is None]
     if silent:
         rest = f"; {_waits(waiting)}" if waiting else ""
-        return start + sentence_of_lost(silent) + rest
+        return start + describe_lost(silent) + rest
     if waiting and busy:
         # What is not at the same step waits for no one here, but is behind all the same.
         return start + "; ".join([*(_behind(w) for w in busy), _waits(waiting)])
@@ -118,15 +119,15 @@ def sentence_of_hang(witnesses: Sequence[Witness], seconds: float, silent: Seque
     return start + _all_waiting(waiting)
 
 
-def _behind(witness: Witness) -> str:
-    return f"{witness.who} is behind: step {witness.step}, {_at(witness)}{witness.place}"
+def _behind(report: RankReport) -> str:
+    return f"{report.process} is behind: step {report.step}, {_at(report)}{report.place}"
 
 
-def _at(witness: Witness) -> str:
-    return "at " if witness.doing == "step" else f"{witness.doing}, at "
+def _at(report: RankReport) -> str:
+    return "at " if report.doing == "step" else f"{report.doing}, at "
 
 
-def _all_waiting(waiting: list[Witness]) -> str:
+def _all_waiting(waiting: list[RankReport]) -> str:
     calls = _by(waiting, _call)
     if len(calls) == 1:
         w = waiting[0]
@@ -137,49 +138,49 @@ def _all_waiting(waiting: list[Witness]) -> str:
         )
     # The smaller party is more likely the one that went astray; where both are as large, the one that is at
     # an earlier step.
-    parties = sorted(calls.values(), key=lambda party: (len(party), party[0].step, party[0].who.rank))
+    parties = sorted(calls.values(), key=lambda party: (len(party), party[0].step, party[0].process.rank))
     first, rest = parties[0], [w for party in parties[1:] for w in party]
     astray = "; ".join(
-        f"{w.who} is in {w.collective}{_numbered(w)} (step {w.step}, {w.place})" for w in first
+        f"{w.process} is in {w.collective}{_numbered(w)} (step {w.step}, {w.place})" for w in first
     )
     return f"the ranks are in different collectives: {astray}; {_waits(rest)}"
 
 
-def _call(witness: Witness) -> str:
+def _call(report: RankReport) -> str:
     # All ranks run one program: they belong together where name, number in the group and line agree.
-    return f"{witness.collective} {witness.number} {witness.place}"
+    return f"{report.collective} {report.number} {report.place}"
 
 
-def _waits(waiting: Sequence[Witness]) -> str:
+def _waits(waiting: Sequence[RankReport]) -> str:
     return "; ".join(_grouped(waiting, _wait))
 
 
-def _wait(witness: Witness) -> str:
-    return f"in {witness.collective}{_numbered(witness)} (step {witness.step}, {witness.place})"
+def _wait(report: RankReport) -> str:
+    return f"in {report.collective}{_numbered(report)} (step {report.step}, {report.place})"
 
 
-def _numbered(witness: Witness) -> str:
-    return "" if witness.number is None else f" number {witness.number}"
+def _numbered(report: RankReport) -> str:
+    return "" if report.number is None else f" number {report.number}"
 
 
-def _place(witness: Witness) -> str:
-    return f"step {witness.step}, {_at(witness)}{witness.place}"
+def _place(report: RankReport) -> str:
+    return f"step {report.step}, {_at(report)}{report.place}"
 
 
-def _grouped(witnesses: Sequence[Witness], words: Callable[[Witness], str]) -> list[str]:
+def _grouped(reports: Sequence[RankReport], words: Callable[[RankReport], str]) -> list[str]:
     sentences = []
-    for text, party in _by(witnesses, words).items():
+    for text, party in _by(reports, words).items():
         verb = " wait " if party[0].collective is not None else ": "
         if len(party) == 1 and verb == " wait ":
             verb = " waits "
-        sentences.append(f"{ranks_in_words([w.who.rank for w in party])}{verb}{text}")
+        sentences.append(f"{ranks_in_words([w.process.rank for w in party])}{verb}{text}")
     return sentences
 
 
-def _by(witnesses: Iterable[Witness], key: Callable[[Witness], str]) -> dict[str, list[Witness]]:
-    parties: dict[str, list[Witness]] = {}
-    for witness in witnesses:
-        parties.setdefault(key(witness), []).append(witness)
+def _by(reports: Iterable[RankReport], key: Callable[[RankReport], str]) -> dict[str, list[RankReport]]:
+    parties: dict[str, list[RankReport]] = {}
+    for report in reports:
+        parties.setdefault(key(report), []).append(report)
     return parties
 
 

@@ -12,7 +12,7 @@ Words = Mapping[int, Mapping[str, int]]
 """Rank -> its `code` and the `world_size` it knew of; a rank that was killed said nothing."""
 
 
-def silent_ranks(words: Words, ranks: Iterable[int]) -> list[int]:
+def ranks_without_exit_code(words: Words, ranks: Iterable[int]) -> list[int]:
     """The ranks that said nothing, of those that were to run; `ranks` empty: of those the words tell of."""
     known = range(max((word["world_size"] for word in words.values()), default=0))
     return [rank for rank in list(ranks) or known if rank not in words]
@@ -30,7 +30,7 @@ def exit_code(words: Words, ranks: Iterable[int], launcher: int) -> int:
     launched = launcher if launcher >= 0 else 128 - launcher
     if codes <= STOPS and len(codes) == 2:
         codes -= {SIGTERM}  # the launcher's, for ranks that were just leaving
-    if len(codes) == 1 and not silent_ranks(words, ranks):
+    if len(codes) == 1 and not ranks_without_exit_code(words, ranks):
         # Finished, and then the launcher was ended: nothing was lost.
         return codes.pop() or max(launcher, 0)
     for code in (HUNG, BAD_INPUT):

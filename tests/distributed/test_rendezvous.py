@@ -13,9 +13,9 @@ import pytest
 from support.ranks import free_port
 from torch.distributed import TCPStore
 
-from pipeline.distributed.arrival import meet
-from pipeline.distributed.lines import Failure, claim
 from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.rendezvous import rendezvous
+from pipeline.distributed.watchdog_store import Failure, claim
 from pipeline.errors import LaunchError
 
 HERE = platform.node()
@@ -24,8 +24,8 @@ HERE = platform.node()
 def arrive(rank, world_size, seconds, after=0.0):
     time.sleep(after)
     ranks = Ranks(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-    store, everyone = meet(ranks, timedelta(seconds=seconds))
-    return store, [(who.rank, who.host) for who in everyone]
+    store, everyone = rendezvous(ranks, timedelta(seconds=seconds))
+    return store, [(each.rank, each.host) for each in everyone]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_one_that_never_comes_ends_the_wait_of_all(port, capfd):
 def test_a_master_that_is_not_there_is_named(port, capfd):
     line = rf"rank 1 on {HERE} does not reach the master, 127.0.0.1:{port} \(Connection refused\) after "
     with pytest.raises(LaunchError, match=line + r"2 s \(distributed.timeout_seconds\); .* doctor"):
-        meet(Ranks(rank=1, local_rank=0, world_size=2, local_world_size=1), timedelta(seconds=2))
+        rendezvous(Ranks(rank=1, local_rank=0, world_size=2, local_world_size=1), timedelta(seconds=2))
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 2
     assert all(re.fullmatch(f"waiting: {line}[012] s", each) for each in said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.launching.ends import exit_code, silent_ranks
+from pipeline.launching.exit_codes import exit_code, ranks_without_exit_code
 
 
 def words(*codes):
@@ -39,7 +39,7 @@ def test_exit_codes(codes, launcher, expected):
 
 
 def test_ranks_that_said_nothing():
-    assert silent_ranks(words(0, None, 0), range(4)) == [1, 3]
-    assert silent_ranks(words(0, None, 0), ()) == [1]  # by what the others knew
-    assert silent_ranks({}, ()) == []
+    assert ranks_without_exit_code(words(0, None, 0), range(4)) == [1, 3]
+    assert ranks_without_exit_code(words(0, None, 0), ()) == [1]  # by what the others knew
+    assert ranks_without_exit_code({}, ()) == []
     assert exit_code({}, (), 0) == 1

@@ -1,4 +1,4 @@
-"""The last seconds of a job that hangs, or that failed on another rank: who stands where, said once."""
+"""The last seconds of a job that hangs, or that failed on another rank: which rank is where, told once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.distributed.last_words import STDERR, speaks
-from pipeline.distributed.lines import HANG_EXIT_CODE, Failure, Lines
+from pipeline.distributed.diagnosis import RankProcess, RankReport, describe_hang, describe_lost
+from pipeline.distributed.heartbeats import Heartbeats
 from pipeline.distributed.progress import Progress
-from pipeline.distributed.ranks import tell_end
-from pipeline.distributed.signs import Signs
-from pipeline.distributed.stacks import Frame, in_flight_now, main_frames, standing, write_stacks
-from pipeline.distributed.verdict import Who, Witness, sentence_of_hang, sentence_of_lost
+from pipeline.distributed.ranks import write_exit_code
+from pipeline.distributed.signals import STDERR, reports_own_exit
+from pipeline.distributed.stacks import Frame, in_flight_now, main_frames, thread_position, write_stacks
+from pipeline.distributed.watchdog_store import HANG_EXIT_CODE, Failure, WatchdogStore
 
 
 @dataclass(frozen=True)
-class Pace:
+class Timing:
     """Seconds."""
 
     period: float = 1.0
-    """Between two beats."""
+    """Between two heartbeats."""
     silence: float = 15.0
-    """Without a sign after which a rank, or the store, counts as lost."""
+    """Without a heartbeat after which a rank, or the store, counts as lost."""
     soon: float = 3.0
     """The same once a collective has failed."""
     answer: float = 5.0
@@ -36,25 +36,25 @@ class Pace:
     """After which a rank leaves, whatever is still to be said."""
 
 
-class Ending:
+class Shutdown:
     """Never waits for the training thread; for other ranks only so long."""
 
     def __init__(
         self,
-        lines: Lines,
-        signs: Signs,
-        everyone: Sequence[Who],
+        store: WatchdogStore,
+        heartbeats: Heartbeats,
+        everyone: Sequence[RankProcess],
         rank: int,
         progress: Progress,
-        pace: Pace,
+        timing: Timing,
     ):
         self.folder: Path | None = None
         """Where stacks are written; None: nowhere yet."""
         self.frames: list[Frame] = []
         """Where the training thread was, if it has left there by an exception."""
-        self._lines, self._signs = lines, signs
+        self._store, self._heartbeats = store, heartbeats
         self._everyone, self._rank = everyone, rank
-        self._progress, self._pace = progress, pace
+        self._progress, self._timing = progress, timing
 
     def together(self, failure: Failure) -> None:
         """With the others, over the store.
@@ -64,28 +64,28 @@ class Ending:
         """
         if failure.why == "raised":
             # Its rank shows what it was; what this rank's training thread makes of it belongs in its log.
-            self._add(failure, f"{self._everyone[failure.rank]} failed, and says why")
-            self._lines.mark("left")
-            time.sleep(self._pace.soon)
+            self._report_exit(failure, f"{self._everyone[failure.rank]} failed, and says why")
+            self._store.count("left")
+            time.sleep(self._timing.soon)
             return
         self._last_resort()
-        self._lines.testify(self._look(failure.why))
+        self._store.send_report(self._own_report(failure.why))
         if failure.rank == self._rank:
             sentence = self._sentence(failure)
-            self._say(sentence)
-            self._lines.tell(sentence)
+            self._publish(sentence)
+            self._store.publish_diagnosis(sentence)
         else:
-            self._until(lambda: self._lines.told() is not None, 2 * self._pace.answer)
-            self._add(failure, self._lines.told() or "it hung, or lost a rank")
-        self._lines.mark("left")
+            self._until(lambda: self._store.diagnosis() is not None, 2 * self._timing.answer)
+            self._report_exit(failure, self._store.diagnosis() or "it hung, or lost a rank")
+        self._store.count("left")
         if self._rank == 0:  # the others read all this in its store
-            self._until(lambda: self._lines.marks("left") >= len(self._everyone), self._pace.soon)
+            self._until(lambda: self._store.counted("left") >= len(self._everyone), self._timing.soon)
 
     def alone(self, silent: float) -> None:
         """Without the store, which has not answered for so many seconds. Does not return."""
         self._last_resort()
         with suppress(RuntimeError):
-            self._look("lost")
+            self._own_report("lost")
         by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if by_launcher or self._rank == 0:
             line = (
@@ -93,49 +93,49 @@ class Ending:
                 f"no answer for {silent:.1f} s"
             )
         else:
-            line = sentence_of_lost([self._signs.describe(0, silent)])
-        if self._is_first_to_say():
-            self._say(line)
-        elif speaks(self._is_head):
+            line = describe_lost([self._heartbeats.describe(0, silent)])
+        if self._is_reporter():
+            self._publish(line)
+        elif reports_own_exit(self._is_head):
             self._write(line)
         self.leave(HANG_EXIT_CODE)
 
     def _last_resort(self) -> None:
         # A thread of C: it needs no lock of Python's, should even this thread get stuck.
-        faulthandler.dump_traceback_later(self._pace.deadline + 5, exit=True, file=STDERR)
+        faulthandler.dump_traceback_later(self._timing.deadline + 5, exit=True, file=STDERR)
 
-    def _look(self, why: str) -> Witness:
+    def _own_report(self, why: str) -> RankReport:
         """Where this rank stands; its stacks are written."""
         activity = self._progress.activity
         in_flight = in_flight_now()
-        now = standing(self.frames or main_frames(), in_flight)
-        who = self._everyone[self._rank]
+        now = thread_position(self.frames or main_frames(), in_flight)
+        own = self._everyone[self._rank]
         number = in_flight[0].number if in_flight and in_flight[0].name == now.collective else None
         if self.folder is not None:
             with suppress(OSError):
-                write_stacks(self.folder, who.rank, f"{why}: {who}, {activity.doing}, step {activity.step}")
-        return Witness(who, activity.doing, activity.step, now.place, now.collective, number)
+                write_stacks(self.folder, own.rank, f"{why}: {own}, {activity.doing}, step {activity.step}")
+        return RankReport(own, activity.doing, activity.step, now.place, now.collective, number)
 
     def _sentence(self, failure: Failure) -> str:
         ranks = range(len(self._everyone))
         began = last = time.monotonic()
         while True:
-            self._signs.hear(ranks, self._lines.beats(ranks), time.monotonic() - last)
+            self._heartbeats.update(ranks, self._store.heartbeats(ranks), time.monotonic() - last)
             last = time.monotonic()
-            self._signs.look()
-            witnesses = self._lines.witnesses(ranks)
-            heard = {w.who.rank for w in witnesses}
-            lost = [r for r in self._signs.lost(self._pace.soon, ranks, looks=1) if r.who.rank not in heard]
-            if len(heard) + len(lost) == len(ranks) or last - began > self._pace.answer:
+            self._heartbeats.check_processes()
+            reports = self._store.reports(ranks)
+            heard = {w.process.rank for w in reports}
+            lost = self._heartbeats.lost(self._timing.soon, set(ranks) - heard, checks=1)
+            if len(heard) + len(lost) == len(ranks) or last - began > self._timing.answer:
                 break
-            time.sleep(self._pace.period / 5)
-        known = heard | {each.who.rank for each in lost}
-        lost += [self._signs.describe(rank) for rank in ranks if rank not in known]
+            time.sleep(self._timing.period / 5)
+        known = heard | {each.process.rank for each in lost}
+        lost += [self._heartbeats.describe(rank) for rank in ranks if rank not in known]
         if failure.why == "lost":
-            return sentence_of_lost(lost) if lost else f"{failure.what}; by now all ranks answer"
-        return sentence_of_hang(witnesses, failure.seconds, lost)
+            return describe_lost(lost) if lost else f"{failure.what}; by now all ranks answer"
+        return describe_hang(reports, failure.seconds, lost)
 
-    def _say(self, line: str) -> None:
+    def _publish(self, line: str) -> None:
         # Not through logging or rich: the training thread may be stuck with their locks.
         if self.folder is not None:
             with suppress(OSError):
@@ -144,23 +144,23 @@ class Ending:
             line += f"; stacks: {self.folder}"
         self._write(line)
 
-    def _add(self, failure: Failure, sentence: str) -> None:
+    def _report_exit(self, failure: Failure, sentence: str) -> None:
         """The same on this rank's own console, where it is another one's failure and nobody says it there."""
         own, teller = self._everyone[self._rank], self._everyone[failure.rank]
-        if own.rank != teller.rank and speaks(self._is_head and own.machine != teller.machine):
+        if own.rank != teller.rank and reports_own_exit(self._is_head and own.machine != teller.machine):
             self._write(f"{own}: ends with {failure.code}: {sentence}")
 
     @property
     def _is_head(self) -> bool:
         """Whether this is the first rank of its machine."""
-        return self._rank == min([self._rank, *self._signs.neighbours])
+        return self._rank == min([self._rank, *self._heartbeats.neighbours])
 
     def _write(self, line: str) -> None:
         with suppress(OSError):
             os.write(STDERR, f"{os.linesep if os.isatty(STDERR) else ''}{line}\n".encode())
 
-    def _is_first_to_say(self) -> bool:
-        """Whether this rank is the one that speaks where no store agrees on it: one a file system."""
+    def _is_reporter(self) -> bool:
+        """Whether this rank is the one that reports where no store agrees on it: one a file system."""
         if self.folder is not None:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -169,16 +169,16 @@ class Ending:
                 except FileExistsError:
                     return False
                 return True
-        return self._rank == min({self._rank, *self._signs.neighbours} - {0}, default=0)
+        return self._rank == min({self._rank, *self._heartbeats.neighbours} - {0}, default=0)
 
     def _until(self, is_so: Callable[[], bool], seconds: float) -> None:
         began = time.monotonic()
         while not is_so() and time.monotonic() - began < seconds:
-            time.sleep(self._pace.period / 10)
+            time.sleep(self._timing.period / 10)
 
     def leave(self, code: int) -> None:
         """Ends this process and its data workers at once; no destructor and no other thread is waited for."""
-        tell_end(self._rank, len(self._everyone), code)
+        write_exit_code(self._rank, len(self._everyone), code)
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""No process ends without a word on its own stderr: who says it, and signals that come before one can save.
+"""Signals that come before a run can save, and which ranks report on stderr that they end.
 
 Imports no torch: the first seconds of a process are those in which it is imported.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from pipeline.distributed.ranks import HANDED_OVER, OPEN_MPI, PMI
+from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI, PMI
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks for a stop, beside Ctrl-C."""
@@ -42,7 +42,7 @@ def terminable() -> Iterator[None]:
         if os.getpid() != own:  # a child that was forked: as if this had not been
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        leave_closed_terminal()
+        detach_closed_terminal()
         raise Terminated(number)
 
     for number in wanted:
@@ -60,7 +60,7 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def leave_closed_terminal() -> None:
+def detach_closed_terminal() -> None:
     """Lets what is printed go nowhere where the terminal (a closed ssh) or the reader (`| tee`) is gone.
 
     It would be an error, before the run could be saved.
@@ -75,14 +75,14 @@ def leave_closed_terminal() -> None:
                 os.close(nowhere)
 
 
-def speaks(alone_here: bool, environment: Mapping[str, str] = os.environ) -> bool:
+def reports_own_exit(alone_here: bool, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a rank that does not tell the job's failure says of its own end.
 
     Args:
         alone_here: Nobody else on its machine says anything.
     """
     # Our scripts, srun and mpirun show what all ranks print on one console.
-    if any(name in environment for name in (HANDED_OVER, "SLURM_PROCID", OPEN_MPI.rank, PMI.rank)):
+    if any(name in environment for name in (ENVIRONMENT_FILE, "SLURM_PROCID", OPEN_MPI.rank, PMI.rank)):
         return False
     return alone_here or _has_own_stderr()
 
