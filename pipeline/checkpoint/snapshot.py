@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -82,23 +81,3 @@ class Snapshot:
             stop = min(CHUNK, start + end - position)
             yield self._chunks[index][start:stop]
             position += stop - start
-
-
-def available_memory() -> int:
-    """Bytes of host memory that this process may take: the machine's, or its control group's if less."""
-    free = 1 << 62
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass  # another system than Linux: not known, so not limited
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())  # "max" where there is none
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(stat.get("inactive_file", 0)))  # cached files can go
-    except (OSError, ValueError):
-        pass
-    return free

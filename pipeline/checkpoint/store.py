@@ -20,7 +20,8 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import meet
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.saving import Content, Saving, first
-from pipeline.checkpoint.snapshot import Snapshot, available_memory
+from pipeline.checkpoint.snapshot import Snapshot
+from pipeline.distributed.machine import available_memory
 from pipeline.distributed.process_group import Job
 from pipeline.engine.fragments import EngineState
 from pipeline.errors import CheckpointError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeline.distributed.memory import Memory
+from pipeline.distributed.machine import Memory
 
 NEARLY_FULL = 0.9  # of the memory that is allowed
 ADVICE = "lower batch.micro_batch_size or loader.num_workers, or give the job more memory"

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.distributed.diagnosis import LostRank, RankProcess
-from pipeline.distributed.machine import process_state
-from pipeline.distributed.memory import kills
+from pipeline.distributed.machine import kills, process_state
 from pipeline.distributed.watchdog_store import Heartbeat
 
 

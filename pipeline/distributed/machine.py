@@ -1,10 +1,23 @@
-"""Which machine this is, and what becomes of other processes on it, by /proc."""
+"""This machine: which one it is, what became of its processes, and how much memory this one may take.
+
+The only reader of cgroups. Limits of version 1 and 2 count, this process's own and those of the groups around
+it: Slurm and Kubernetes set them on a job, not on the machine's root. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+GIB = 2**30
+ROOT = Path("/")
 
 
 def machine_id() -> str:
@@ -19,9 +32,108 @@ def machine_id() -> str:
 def process_state(pid: int) -> str:
     """`gone` (dead, or waiting to be reaped), `stopped` (SIGSTOP, a debugger) or `there`."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
         return "gone"
-    except (OSError, IndexError):
+    except (psutil.Error, OSError):
         return "there"
-    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "there")
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "there"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes."""
+
+    resident: int
+    """Of this process."""
+    used: int
+    """Of the limit, by all who share it; without cached files, which the kernel takes back as needed."""
+    limit: int
+    by_cgroup: bool
+    num_kills: int
+    """Processes that the kernel killed in this cgroup for want of memory."""
+
+    def __str__(self) -> str:
+        whose = "its cgroup allows" if self.by_cgroup else "the machine has"
+        used, limit = self.used / GIB, self.limit / GIB
+        held = f"it held {self.resident / GIB:.1f} GiB"
+        return f"{held}, and {used:.1f} of the {limit:.1f} GiB {whose} were in use"
+
+
+class _Limit(NamedTuple):
+    limit: int
+    used: int
+
+
+class _Names(NamedTuple):
+    """Files of a cgroup."""
+
+    limit: str
+    usage: str
+    cached: str
+    """A line of memory.stat."""
+    kills: str
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")
+_V2 = _Names("memory.max", "memory.current", "inactive_file", "memory.events")
+
+
+def memory_now(root: Path = ROOT) -> Memory:
+    """As it is now. A few small files are read, below `root`."""
+    machine = psutil.virtual_memory()
+    tightest = _Limit(machine.total, machine.total - machine.available)
+    by_cgroup = False
+    for group in _limits(root):
+        if group.limit < tightest.limit:
+            tightest, by_cgroup = group, True
+    resident = psutil.Process().memory_info().rss
+    return Memory(resident, tightest.used, tightest.limit, by_cgroup, kills(root))
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that processes here may still take: the machine's, or what the fullest cgroup leaves."""
+    machine: int = psutil.virtual_memory().available
+    return min([machine, *(max(0, group.limit - group.used) for group in _limits(root))])
+
+
+def kills(root: Path = ROOT) -> int:
+    """Processes that were killed for memory in this process's cgroup so far."""
+    for folder, names in _cgroups(root):
+        with suppress(OSError, ValueError, KeyError):
+            return _table(folder / names.kills)["oom_kill"]
+    return 0
+
+
+def _limits(root: Path) -> Iterator[_Limit]:
+    for folder, names in _cgroups(root):
+        with suppress(OSError, ValueError):  # no such file; "max": no limit
+            limit, used = (int((folder / name).read_text()) for name in (names.limit, names.usage))
+            yield _Limit(limit, max(0, used - _table(folder / "memory.stat").get(names.cached, 0)))
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """This process's cgroups and those around them, innermost first.
+
+    In a container the path may be the host's, of which only the root, the container's own, is there.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, names = root / "sys/fs/cgroup", _V2
+        if controllers:
+            top, names = top / "memory", _V1
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield top.joinpath(*parts[:depth]), names
+
+
+def _table(path: Path) -> dict[str, int]:
+    return {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}

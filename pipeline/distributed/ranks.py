@@ -141,13 +141,9 @@ def _read_slurm(environment: Mapping[str, str]) -> Ranks:
             f"srun started {environment.get('SLURM_STEP_NUM_TASKS')} tasks, but {', '.join(missing)} is not "
             "set; start with srun, and pass its variables on"
         )
-    counts: list[str] = []
-    for count, times in re.findall(
-        r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"]
-    ):  # 2(x3),1
-        counts += [count] * int(times or 1)
+    counts = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = environment["SLURM_NODEID"]
-    local = counts[int(node)] if node.isdecimal() and int(node) < len(counts) else "unknown"
+    local = str(counts[int(node)]) if node.isdecimal() and int(node) < len(counts) else "unknown"
     return _checked(
         {name: environment[name] for name in names} | {f"SLURM_STEP_TASKS_PER_NODE[{node}]": local}
     )
@@ -231,6 +227,14 @@ def first_host(nodelist: str) -> str:
     """The first name in Slurm's short form: `rack[2-3]-node[01-16,20],login` begins with rack2-node01."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first is not None else "")
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's `2(x3),1` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
 
 
 def complete_environment(ranks: Ranks) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pipeline.distributed.diagnosis import LostRank, RankProcess, describe_lost
 from pipeline.distributed.heartbeats import Heartbeats
-from pipeline.distributed.memory import memory_now
+from pipeline.distributed.machine import memory_now
 from pipeline.distributed.progress import Limits, Progress
 from pipeline.distributed.shutdown import Shutdown, Timing
 from pipeline.distributed.stacks import frames_of

@@ -16,8 +16,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipeline.distributed.diagnosis import RankProcess, RankReport
-from pipeline.distributed.machine import machine_id
-from pipeline.distributed.memory import Memory
+from pipeline.distributed.machine import Memory, machine_id
 
 HANG_EXIT_CODE = 124
 """Of every rank of a job that hung or lost a rank; `timeout` ends with it too."""

@@ -19,8 +19,6 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import TypedDict
 
-import psutil
-
 from pipeline.op_builds import find_holder
 
 ROOT = Path(__file__).parents[2]
@@ -155,36 +153,6 @@ def _visible(gpus: list[tuple[Gpu, str]], chosen: str | None) -> list[Gpu]:
             break
         found += match[:1]
     return found
-
-
-def read_memory() -> int:
-    """Bytes that processes may still take: of the machine, or of the control group they are in."""
-    available: int = psutil.virtual_memory().available
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers == "":
-                root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
-            elif "memory" in controllers.split(","):
-                root = Path("/sys/fs/cgroup/memory")
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            else:
-                continue
-            folder = root / group.lstrip("/")
-            for level in (folder, *folder.parents):
-                if level.is_relative_to(root):
-                    available = min(available, _left_in_group(level, names))
-    return available
-
-
-def _left_in_group(folder: Path, names: tuple[str, str, str]) -> int:
-    try:
-        limit, used = ((folder / name).read_text().strip() for name in names[:2])
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # The page cache counts as used and is given back when it is asked for.
-        return max(0, int(limit) - int(used) + int(statistics.get(names[2], 0)))
-    except (OSError, ValueError):  # `max`: no limit
-        return sys.maxsize
 
 
 def existing(path: Path) -> Path:

@@ -20,6 +20,7 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypedDict
 
+from pipeline.distributed.machine import available_memory
 from pipeline.doctor import facts, network
 
 PATIENCE = 8.0
@@ -90,7 +91,7 @@ class Probe:
             "project": facts.read_project,
             "versions": facts.read_versions,
             "devices": facts.read_devices,
-            "memory": facts.read_memory,
+            "memory": available_memory,
             "disks": lambda: facts.read_disks(folders),
             "folders": lambda: facts.read_folders(folders, marker(asked["token"], asked["name"])),
             "ops": facts.read_ops,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pipeline.distributed.ranks import first_host, tasks_per_node
 from pipeline.doctor.examination import Wanted, examine
 from pipeline.doctor.probe import serve
 from pipeline.doctor.rows import Row
@@ -100,12 +100,6 @@ def _answer(first: str, port: int, greeting: str) -> None:
     serve(connection.makefile("rb"), connection.makefile("wb"))
 
 
-def first_host(nodes: str) -> str:
-    """Of Slurm's short form: `node[03-07,9],big1` is node03."""
-    head = re.split(r",(?![^\[]*\])", nodes)[0]
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", head)
-
-
 def slots_of(environment: Mapping[str, str]) -> list[int] | None:
     """Devices of this machine's ranks: one a task; None, all, where one task will start the others itself.
 
@@ -113,10 +107,7 @@ def slots_of(environment: Mapping[str, str]) -> list[int] | None:
     """
     if "CUDA_VISIBLE_DEVICES" in environment:
         return None
-    tasks = []
-    for words in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        number, _, times = words.partition("(x")
-        tasks += [int(number)] * int(times.rstrip(")") or 1)
+    tasks = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     here = int(environment.get("SLURM_NODEID", "0"))
     mine = tasks[here] if here < len(tasks) else 1
     return list(range(mine)) if mine > 1 else None

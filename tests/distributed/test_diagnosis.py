@@ -12,7 +12,7 @@ from pipeline.distributed.diagnosis import (
     describe_lost,
     ranks_in_words,
 )
-from pipeline.distributed.memory import GIB, Memory
+from pipeline.distributed.machine import GIB, Memory
 
 LINE = "pipeline/engine/torch_engine.py:81 in train_step"
 

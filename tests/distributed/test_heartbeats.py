@@ -5,12 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.heartbeats import Heartbeats
-from pipeline.distributed.machine import machine_id, process_state
-from pipeline.distributed.memory import Memory, kills, memory_now
+from pipeline.distributed.machine import Memory, kills
 from pipeline.distributed.watchdog_store import Heartbeat
 
 MEMORY = Memory(1, 2, 3, False, 0)
@@ -60,33 +57,3 @@ def test_a_process_that_is_gone_is_seen_before_its_silence():
     watched.check_processes()
     (lost,) = watched.lost(15.0, [1])
     assert (lost.state, lost.num_kills) == ("gone", kills() - MEMORY.num_kills)
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_process_is_looked_at(stopped):
-    process = subprocess.Popen(["sleep", "20"])
-    if stopped:
-        process.send_signal(19)
-        import os
-
-        os.waitpid(process.pid, os.WUNTRACED)
-    assert process_state(process.pid) == ("stopped" if stopped else "there")
-    process.kill()
-    process.wait()
-    assert process_state(process.pid) == "gone"
-
-
-def test_a_machine_is_known_by_more_than_its_name():
-    other = subprocess.run(
-        [sys.executable, "-c", "from pipeline.distributed.machine import *; print(machine_id())"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert other.stdout.strip() == machine_id()
-
-
-def test_memory_has_a_limit():
-    now = memory_now()
-    assert 0 < now.resident < now.limit
-    assert 0 < now.used <= now.limit

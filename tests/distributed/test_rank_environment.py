@@ -186,6 +186,10 @@ def test_a_scheduler_that_describes_no_job_is_refused():
         ("gpu[07,09]", "gpu07"),
         ("rack[2-3]-node[01-16,20]-ib,login", "rack2-node01-ib"),
         ("n[1-3].cluster.org", "n1.cluster.org"),
+        ("node[03-07,9],big1", "node03"),
+        ("gpu-a[7,9-11]-ib,x", "gpu-a7-ib"),
+        ("r[1-2]n[5-6]", "r1n5"),
+        ("a,b[1-2]", "a"),
     ],
 )
 def test_the_first_host_of_slurms_short_form(nodelist, host):

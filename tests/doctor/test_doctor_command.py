@@ -11,7 +11,7 @@ from support.launch import ROOT
 
 from pipeline.__main__ import main
 from pipeline.doctor.rows import Row
-from pipeline.doctor.slurm import first_host, in_step, slots_of
+from pipeline.doctor.slurm import in_step, slots_of
 from pipeline.doctor.table import show
 
 
@@ -73,21 +73,6 @@ def test_the_table(capsys):
         "                -> ssh a date",
         "b: 1 failed, 1 warned of, 1 fine, in 1.2 s",
     ]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node1", "node1"),
-        ("node[1-4]", "node1"),
-        ("node[03-07,9],big1", "node03"),
-        ("gpu-a[7,9-11]-ib,x", "gpu-a7-ib"),
-        ("r[1-2]n[5-6]", "r1n5"),
-        ("a,b[1-2]", "a"),
-    ],
-)
-def test_first_host_of_slurms_short_form(nodes, first):
-    assert first_host(nodes) == first
 
 
 @pytest.mark.parametrize(

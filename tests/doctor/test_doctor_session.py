@@ -136,18 +136,6 @@ def test_folders(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "marker"]
 
 
-def test_memory_of_a_control_group(tmp_path):
-    names = ("memory.max", "memory.current", "inactive_file")
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("900\n")
-    (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 150\n")
-    assert facts._left_in_group(tmp_path, names) == 250
-    (tmp_path / "memory.max").write_text("max\n")
-    assert facts._left_in_group(tmp_path, names) == sys.maxsize
-    assert facts._left_in_group(tmp_path / "gone", names) == sys.maxsize
-    assert 0 < facts.read_memory() <= psutil.virtual_memory().total
-
-
 @pytest.mark.parametrize(
     ("visible", "indices"),
     [(None, [0, 1, 2]), ("2,0", [2, 0]), ("", []), ("1,7,0", [1]), ("GPU-b", [1]), (" 1 , 2", [1, 2])],
