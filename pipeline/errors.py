@@ -36,6 +36,11 @@ def shown(text: str) -> str:
     return "\n".join(lines)
 
 
+def one_line(error: BaseException, most: int = 200) -> str:
+    """What a library says of its failure, in `most` characters; its class where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def _cut(text: str, most: int) -> str:
     """Cut in the middle: what and where stand at the beginning, what to change at the end."""
     if most > LONGEST_WORD and len(text) > LONGEST_WORD:

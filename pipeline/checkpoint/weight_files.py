@@ -22,7 +22,7 @@ from pipeline.checkpoint.export import weights_of
 from pipeline.checkpoint.layout import DTYPES
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.engine.fragments import Region
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, one_line
 
 PICKLES = (".pt", ".pth", ".bin")
 # Under these a training program keeps the model beside its optimizer.
@@ -98,7 +98,7 @@ class Safetensors:
                     entries[name] = Entry(tuple(about.get_shape()), DTYPES.get(dtype, dtype))
                     self._places[name] = path, file
             except (SafetensorError, OSError) as error:
-                raise refusal(path, f"cannot be read as safetensors: {_one_line(error)}") from None
+                raise refusal(path, f"cannot be read as safetensors: {_first_sentence(error)}") from None
         self.entries: Mapping[str, Entry] = entries
 
     def read(self, name: str) -> Tensor:
@@ -106,7 +106,7 @@ class Safetensors:
         try:
             values: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise refusal(path, f"cannot be read: {name}: {_one_line(error)}") from None
+            raise refusal(path, f"cannot be read: {name}: {_first_sentence(error)}") from None
         return values
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ def _unpickled(path: Path) -> Any:
                 f"holds {refused[1][:100]}, which would have to be run as code and is not; save "
                 "model.state_dict() instead of the model, or safetensors",
             ) from None
-        raise refusal(path, f"cannot be read as weights: {_one_line(error)}") from None
+        raise refusal(path, f"cannot be read as weights: {_first_sentence(error)}") from None
 
 
 def _tensors_of(content: Any, path: Path) -> dict[str, Tensor]:
@@ -178,7 +178,6 @@ def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[st
         yield place, own
 
 
-def _one_line(error: Exception) -> str:
+def _first_sentence(error: Exception) -> str:
     """The first sentence that says something of the file."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text.split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]
+    return one_line(error, 10_000).split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]

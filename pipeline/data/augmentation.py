@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.loading import did_you_mean
-from pipeline.errors import DataError
+from pipeline.errors import DataError, one_line
 
 TRIALS = 8  # images changed up front: an augmentation may be drawn only now and then
 
@@ -46,7 +46,7 @@ class Augmentation:
                     changed: Tensor = layer(image.unsqueeze(0))[0]
                 except Exception as error:  # kornia checks most arguments only here, and raises what it likes
                     raise DataError(
-                        f"data.augmentations.{name}: {_one_line(error)}; see kornia.augmentation.{name}"
+                        f"data.augmentations.{name}: {one_line(error)}; see kornia.augmentation.{name}"
                     ) from error
                 if changed.shape != self.shape:
                     sizes = " and ".join("x".join(map(str, s)) for s in (tuple(changed.shape), self.shape))
@@ -87,7 +87,7 @@ def _build(name: str, given: dict[str, Any]) -> nn.Module:
         return kinds[name](**{key: _tuples(value) for key, value in given.items()})
     except Exception as error:  # kornia's constructors raise what they like
         raise DataError(
-            f"data.augmentations.{name}: {_one_line(error)} (its arguments: {', '.join(parameters)})"
+            f"data.augmentations.{name}: {one_line(error)} (its arguments: {', '.join(parameters)})"
         ) from error
 
 
@@ -108,7 +108,3 @@ def _kinds() -> dict[str, Any]:
 def _tuples(value: Any) -> Any:
     """YAML has lists only; kornia tells pairs by being tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -14,7 +14,7 @@ from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.config.loading import did_you_mean
 from pipeline.data.documents.saved import check_data_files, check_saved
 from pipeline.data.labelled_images import TAIL, LabelledImages, check_classes, check_known, key_of
-from pipeline.errors import DataError
+from pipeline.errors import DataError, one_line
 from pipeline.foreign import IMAGE, read_plain
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _load_split(config: ImagesDataConfig, split: str, key: str) -> Dataset:
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exceptions as well
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error, 300)
         raise DataError(f"data.dataset: cannot load {config.dataset} (split {split}): {reason}") from error
     if isinstance(loaded, Dataset):
         own = str(loaded.split or "train")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import DataError
+from pipeline.errors import DataError, one_line
 from pipeline.foreign import is_path, unsafe_files
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
     try:
         tokenizer = _load(name, path)
     except Exception as error:  # these libraries raise bare Exceptions as well
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error, 300)
         what = name if path.exists() else f"{name} from the hub (nor is there a folder of that name)"
         raise DataError(f"data.tokenizer.pretrained: cannot load {what}: {reason}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:

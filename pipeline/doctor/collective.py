@@ -15,6 +15,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from pipeline.errors import one_line
+
 if TYPE_CHECKING:
     import torch
 
@@ -132,7 +134,7 @@ def _take_part(part: Part, store: Any, tell: Callable[[str], None]) -> Measured:
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:  # gloo, NCCL and the store each raise their own
-        measured["problem"] = " ".join(str(error).split())[:300]
+        measured["problem"] = one_line(error, 300)
     return measured
 
 

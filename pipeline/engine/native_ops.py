@@ -28,7 +28,7 @@ from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from pipeline.distributed.process_group import Job
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, one_line
 from pipeline.op_builds import (
     ALIVE,
     ASYNC_IO,
@@ -101,7 +101,7 @@ def _build(op: NativeOp) -> str | None:
                 builder.load(verbose=False)
     except Exception as error:  # DeepSpeed, torch, ninja and the linker each raise their own
         cause = error.__cause__ or error
-        return " ".join(str(cause).split())[:120]
+        return one_line(cause, 120)
     finally:
         told.cancel()
     if (seconds := time.monotonic() - started) > _TELL_AFTER:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, one_line
 from pipeline.foreign import is_path
 from pipeline.models.activation_checkpointing import checkpoint_activations
 from pipeline.models.pretrained_folder import check_folder
@@ -286,5 +286,4 @@ def _reason(error: Exception) -> str:
         error = error.__cause__  # type: ignore[assignment]
     if isinstance(error, KeyError):
         return f"transformers knows no {error}"
-    text = " ".join(str(error).split())
-    return text.split(". ")[0][:300]
+    return one_line(error, 10_000).split(". ")[0][:300]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.config.schema import WandbConfig
+from pipeline.errors import one_line
 from pipeline.sinks.scratch import temporary_files_in_scratch
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def _choose_mode(config: WandbConfig) -> tuple[str, str]:
     try:
         has_key = wandb.login(prompt=False, verify=False)  # looks for a key where wandb itself does
     except wandb.Error as error:
-        return "offline", _one_line(error)
+        return "offline", one_line(error)
     return ("online", "") if has_key else ("offline", f"no API key for {settings.base_url}")
 
 
@@ -187,7 +188,7 @@ def _open_run(
             logger.info("W&B run: %s", run.url)
             return run, run.starting_step - 1
         except (wandb.Error, TimeoutError) as error:
-            reason = _one_line(error)
+            reason = one_line(error)
     # Rows that were written offline under this id are uploaded together with those to come: `wandb sync`
     # sends the files of one run in the order of their starts. A run that the server may know gets a new id:
     # how many of its rows are there cannot be asked now, so the file begins with all of them.
@@ -249,7 +250,7 @@ def _never_crash(what: str, action: Callable[[], T]) -> T | None:
     # (ConnectionResetError, pydantic's errors, assertions). None of it is a reason to lose a training run.
     except Exception as error:
         logger.warning(
-            "W&B %s (%s: %s); training goes on without it", what, type(error).__name__, _one_line(error)
+            "W&B %s (%s: %s); training goes on without it", what, type(error).__name__, one_line(error)
         )
         if isinstance(error, ConnectionError):
             _forget_service()
@@ -262,7 +263,3 @@ def _forget_service() -> None:
 
     with contextlib.suppress(ConnectionError):
         wandb.teardown()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{error}".split())[:200] or type(error).__name__

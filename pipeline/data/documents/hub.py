@@ -20,7 +20,7 @@ from pipeline.data.documents.file_pieces import hash_file
 from pipeline.data.documents.records import BadRecords, Piece, Record
 from pipeline.data.documents.saved import check_data_files, check_saved, read_entry
 from pipeline.data.documents.tables import ROWS_AT_ONCE, records_of
-from pipeline.errors import DataError
+from pipeline.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -77,7 +77,9 @@ class ShardPiece:
             except StopIteration:
                 return
             except Exception as error:  # of any of the libraries that fetch and decode
-                raise DataError(f"{self.name}: reading row {number} failed: {_reason(error)}") from error
+                raise DataError(
+                    f"{self.name}: reading row {number} failed: {one_line(error, 300)}"
+                ) from error
             yield f"{self.name}: row {number}", row
 
 
@@ -184,7 +186,9 @@ def load_split(
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exceptions as well
-        raise DataError(f"{absent or f'data dataset {name}: cannot be loaded: '}{_reason(error)}") from error
+        raise DataError(
+            f"{absent or f'data dataset {name}: cannot be loaded: '}{one_line(error, 300)}"
+        ) from error
 
 
 def _saved_split(folder: Path, split: str) -> Path | None:
@@ -221,11 +225,11 @@ def _ask_hub(name: str, revision: str | None) -> str:
         raise DataError(f"data dataset {name}: the hub has no revision {revision!r} of it") from None
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise DataError(
-            f"data dataset {name}: no folder here, and none that the hub gives: {_reason(error)}"
+            f"data dataset {name}: no folder here, and none that the hub gives: {one_line(error, 300)}"
         ) from None
     except Exception as error:  # whatever the network, a proxy or a certificate can do
         raise _HubAwayError(
-            f"data dataset {name}: no folder here, and the hub does not answer ({_reason(error)})"
+            f"data dataset {name}: no folder here, and the hub does not answer ({one_line(error, 300)})"
         ) from None
 
 
@@ -240,7 +244,3 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         datasets.config.HF_HUB_OFFLINE = before
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

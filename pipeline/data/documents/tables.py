@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pipeline.data.documents.records import BadRecords, Record
 from pipeline.data.documents.streams import Span, open_file
-from pipeline.errors import DataError
+from pipeline.errors import DataError, one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -114,5 +114,5 @@ def table_errors(path: str, what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError, EOFError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise DataError(f"{path}: cannot be read as {what}: {reason}; is it whole?") from None

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.errors import one_line
+
 log = logging.getLogger(__name__)
 
 SAMPLE_DOCUMENTS = 300
@@ -91,7 +93,7 @@ def is_faithful(folder: Path, core: Any, documents: Iterable[str]) -> bool:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)
         log.info("gigatoken cannot read this tokenizer (%s): tokenizers is used", reason)
         return False
     sample = [
