@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
+from pipeline.data.batches import IGNORE_INDEX
 
 # fp32 elements a block: 1 MiB stays in a core's cache; a GPU wants few, large kernels (256 MiB).
 _CPU_BLOCK = 1 << 18
@@ -47,7 +47,7 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
         for block in _blocks(logits_NV):
             total += F.cross_entropy(
-                logits_NV[block].float(), labels_N[block], ignore_index=IGNORED, reduction="sum"
+                logits_NV[block].float(), labels_N[block], ignore_index=IGNORE_INDEX, reduction="sum"
             )
         ctx.save_for_backward(logits_NV, labels_N)
         return total
@@ -57,7 +57,7 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
         """d loss / d logit = (softmax - one-hot of the label) x the incoming gradient; 0 in ignored rows."""
         logits_NV, labels_N = ctx.saved_tensors
         grad_NV = torch.empty_like(logits_NV)
-        scale_N1 = torch.where(labels_N == IGNORED, 0.0, grad_outputs[0])[:, None]
+        scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_outputs[0])[:, None]
         target_N1 = labels_N.clamp(min=0)[:, None]
         minus_one = torch.full_like(scale_N1, -1.0)
         for block in _blocks(logits_NV):

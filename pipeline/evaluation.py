@@ -8,7 +8,7 @@ import torch
 
 from pipeline.data.loader import EvalLoader
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.stopping import STOP_VOTE, Agreement, StopOnSignal
+from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluates
 from pipeline.engine.normalize import mean_loss
 from pipeline.objectives import Objective
@@ -31,12 +31,12 @@ def evaluate(
     """
     keys = ("loss", "count", *objective.extra_keys)
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
-    agreement = Agreement(engine.device)
+    flag_reader = FlagReader(engine.device)
     for name, batch, is_real in loader:
         job.progress.at("evaluation")
         if stop is not None:
-            vote = torch.tensor(float(STOP_VOTE * stop.requested), dtype=torch.float64)
-            if agreement.submit(job.all_reduce_sum(vote.to(engine.device, non_blocking=True))).stop:
+            flags = torch.tensor(float(STOP_FLAG * stop.requested), dtype=torch.float64)
+            if flag_reader.read(job.all_reduce_sum(flags.to(engine.device, non_blocking=True))).stop:
                 return None
         loss = engine.eval_step(batch, objective)
         if not is_real:  # a rank that ran out of samples still takes part in the forward's collectives

@@ -17,8 +17,9 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.schema import ScheduleConfig
 from pipeline.data.loader import EvalLoader
 from pipeline.data.prefetch import DevicePrefetcher
+from pipeline.data.random_numbers import derive_seed
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.stopping import SAVE_VOTE, STOP_VOTE, Agreement, Alarm, StopOnSignal
+from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, StopOnSignal
 from pipeline.engine.interface import Engine, StepResult
 from pipeline.evaluation import evaluate
 from pipeline.metrics import Meters
@@ -121,7 +122,7 @@ def train(run: Run) -> tuple[TrainState, int | None]:
         The final state, and the number of the signal that stopped the run (None: it finished).
     """
     state = run.start
-    agreement = Agreement(run.engine.device)
+    flag_reader = FlagReader(run.engine.device)
     # One clock for all ranks.
     alarm = Alarm(60 * run.save_minutes if run.job.ranks.is_main_process else 0)
     objective = run.meters.timed(run.objective)
@@ -137,19 +138,19 @@ def train(run: Run) -> tuple[TrainState, int | None]:
             learning_rate = run.peak_learning_rate * multiplier(
                 run.schedule, state.global_step, run.max_steps
             )
-            vote = STOP_VOTE if stop.requested else SAVE_VOTE if alarm.due() else 0
-            result = run.engine.train_step(micro_batches, objective, learning_rate, vote)
+            flags = STOP_FLAG if stop.requested else SAVE_FLAG if alarm.due() else 0
+            result = run.engine.train_step(micro_batches, objective, learning_rate, flags)
             with run.meters.waiting_for_data():
                 run.loader.fetch_ahead()
             state = state.after(result)
             run.meters.observe(result)
-            wished = agreement.submit(result.votes)
+            agreed = flag_reader.read(result.flags)
             if state.global_step == 1 or run.log.due(state.global_step):
                 run.sinks.write(state.global_step, _row(run, state, learning_rate))
-            if run.eval.due(state.global_step) and not wished.stop:
+            if run.eval.due(state.global_step) and not agreed.stop:
                 measured = _evaluate(run, state.global_step, stop)
-            stopped = wished.stop or measured.stopped
-            if not stopped and (wished.save or run.save.due(state.global_step)):
+            stopped = agreed.stop or measured.stopped
+            if not stopped and (agreed.save or run.save.due(state.global_step)):
                 alarm.restart()
                 _save(run, state, measured)
             write_seconds = _saved(run, write_seconds)
@@ -259,7 +260,7 @@ def seed_step(seed: int, step: int, seed_rank: int) -> None:
 
     No generator state needs to be saved, and a resumed run draws what the unbroken one would have drawn.
     """
-    mixed = int(np.random.SeedSequence((seed, step, seed_rank)).generate_state(1)[0])
-    torch.manual_seed(mixed)
-    np.random.seed(mixed)
-    random.seed(mixed)
+    bits = derive_seed(seed, step, seed_rank) % 2**32
+    torch.manual_seed(bits)
+    np.random.seed(bits)
+    random.seed(bits)

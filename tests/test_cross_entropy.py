@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cross_entropy import IGNORED, cross_entropy_sum
+from pipeline.cross_entropy import cross_entropy_sum
+from pipeline.data.batches import IGNORE_INDEX
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A gradient is rounded once to the dtype of the logits.
@@ -20,7 +21,7 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 def reference(logits, labels, scale):
     """Value and gradient of `F.cross_entropy` on an fp32 copy."""
     leaf = logits.detach().float().requires_grad_()
-    total = F.cross_entropy(leaf, labels, ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(leaf, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     (total * scale).backward()
     return total.detach(), leaf.grad
 
@@ -40,14 +41,14 @@ def compare(logits, labels, scale=1.0):
     torch.testing.assert_close(
         leaf.grad.float(), gradient, rtol=tolerance, atol=tolerance * 1e-2 * scale + smallest
     )
-    assert torch.equal(leaf.grad[labels == IGNORED], torch.zeros_like(leaf.grad[labels == IGNORED]))
+    assert torch.equal(leaf.grad[labels == IGNORE_INDEX], torch.zeros_like(leaf.grad[labels == IGNORE_INDEX]))
 
 
 def make(rows, classes, dtype, seed, ignored=0.0, spread=3.0):
     generator = torch.Generator().manual_seed(seed)
     logits = (spread * torch.randn(rows, classes, generator=generator)).to(dtype)
     labels = torch.randint(0, classes, (rows,), generator=generator)
-    labels[torch.rand(rows, generator=generator) < ignored] = IGNORED
+    labels[torch.rand(rows, generator=generator) < ignored] = IGNORE_INDEX
     return logits, labels
 
 
@@ -77,7 +78,7 @@ def test_it_equals_torchs_own_with_a_row_larger_than_a_block():
 def test_all_rows_ignored_give_zero_and_a_zero_gradient():
     logits, _ = make(9, 11, torch.float32, seed=0)
     logits.requires_grad_()
-    total = cross_entropy_sum(logits, torch.full((9,), IGNORED))
+    total = cross_entropy_sum(logits, torch.full((9,), IGNORE_INDEX))
     total.backward()
     assert total.item() == 0.0
     assert not logits.grad.any()

@@ -16,7 +16,7 @@ from pipeline.assemble import assemble
 from pipeline.checkpoint.folders import steps_in
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.distributed.stopping import SAVE_VOTE, STOP_VOTE, Agreement, StopOnSignal
+from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.run_directory import RunDirectory
 from pipeline.training import train
 
@@ -220,11 +220,11 @@ def test_all_ranks_stop_and_save_at_the_same_step(ranks, tmp_path):
     assert saved(tmp_path) == [1, 2, 3, 4]
 
 
-def test_votes_of_many_ranks_are_told_apart():
-    agreement = Agreement(torch.device("cpu"))
+def test_flags_of_many_ranks_are_told_apart():
+    flag_reader = FlagReader(torch.device("cpu"))
 
     def agreed(saves, stops):
-        return agreement.submit(torch.tensor(saves * SAVE_VOTE + stops * STOP_VOTE, dtype=torch.float64))
+        return flag_reader.read(torch.tensor(saves * SAVE_FLAG + stops * STOP_FLAG, dtype=torch.float64))
 
     assert agreed(0, 0) == (False, False)
     assert agreed(4096, 0) == (True, False)

@@ -19,6 +19,7 @@ UNNAMED, FURTHER = (
     ("inputs", "targets"),
     "field_",
 )  # entries of a tuple; further ones are field_2, field_3, ...
+IGNORE_INDEX = -100  # the label that counts in no loss
 SHOWN = 12  # entries of a batch that a message lists
 Batch = dict[str, Any]
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from pipeline.data.batches import Batch, LoadedBatch, as_batch, moved, usable
 from pipeline.data.bundle import Collate
 from pipeline.data.mixture import MixtureOrder
-from pipeline.data.random_numbers import mixed, own_random_numbers, seed_all, seeds_at
+from pipeline.data.random_numbers import derive_seed, own_random_numbers, seed_all, seeds_at
 from pipeline.data.sampler import Draw, EvalSampler, MicroBatchSampler
 from pipeline.errors import DataError, PipelineError
 
@@ -194,7 +194,9 @@ class Fetch(Dataset[Any]):
         dataset = self._datasets[draw.dataset]
         if self._is_training and hasattr(dataset, "augmented"):
             places = enumerate(draw.indices, start=draw.position)
-            return self._collate([dataset.augmented(i, mixed(self._seed, place)) for place, i in places])
+            return self._collate(
+                [dataset.augmented(i, derive_seed(self._seed, place)) for place, i in places]
+            )
         if getattr(dataset, "is_deterministic", False):
             return self._read(dataset, draw.indices)
         with own_random_numbers(self._seed, draw.position):
@@ -213,7 +215,7 @@ class Fetch(Dataset[Any]):
         for bits, index in zip(seeds_at(self._seed, position, len(indices)), indices, strict=True):
             seed_all(bits)
             samples.append(dataset[index])
-        seed_all(mixed(self._seed, position, len(indices)))
+        seed_all(derive_seed(self._seed, position, len(indices)))
         return self._collate(samples)
 
 

@@ -16,10 +16,9 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.best_fit import Ints, best_fit, cut_documents
 from pipeline.data.bundle import Batch, JoinedDataset
-
-IGNORED = -100  # the label that counts in no loss
 
 
 class TokenPart(Protocol):
@@ -156,11 +155,11 @@ class Stream(PackedDataset):
         pair[1] = windows[:, 1:]
         if self._learned:
             for labels, part, start in zip(pair[1], parts, rows * size, strict=True):
-                labels[~self._learned[part][start + 1 : start + size + 1]] = IGNORED
+                labels[~self._learned[part][start + 1 : start + size + 1]] = IGNORE_INDEX
         if not self.separate_documents:
             return self._batch(pair, None)
         ends = np.flatnonzero(windows[:, :-1] == self.end_id)  # places of the batch that end a document
-        pair[1].reshape(-1)[ends] = IGNORED
+        pair[1].reshape(-1)[ends] = IGNORE_INDEX
         return self._batch(pair, ends + 1)
 
     def _rows(self, parts: Ints, rows: Ints) -> NDArray[Any]:
@@ -252,7 +251,7 @@ class Bins(PackedDataset):
         starts -= self._first[parts]
         predicted = lengths - self._is_end[pieces]
         pair = np.empty((2, len(rows), size), dtype=np.int64)
-        pair[0], pair[1] = self.end_id, IGNORED
+        pair[0], pair[1] = self.end_id, IGNORE_INDEX
         inputs, labels = pair.reshape(2, -1)
         table = np.stack([parts, starts, places, lengths, predicted], axis=1).tolist()
         for part, start, place, length, followed in table:
@@ -261,7 +260,7 @@ class Bins(PackedDataset):
             target = tokens[start + 1 : start + 1 + followed]
             if self._learned:
                 is_learned = self._learned[part][start + 1 : start + 1 + followed]
-                labels[place : place + followed] = np.where(is_learned, target.astype(np.int64), IGNORED)
+                labels[place : place + followed] = np.where(is_learned, target.astype(np.int64), IGNORE_INDEX)
             else:
                 labels[place : place + followed] = target
         if not self.separate_documents:

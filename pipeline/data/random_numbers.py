@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 
-def mixed(*key: int) -> int:
+def derive_seed(*key: int) -> int:
     """64 random bits that stand for the key."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
@@ -27,7 +27,7 @@ def scrambled(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def seeds_at(seed: int, position: int, count: int) -> list[int]:
     """64 random bits for each of the positions from `position` on: a call for a batch, not for a sample."""
     positions = np.arange(position, position + count, dtype=np.uint64)
-    return scrambled(positions ^ np.uint64(mixed(seed))).tolist()
+    return scrambled(positions ^ np.uint64(derive_seed(seed))).tolist()
 
 
 def seed_all(bits: int) -> None:
@@ -43,7 +43,7 @@ def seed_all(bits: int) -> None:
 def own_random_numbers(*key: int) -> Iterator[None]:
     """What is drawn inside depends on `key` alone, and leaves a step's dropout outside as it is."""
     before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-    seed_all(mixed(*key))
+    seed_all(derive_seed(*key))
     try:
         yield
     finally:

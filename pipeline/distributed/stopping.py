@@ -1,4 +1,4 @@
-"""A signal to stop: finish the step, save, leave. What a rank wishes is agreed before it is done."""
+"""A signal to stop: finish the step, save, leave. A flag acts once all ranks have seen it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 
 log = logging.getLogger(__name__)
 
-SAVE_VOTE, STOP_VOTE = 1, 1 << 20
-"""What a rank wishes for after a step. Sums over up to a million ranks tell the two apart (fp64)."""
+SAVE_FLAG, STOP_FLAG = 1, 1 << 20
+"""What a rank asks for after a step. Sums over up to a million ranks tell the two apart (fp64)."""
 
 
 class StopOnSignal:
@@ -63,44 +63,44 @@ class StopOnSignal:
             log.info("%s: stopping after this step, with a checkpoint", signal.Signals(number).name)
 
 
-class Agreed(NamedTuple):
-    """What all ranks know that some rank wished for."""
+class Flags(NamedTuple):
+    """What some rank asked for, as all ranks know."""
 
     save: bool
     stop: bool
 
 
-class Agreement:
-    """Believes a wish once every rank knows of it, without making the host wait for the device.
+class FlagReader:
+    """Reads the ranks' summed flags, the same ones on every rank, and never waits for the device.
 
-    On CUDA the votes of a step are read two steps later, through an event of their own: by then they have
-    long arrived, and every rank reads the same ones at the same step.
+    On CUDA the flags of a step are read two steps later, through an event of their own: by then they have
+    long arrived.
     """
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
-    def submit(self, votes: Tensor) -> Agreed:
-        """Takes the summed votes of the step just launched; what is agreed by now."""
+    def read(self, flags: Tensor) -> Flags:
+        """Takes the summed flags of the step just launched; returns what all ranks know by now."""
         if not self._on_gpu:
-            return _counted(votes)
-        host = torch.empty((), dtype=votes.dtype, pin_memory=True)
-        host.copy_(votes, non_blocking=True)
+            return _counted(flags)
+        host = torch.empty((), dtype=flags.dtype, pin_memory=True)
+        host.copy_(flags, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._pending.append((host, event))
         if len(self._pending) <= 2:
-            return Agreed(False, False)
+            return Flags(False, False)
         oldest, arrived = self._pending.popleft()
         assert arrived is not None
         arrived.synchronize()
         return _counted(oldest)
 
 
-def _counted(votes: Tensor) -> Agreed:
-    stops, saves = divmod(int(votes), STOP_VOTE)
-    return Agreed(save=saves > 0, stop=stops > 0)
+def _counted(flags: Tensor) -> Flags:
+    stops, saves = divmod(int(flags), STOP_FLAG)
+    return Flags(save=saves > 0, stop=stops > 0)
 
 
 class Alarm:

@@ -29,7 +29,7 @@ from pipeline.engine.held import State
 from pipeline.engine.interface import (
     StepResult,
     check_gradient,
-    count_and_vote,
+    count_and_flags,
     count_parameters,
     to_device,
 )
@@ -157,14 +157,14 @@ class DeepSpeedEngine(DeepSpeedState):
         return self.module
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, vote: int
+        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
         if not self.module.training:  # engine.training stays True through engine.eval()
             engine.train()
         totals = self._job.all_reduce_sum(
-            count_and_vote(micro_batches, objective, vote, self.device, self._copies)
+            count_and_flags(micro_batches, objective, flags, self.device, self._copies)
         )
         averaged_over = self.dp_world_size * self._split.sequence_parallel
         scale = backward_scale(totals[0], averaged_over).float()

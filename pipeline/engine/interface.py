@@ -27,8 +27,8 @@ class StepResult:
     """Global norm before clipping."""
     skipped: Tensor
     """1 where the gradient was not finite and the parameters were left alone, else 0."""
-    votes: Tensor
-    """Sum over ranks of what each wished for; see distributed.stopping."""
+    flags: Tensor
+    """Sum over ranks of their stop and save flags; see distributed.stopping."""
     loss_scale: float | None
     """fp16 only."""
 
@@ -65,12 +65,12 @@ class Engine(Evaluates, EngineState, Protocol):
         ...
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, vote: int
+        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
     ) -> StepResult:
         """Forward and backward over the micro-batches, then one optimizer step.
 
         Args:
-            vote: What this rank wishes for; it travels with the counts.
+            flags: This rank's stop and save flags (distributed.stopping), summed over ranks with the counts.
         """
         ...
 
@@ -107,22 +107,22 @@ def check_gradient(loss: LossSum) -> None:
         )
 
 
-def count_and_vote(
+def count_and_flags(
     micro_batches: Sequence[Batch],
     objective: Objective,
-    vote: int,
+    flags: int,
     device: torch.device,
     copies: int = 1,
 ) -> Tensor:
-    """(this rank's share of the count, its vote), fp64, on the device, to be summed over ranks.
+    """(this rank's share of the count, its flags), fp64, on the device, to be summed over ranks.
 
     Args:
         copies: Ranks that were handed these same micro-batches.
     """
     count = sum(objective.count(batch).to(torch.float64) for batch in micro_batches)
     share = torch.as_tensor(count, dtype=torch.float64) / copies
-    wish = torch.full_like(share, float(vote))  # where the batches are; a fill does not wait
-    return torch.stack([share, wish]).to(device, non_blocking=True)
+    own_flags = torch.full_like(share, float(flags))  # where the batches are; a fill does not wait
+    return torch.stack([share, own_flags]).to(device, non_blocking=True)
 
 
 def count_parameters(model: nn.Module) -> int:

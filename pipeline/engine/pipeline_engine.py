@@ -23,7 +23,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_engine import DTYPES
 from pipeline.engine.deepspeed_state import DeepSpeedState
 from pipeline.engine.held import State
-from pipeline.engine.interface import StepResult, count_and_vote, to_device
+from pipeline.engine.interface import StepResult, count_and_flags, to_device
 from pipeline.engine.loss_scale import (
     go_on_at_the_minimum,
     loss_scale_left_to_us,
@@ -117,12 +117,12 @@ class PipelineEngine(DeepSpeedState):
         return None
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, vote: int
+        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
         totals = self._job.all_reduce_sum(
-            count_and_vote(micro_batches, objective, vote, self.device, copies=self._stages)
+            count_and_flags(micro_batches, objective, flags, self.device, copies=self._stages)
         )
         # PipelineEngine divides by the accumulation steps and cannot be told not to.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)

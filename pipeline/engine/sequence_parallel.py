@@ -14,8 +14,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequence_gr
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor, nn
 
-from pipeline.cross_entropy import IGNORED
-from pipeline.data.batches import on_host
+from pipeline.data.batches import IGNORE_INDEX, on_host
 from pipeline.errors import DataError, ModelError
 from pipeline.models.attention import attention_function, document_mask, register_attention
 from pipeline.objectives import Batch
@@ -89,7 +88,7 @@ class SequenceParallel:
         whole = dict(batch)
         if "labels" in whole and "shift_labels" not in whole:
             # Before the cut: the last position's target is the first one of the next rank.
-            whole["shift_labels"] = F.pad(whole.pop("labels")[:, 1:], (0, 1), value=IGNORED)
+            whole["shift_labels"] = F.pad(whole.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX)
         counted = torch.arange(length).expand(len(batch["input_ids"]), -1)
         whole.setdefault("position_ids", counted)
         positions = on_host(batch).get("position_ids", counted).cpu()

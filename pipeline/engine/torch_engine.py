@@ -21,7 +21,7 @@ from pipeline.engine.held import fragments, restore
 from pipeline.engine.interface import (
     StepResult,
     check_gradient,
-    count_and_vote,
+    count_and_flags,
     count_parameters,
     to_device,
 )
@@ -71,7 +71,7 @@ class TorchEngine:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, vote: int
+        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
     ) -> StepResult:
         """See Engine.train_step.
 
@@ -80,7 +80,7 @@ class TorchEngine:
         """
         if not self.module.training:
             self._replicas.train()
-        totals = self._job.all_reduce_sum(count_and_vote(micro_batches, objective, vote, self.device))
+        totals = self._job.all_reduce_sum(count_and_flags(micro_batches, objective, flags, self.device))
         scale = backward_scale(totals[0], self.dp_world_size).float()
         self._optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), device=self.device)

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-IGNORED = -100  # the label that counts in no loss
+from pipeline.data.batches import IGNORE_INDEX
+
 PLACES_AT_ONCE = 1 << 20  # tokens of rows looked at together: 16 MB
 
 
@@ -129,7 +130,7 @@ def count_rows(rows: Rows, advance: Callable[[int], object]) -> RowCounts:
     learned = 0
     for first in range(0, len(rows), at_once):
         indices = range(first, min(first + at_once, len(rows)))
-        learned += int((rows.__getitems__(indices)["shift_labels"] != IGNORED).sum())
+        learned += int((rows.__getitems__(indices)["shift_labels"] != IGNORE_INDEX).sum())
         advance(len(indices))
     places = len(rows) * rows.sequence_length
     padded = round(rows.padding_share * places)

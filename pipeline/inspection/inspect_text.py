@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.bundle import Batch
+from pipeline.data.batches import IGNORE_INDEX, Batch
 from pipeline.inspection.documents import (
     Lengths,
     RowCounts,
@@ -161,5 +161,7 @@ def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None)
     ):
         own = None if positions is None else positions[row].numpy()
         runs, padding = split_row(input_ids, labels, own, tokenizer.eos_token_id, pad_id)
-        screen.title(f"row {row + 1}: {int((labels != -100).sum()):,} of {len(labels):,} tokens are learned")
+        screen.title(
+            f"row {row + 1}: {int((labels != IGNORE_INDEX).sum()):,} of {len(labels):,} tokens are learned"
+        )
         screen.line(show_row(runs, padding, tokenizer, screen.is_coloured))

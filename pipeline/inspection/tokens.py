@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
+from pipeline.data.batches import IGNORE_INDEX
 from pipeline.errors import printable
-from pipeline.inspection.documents import IGNORED
 
 LEARNED, READ, MARK = "bold green", "dim", "cyan"
 OPEN, CLOSE = "⟦", "⟧"
@@ -50,7 +50,7 @@ def split_row(
         end_id: The end-of-document token.
         pad_id: The token of padded places; None: nothing is padded.
     """
-    learned = np.concatenate([[False], labels != IGNORED])  # (T + 1,)
+    learned = np.concatenate([[False], labels != IGNORE_INDEX])  # (T + 1,)
     ids = np.append(input_ids, labels[-1])
     size = len(ids) if learned[-1] else len(ids) - 1
     real = np.flatnonzero((ids[:size] != pad_id) | learned[:size])

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.cross_entropy import IGNORED, cross_entropy_sum
-from pipeline.data.batches import shown
+from pipeline.cross_entropy import cross_entropy_sum
+from pipeline.data.batches import IGNORE_INDEX, shown
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.interface import Batch, LossSum
 from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels, wrong_label
@@ -35,7 +35,7 @@ class CausalLM(Caller):
         self._told = FirstCount()
 
     def count(self, batch: Batch) -> Tensor:
-        return self._told((self._labels(batch) != IGNORED).sum(), "labels")
+        return self._told((self._labels(batch) != IGNORE_INDEX).sum(), "labels")
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         labels_BT = self._labels(batch)
@@ -47,7 +47,7 @@ class CausalLM(Caller):
             )
         check_labels(batch, "shift_labels" if "shift_labels" in batch else "labels", logits_BTV.shape[-1])
         loss_sum = cross_entropy_sum(logits_BTV.flatten(0, 1), labels_BT.flatten())
-        return LossSum(loss_sum, (labels_BT != IGNORED).sum())
+        return LossSum(loss_sum, (labels_BT != IGNORE_INDEX).sum())
 
     @staticmethod
     def _labels(batch: Batch) -> Tensor:
@@ -59,7 +59,7 @@ class CausalLM(Caller):
                 f"{shown(batch)}"
             )
         labels_BT = labels_BT.long()
-        return labels_BT if "shift_labels" in batch else F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+        return labels_BT if "shift_labels" in batch else F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 class Classification(Caller):
@@ -94,7 +94,7 @@ class Classification(Caller):
         name = find_labels(batch, LABELS, "classification")
         labels = batch[name].long()
         weights_C = self._weights(labels.device)
-        valid = labels != IGNORED
+        valid = labels != IGNORE_INDEX
         if weights_C is None:
             return self._told(valid.sum(), name)
         if (wrong := wrong_label(batch, name, weights_C.numel())) is not None:
@@ -121,9 +121,9 @@ class Classification(Caller):
             logits.flatten(0, -2),
             labels.flatten(),
             weights_C,
-            ignore_index=IGNORED,
+            ignore_index=IGNORE_INDEX,
             reduction="sum",
             label_smoothing=self.label_smoothing,
         )
-        extras = {"correct": (logits.argmax(-1) == labels).sum(), "samples": (labels != IGNORED).sum()}
+        extras = {"correct": (logits.argmax(-1) == labels).sum(), "samples": (labels != IGNORE_INDEX).sum()}
         return LossSum(loss_sum, self.count(batch), extras)

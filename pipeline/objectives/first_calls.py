@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from pipeline.data.batches import IGNORE_INDEX
 from pipeline.errors import DataError, ModelError
 from pipeline.objectives.labels import FirstScores
 
@@ -88,7 +89,7 @@ class Losses(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in (F.cross_entropy, F.nll_loss) and len(args) > 1:
-            _check_targets(args[0], args[1], (kwargs or {}).get("ignore_index", -100))
+            _check_targets(args[0], args[1], (kwargs or {}).get("ignore_index", IGNORE_INDEX))
         if function is F.cross_entropy and args and isinstance(args[0], Tensor) and args[0].dim():
             self._told_scores(args[0].movedim(1 if args[0].dim() > 1 else 0, -1))
         result = function(*args, **(kwargs or {}))

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pipeline.cross_entropy import IGNORED
-from pipeline.data.batches import on_host, shown
+from pipeline.data.batches import IGNORE_INDEX, on_host, shown
 from pipeline.errors import DataError
 from pipeline.objectives.interface import Batch
 
@@ -47,7 +46,7 @@ class FirstCount:
                     "no label of the first micro-batch counts: all of %r are %d or have weight 0; where "
                     "that holds for all of the data, nothing is learned",
                     name,
-                    IGNORED,
+                    IGNORE_INDEX,
                 )
         return count
 
@@ -83,7 +82,7 @@ def wrong_label(batch: Batch, name: str, classes: int) -> int | None:
         return int(values.max())
     if values.min() >= 0:
         return None
-    wrong = values[(values < 0) & (values != IGNORED)]
+    wrong = values[(values < 0) & (values != IGNORE_INDEX)]
     return int(wrong[0]) if len(wrong) else None
 
 
@@ -92,5 +91,5 @@ def check_labels(batch: Batch, name: str, classes: int) -> None:
     if (wrong := wrong_label(batch, name, classes)) is not None:
         raise DataError(
             f"{name!r} has {wrong}, and the model has {classes} outputs: expected 0 to {classes - 1} "
-            f"({IGNORED}: not counted)"
+            f"({IGNORE_INDEX}: not counted)"
         )

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.data_schema import ChatDataConfig
+from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.chat_template import BUILT_IN
-from pipeline.data.packing import IGNORED, pack
+from pipeline.data.packing import pack
 from pipeline.data.prepared import prepare_documents
 from pipeline.data.prepared.chat_encoder import ChatEncoder
 from pipeline.data.prepared.encoder import EncoderSettings
@@ -436,7 +437,7 @@ def answers_of(dataset, tokenizer):
     if not len(dataset):
         return ""
     labels = dataset.__getitems__(range(len(dataset)))["shift_labels"]
-    return "".join(tokenizer.decode(row[row != IGNORED]) for row in labels)
+    return "".join(tokenizer.decode(row[row != IGNORE_INDEX]) for row in labels)
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])

@@ -9,7 +9,7 @@ from parity.splits import cases
 from support.ranks import RankPool
 
 from pipeline.distributed.process_group import describe_device
-from pipeline.distributed.stopping import STOP_VOTE, Agreement
+from pipeline.distributed.stopping import STOP_FLAG, FlagReader
 from pipeline.peak_flops import peak_flops
 
 pytestmark = [
@@ -37,9 +37,9 @@ def test_every_split_of_one_gpu_gives_the_cpus_curve(gpu, case):
 
 
 def test_a_stop_is_believed_two_steps_later_on_every_rank():
-    agreement = Agreement(torch.device("cuda", 0))
-    votes = [torch.tensor(float(STOP_VOTE * (step >= 1)), device="cuda") for step in range(5)]
-    assert [agreement.submit(vote).stop for vote in votes] == [False, False, False, True, True]
+    flag_reader = FlagReader(torch.device("cuda", 0))
+    summed = [torch.tensor(float(STOP_FLAG * (step >= 1)), device="cuda") for step in range(5)]
+    assert [flag_reader.read(flags).stop for flags in summed] == [False, False, False, True, True]
 
 
 def test_the_device_is_known():
