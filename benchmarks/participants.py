@@ -23,11 +23,10 @@ from pipeline.data import DataBundle, prepare_data
 from pipeline.data.sampler import GlobalOrder
 from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
-from pipeline.engine.interface import count_parameters
 from pipeline.models import build_model
+from pipeline.models.flops import flops_per_token
 from pipeline.models.sharding import Whole
 from pipeline.objectives import CausalLM
-from pipeline.peak_flops import flops_per_token
 from pipeline.run_directory import RunDirectory
 from pipeline.training import train
 
@@ -60,7 +59,7 @@ def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {
         "loss": loss,
-        "flops_per_token": flops_per_token(trained.model, count_parameters(trained.model)),
+        "flops_per_token": flops_per_token(trained.model, settings.config.data.sequence_length),
         "peak_memory_gib": memory,
     }
 

@@ -32,12 +32,13 @@ from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
 from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.description import write_description
+from pipeline.models.flops import flops_per_token
 from pipeline.models.half_precision import prepare_for_half_precision
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.models.staging import cut_into_layers
 from pipeline.objectives import Objective, build_objective
-from pipeline.peak_flops import flops_per_token, peak_flops
+from pipeline.peak_flops import peak_flops
 from pipeline.run_directory import RunDirectory
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
@@ -268,7 +269,7 @@ def build_meters(
     config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job
 ) -> Meters:
     """What is measured of the run."""
-    workload = describe_workload(resolved, engine, objective, job, config.loader.num_workers)
+    workload = describe_workload(config, resolved, engine, objective, job)
     stragglers = None
     if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
         stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
@@ -277,15 +278,17 @@ def build_meters(
 
 
 def describe_workload(
-    resolved: Resolved, engine: Engine, objective: Objective, job: Job, num_workers: int
+    config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job
 ) -> Workload:
     """What turns the run's seconds into rates."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
+    length: int | None = getattr(config.data, "sequence_length", None)
+    cost = flops_per_token(engine.module, length)
     return Workload(
         samples_per_step=resolved.plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
-        num_workers=num_workers,
-        flops_per_token=flops_per_token(engine.module, engine.num_parameters),
+        num_workers=config.loader.num_workers,
+        flops_per_sample=None if length is None or cost is None else length * cost,
         peak_flops=peak_flops(name, engine.precision, resolved.tf32),
     )

@@ -37,8 +37,8 @@ class Workload:
     world_size: int
     unit: str
     """What the loss counts: `tokens` or `samples`."""
-    flops_per_token: float | None
-    """Model FLOPs of forward and backward (6N + 12LdT), None where the model's shape is not known."""
+    flops_per_sample: float | None
+    """Model FLOPs of forward and backward of one row, whatever of it counts in the loss; None: not known."""
     peak_flops: float | None
     """Dense peak of one device in the run's precision, FLOP/s."""
     num_workers: int = 0
@@ -194,8 +194,9 @@ class Meters:
             tokens = float(self._count) / seconds
             rates["perf/tokens_per_second"] = tokens
             rates["perf/tokens_per_second_per_device"] = tokens / work.world_size
-            if work.flops_per_token and work.peak_flops:
-                rates["perf/mfu"] = tokens / work.world_size * work.flops_per_token / work.peak_flops
+        if work.flops_per_sample and work.peak_flops:
+            flops = rates["perf/samples_per_second"] * work.flops_per_sample
+            rates["perf/mfu"] = flops / work.world_size / work.peak_flops
         if self._job.device.type == "cuda":
             rates["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         else:

@@ -1,14 +1,10 @@
-"""Dense peak FLOP/s of a GPU by its name, from the vendors' data sheets (without sparsity);
-and what a token costs a model.
-"""
+"""Dense peak FLOP/s of a GPU by its name, from the vendors' data sheets (without sparsity)."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
-from torch import nn
-
-# (part of the device's name, 16-bit tensor cores, fp32). The first match counts.
+# (words in the device's name, 16-bit tensor cores, fp32). The first match counts.
 PEAKS = [
     ("B200", 2250e12, 80e12),
     ("GB200", 2500e12, 80e12),
@@ -19,6 +15,7 @@ PEAKS = [
     ("H100", 989.5e12, 67e12),
     ("A100", 312e12, 19.5e12),
     ("L40S", 362e12, 91.6e12),
+    ("L40", 181e12, 90.5e12),
     ("L4", 121e12, 30.3e12),
     ("A10G", 70e12, 35e12),
     ("V100", 125e12, 15.7e12),
@@ -35,20 +32,8 @@ WITHOUT_TF32 = ("V100", "T4")
 def peak_flops(device_name: str, precision: str, tf32: bool = False) -> float | None:
     """Dense peak in FLOP/s for `fp32` (in TF32 or not), `bf16`, `fp16`; None for an unknown device."""
     for name, half, single in PEAKS:
-        if name in device_name:
+        if re.search(rf"\b{name}\b", device_name):  # GB200 is no B200, L40 no L4
             if precision != "fp32":
                 return half
             return half / 2 if tf32 and name not in WITHOUT_TF32 else single
     return None
-
-
-def flops_per_token(model: nn.Module, num_parameters: int) -> float | None:
-    """6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B) for a transformer with a transformers config.
-
-    N counts every parameter once; the second term is attention over the model's longest sequence.
-    """
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(config, "num_hidden_layers"):
-        return None
-    length = getattr(config, "max_position_embeddings", 0)
-    return 6.0 * num_parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length

@@ -29,11 +29,16 @@ def step(loss_sum=30.0, count=10.0, skipped=0.0, norm=1.0):
     return StepResult(*numbers, torch.tensor(norm), torch.tensor(skipped), torch.tensor(0.0), None)
 
 
-WORKLOAD = Workload(samples_per_step=4, world_size=2, unit="tokens", flops_per_token=6e9, peak_flops=1e12)
+WORKLOAD = Workload(samples_per_step=4, world_size=2, unit="tokens", flops_per_sample=6e9, peak_flops=1e12)
 
 
 def meters(clock, precision="bf16", unit="tokens"):
-    return Meters(replace(WORKLOAD, unit=unit), ALONE, precision, clock)
+    return Meters(
+        replace(WORKLOAD, unit=unit, flops_per_sample=6e9 if unit == "tokens" else None),
+        ALONE,
+        precision,
+        clock,
+    )
 
 
 def test_rates_leave_out_what_is_not_training():
@@ -53,7 +58,7 @@ def test_rates_leave_out_what_is_not_training():
     assert row["perf/samples_per_second"] == pytest.approx(4.0)
     assert row["perf/tokens_per_second"] == pytest.approx(10.0)
     assert row["perf/tokens_per_second_per_device"] == pytest.approx(5.0)
-    assert row["perf/mfu"] == pytest.approx(5.0 * 6e9 / 1e12)
+    assert row["perf/mfu"] == pytest.approx(4.0 * 6e9 / 2 / 1e12)  # of whole rows, whatever of them counts
 
 
 def test_images_have_no_tokens():
@@ -166,4 +171,9 @@ def test_peaks_are_found_by_the_devices_name():
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
     assert peak_flops("NVIDIA H200", "fp32", tf32=True) == 989.5e12 / 2
     assert peak_flops("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12
+    assert peak_flops("NVIDIA GB200", "bf16") == 2500e12
+    assert peak_flops("NVIDIA B200", "bf16") == 2250e12
+    assert peak_flops("NVIDIA GH200 480GB", "bf16") == 989.5e12
+    assert peak_flops("NVIDIA L40", "bf16") == 181e12
+    assert peak_flops("NVIDIA L40S", "bf16") == 362e12
     assert peak_flops("cpu", "bf16") is None
