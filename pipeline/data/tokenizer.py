@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.data.long_documents import cut_text, find_places
 from pipeline.errors import DataError, one_line
 from pipeline.foreign import is_path, unsafe_files
 
@@ -39,7 +41,8 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    core.train_from_iterator(documents, trainer)
+    places = find_places(json.loads(core.to_str()))
+    core.train_from_iterator((piece for text in documents for piece in cut_text(text, places)), trainer)
     return _wrap(tokenizer_object=core, eos_token=END_OF_DOCUMENT)
 
 

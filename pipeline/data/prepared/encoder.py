@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,9 +17,11 @@ from numpy.typing import NDArray
 
 from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
 from pipeline.data.documents.records import Record
+from pipeline.data.long_documents import PIECE, cut_text, find_places
 from pipeline.data.prepared.fast import FastTokeniser
 
 Records = list[tuple[str, Record]]  # where it stands, and what is there
+LONG = 1_000_000  # characters: longer texts are cut, and no more of their pieces encoded at once
 
 
 @dataclass(frozen=True)
@@ -100,12 +107,25 @@ class TextEncoder:
         return [Document(ids, None, key) for ids, key in zip(rows, keys, strict=True)]
 
     def _standard(self, texts: list[str]) -> list[NDArray[Any]]:
-        rows = []
-        for encoding in self._core.encode_batch_fast(texts, add_special_tokens=False):
-            ids = encoding.ids  # a new list at each call
-            ids.append(self._end)
-            rows.append(np.array(ids, dtype=self._dtype))
-        return rows
+        short = iter(self._encode([text for text in texts if len(text) <= LONG]))
+        end = np.array([self._end], dtype=self._dtype)
+        return [
+            np.concatenate([*([next(short)] if len(text) <= LONG else self._encode_long(text)), end])
+            for text in texts
+        ]
+
+    def _encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        encodings = self._core.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+
+    def _encode_long(self, text: str) -> Iterator[NDArray[Any]]:
+        pieces = cut_text(text, self._places)
+        while some := list(islice(pieces, LONG // PIECE)):
+            yield from self._encode(some)
+
+    @cached_property
+    def _places(self) -> re.Pattern[str] | None:
+        return find_places(json.loads(self._core.to_str()))
 
     def _cut(self, ids: NDArray[np.uint32], offsets: NDArray[np.int64]) -> list[NDArray[Any]]:
         """Rows out of ids (n,) in one array, with the end token put behind each; one pass over the ids."""

@@ -1,0 +1,238 @@
+"""A long document has the ids of the whole wherever it is cut, for every kind of tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from pipeline.config.data_schema import TextDataConfig
+from pipeline.data.long_documents import CONTRACTIONS, LOWER, UPPER, cut_text, find_places
+from pipeline.data.prepared import encoder
+from pipeline.data.prepared.encoder import EncoderSettings, TextEncoder
+from pipeline.data.prepared.fast import NASTY
+from pipeline.data.tokenizer import train_tokenizer
+
+ALPHABET = [
+    *"abzAZ 09.,;:!?'\"()-_#\n\r\t",
+    "  ",
+    " a",
+    "n't",
+    "'s",
+    "'LL",
+    " the",
+    "123",
+    "字",
+    "。",
+    "，",
+    "か",
+    "が",
+]
+ALPHABET += [
+    "한",
+    "é",
+    "e\u0301",
+    "ﬁ",
+    "½",
+    "⑴",
+    "İ",
+    "\u00a0",
+    "\u3000",
+    "\u2028",
+    "🤷🏽",
+    "क्",
+    "▁",
+    "\x00",
+    "<tool>",
+]
+LEFT = r"[^\r\n\p{L}\p{N}]?"
+PATTERNS = {
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "gpt4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+",
+    "gpt4o": f"{LEFT}{UPPER}*{LOWER}+{CONTRACTIONS}?|{LEFT}{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama3": CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "deepseek3": r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+def split(pattern: str):
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+NUMBERS, HAN = r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"
+PRE_TOKENIZERS = {
+    "byte level": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "byte level with a space before": pre_tokenizers.ByteLevel(add_prefix_space=True),
+    "digits, byte level": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
+    ),
+    **{name: pre_tokenizers.Sequence([split(pattern), BYTES]) for name, pattern in PATTERNS.items()},
+    "three": pre_tokenizers.Sequence([split(NUMBERS), split(HAN), split(PATTERNS["deepseek3"]), BYTES]),
+    "metaspace": pre_tokenizers.Metaspace(),
+    "metaspace, first": pre_tokenizers.Metaspace(prepend_scheme="first"),
+    "words, metaspace": pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    ),
+    "bert": pre_tokenizers.BertPreTokenizer(),
+    "words": pre_tokenizers.Whitespace(),
+}
+NORMALIZERS = {
+    "none": None,
+    "nfc": normalizers.NFC(),
+    "nfkc, lower": normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
+    "nfd, accents": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+}
+
+
+def nasty_texts(number: int) -> list[str]:
+    drawn = random.Random(number)
+    texts = ["".join(drawn.choices(ALPHABET, k=drawn.randint(1, 60))) for _ in range(number)]
+    return [*texts, *NASTY, " ".join(NASTY)]
+
+
+def trained(pre_tokenizer, normalizer=None) -> Tokenizer:
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        core.normalizer = normalizer
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", "<end>"], show_progress=False)
+    core.train_from_iterator(nasty_texts(300), trainer)
+    core.encode_special_tokens = True
+    return core
+
+
+def ids_of(core: Tokenizer, texts: list[str]) -> list[int]:
+    return [id for row in core.encode_batch_fast(texts, add_special_tokens=False) for id in row.ids]
+
+
+def count_cuts(core: Tokenizer) -> int:
+    """Cuts texts at every place there is; how many pieces more there are than texts."""
+    places = find_places(json.loads(core.to_str()))
+    assert places is not None
+    more = 0
+    for text in nasty_texts(250):
+        pieces = list(cut_text(text, places, 1))
+        assert "".join(pieces) == text
+        assert ids_of(core, pieces) == ids_of(core, [text]), text
+        more += len(pieces) - 1
+    return more
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_a_text_in_pieces_has_the_ids_of_the_whole(name, normalizer):
+    assert count_cuts(trained(PRE_TOKENIZERS[name], NORMALIZERS[normalizer])) > 300
+
+
+def test_so_it_does_with_added_tokens():
+    core = trained(PRE_TOKENIZERS["llama3"], normalizers.NFC())
+    core.add_tokens(["<tool>", "  "])
+    assert count_cuts(core) > 300
+
+
+@pytest.mark.parametrize(
+    "pre_tokenizer",
+    [
+        pre_tokenizers.Split(" ", "merged_with_previous"),
+        pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated"),
+        split(PATTERNS["gpt2"] + r"|\p{L}+ ,"),
+        split(r"\p{N}{1,3}"),
+        pre_tokenizers.Metaspace(split=False),
+        pre_tokenizers.Sequence([BYTES, split(PATTERNS["gpt2"])]),
+        pre_tokenizers.CharDelimiterSplit("x"),
+    ],
+)
+def test_a_tokenizer_of_which_nothing_is_certain_gets_the_text_whole(pre_tokenizer):
+    assert find_places(json.loads(trained(pre_tokenizer).to_str())) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda core: setattr(core, "normalizer", normalizers.Replace(" ", "")),
+        lambda core: setattr(core, "normalizer", normalizers.BertNormalizer()),
+        lambda core: core.add_tokens(["New York"]),
+        lambda core: core.add_tokens([AddedToken("tool", rstrip=True)]),
+        lambda core: core.add_tokens([AddedToken("tool", single_word=True)]),
+    ],
+)
+def test_nor_is_it_with_these_beside(change):
+    core = trained(PRE_TOKENIZERS["byte level"])
+    assert find_places(json.loads(core.to_str())) is not None
+    change(core)
+    assert find_places(json.loads(core.to_str())) is None
+
+
+def test_the_encoder_cuts_long_texts_alone(tmp_path, monkeypatch):
+    core = trained(PRE_TOKENIZERS["llama3"])
+    core.save(str(tmp_path / "tokenizer.json"))
+    settings = EncoderSettings(
+        TextDataConfig(kind="text", paths=["x"]), tmp_path, 1, core.get_vocab_size(), fast=False, threads=1
+    )
+    texts = [text for text in nasty_texts(200) if text]
+    whole = TextEncoder(settings)([("", text) for text in texts])
+    monkeypatch.setattr(encoder, "LONG", 20)
+    monkeypatch.setattr(encoder, "PIECE", 5)
+    monkeypatch.setattr(encoder, "cut_text", lambda text, places: cut_text(text, places, 5))
+    cut = TextEncoder(settings)([("", text) for text in texts])
+    for one, other in zip(whole, cut, strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+        assert one.ids[-1] == 1
+
+
+def test_training_on_a_long_text_gives_the_tokenizer_of_its_lines():
+    lines = [f"{text} end\n" for text in nasty_texts(3000)]
+    text = "".join(lines)
+    places = find_places(json.loads(trained(PRE_TOKENIZERS["byte level"]).to_str()))
+    assert len(text) > 100_000
+    by_pieces = train_tokenizer(cut_text(text, places, 50), 700)
+    assert by_pieces.backend_tokenizer.to_str() == train_tokenizer([text], 700).backend_tokenizer.to_str()
+
+
+PEAK = """
+import resource, sys, pathlib
+from pipeline.config.data_schema import TextDataConfig
+from pipeline.data.prepared.encoder import EncoderSettings, TextEncoder
+from pipeline.data.tokenizer import train_tokenizer
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+train_tokenizer(["one two"], 300)
+folder = pathlib.Path(sys.argv[1])
+text = " ".join(f"word{number * 7919 % 5003}" for number in range(400_000))
+before = peak()
+train_tokenizer([text], 400).save_pretrained(folder)
+trained = peak() - before
+settings = EncoderSettings(TextDataConfig(kind="text", paths=["x"]), folder, 0, 400, fast=False, threads=1)
+TextEncoder(settings)([("", text)])
+print(trained // len(text), (peak() - before) // len(text))
+"""
+
+
+def test_memory_for_one_long_text_is_bounded(tmp_path: Path):
+    """It took 91 times the text to train, and 9 to encode; a few copies of the text and its ids are left."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "RAYON_NUM_THREADS": "2"},
+    )
+    trained_times, encoded_times = map(int, done.stdout.split())
+    assert trained_times < 15
+    assert encoded_times < 15
