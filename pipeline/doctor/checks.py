@@ -10,7 +10,8 @@ from pathlib import Path
 from pipeline.doctor.facts import Disk, Ops
 from pipeline.doctor.probe import Answered
 from pipeline.doctor.rows import HOST, Fault, Row, Seen, Verdict, rows_of
-from pipeline.doctor.session import NO_FOLDER, NO_PYTHON, SilentError
+from pipeline.doctor.session import SilentError
+from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON
 from pipeline.op_builds import ASYNC_IO, CPU_ADAM, NativeOp
 
 GIB = 1 << 30

@@ -29,7 +29,8 @@ from pipeline.doctor.network_checks import (
 )
 from pipeline.doctor.probe import Answered, Examine
 from pipeline.doctor.rows import Row, Seen
-from pipeline.doctor.session import Session, SilentError, local_command, over_command, ssh_command
+from pipeline.doctor.session import PROBE, Session, SilentError, over_command
+from pipeline.launching.node_agent import local_command, ssh_command
 from pipeline.op_builds import NativeOp
 
 Result = TypeVar("Result")
@@ -73,7 +74,7 @@ def examine(wanted: Wanted, sessions: Mapping[str, Session] | None = None) -> li
     if sessions is None:
         sessions = {
             host: over_command(
-                host, ssh_command(host, folder, python) if wanted.is_remote else local_command()
+                host, ssh_command(host, PROBE, folder, python) if wanted.is_remote else local_command(PROBE)
             )
             for host in wanted.devices
         }

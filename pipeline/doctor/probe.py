@@ -1,7 +1,7 @@
 """The far side of an examination: `python -m pipeline.doctor.probe`, started on every host through ssh.
 
-Reads a question a line on standard input and answers on standard output, both JSON; ends, and removes what it
-made, when its input closes. It only looks: no question makes it run a command that came with it.
+Reads questions on standard input and answers on standard output (launching/node_agent.py); ends, and removes
+what it made, when its input closes. It only looks: no question makes it run a command that came with it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NoReturn, TypedDict
 
 from pipeline.distributed.machine import available_memory
 from pipeline.doctor import facts, network
+from pipeline.launching.node_agent import pack, unpack
 
 PATIENCE = 8.0
 """Seconds for each fact: a folder of a file server that is gone never answers."""
@@ -240,10 +241,12 @@ def serve(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
         "reduce": probe.reduce,
     }
     while True:
-        question = json.loads(waiting.get())
+        question = unpack(waiting.get())
+        if question is None:
+            continue
         answer = methods[question["ask"]](question["with"])
         with contextlib.suppress(OSError):  # the doctor is gone: the questions end as well
-            answers.write(json.dumps({"doctor": question["number"], "answer": answer}).encode() + b"\n")
+            answers.write(pack({"number": question["number"], "answer": answer}))
             answers.flush()
 
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
-import shlex
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
-NO_FOLDER, NO_PYTHON = 81, 82
-"""Exit codes of a host that has not the working folder, or not its Python."""
-PROBE = ("-m", "pipeline.doctor.probe")
-SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=5")
+from pipeline.launching.node_agent import pack, unpack
+
+PROBE = "pipeline.doctor.probe"
 
 
 class SilentError(Exception):
@@ -32,22 +27,6 @@ class SilentError(Exception):
     def __init__(self, code: int | None, said: str):
         super().__init__(said)
         self.code, self.said = code, said
-
-
-def ssh_command(host: str, folder: Path, python: str) -> list[str]:
-    """Starts the probe on a host; what is missing there has an exit code of its own."""
-    there, program = shlex.quote(str(folder)), shlex.quote(python)
-    script = (
-        f"cd {there} || exit {NO_FOLDER}; test -x {program} || exit {NO_PYTHON}; "
-        f"exec {program} {shlex.join(PROBE)}"
-    )
-    # The log-in shell there may be any; `sh` is always there.
-    return [*SSH, "--", host, f"exec sh -c {shlex.quote(script)}"]
-
-
-def local_command() -> list[str]:
-    """Starts the probe on this machine."""
-    return [sys.executable, *PROBE]
 
 
 class Session:
@@ -64,8 +43,8 @@ class Session:
     def _read(self, answers: BinaryIO) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed
             for line in answers:
-                if line.startswith(b'{"doctor"'):
-                    self._lines.put(json.loads(line))
+                if (message := unpack(line)) is not None:
+                    self._lines.put(message)
                 else:  # a log-in script that prints
                     self._noise = [*self._noise[-5:], line.decode(errors="replace").strip()]
         self._lines.put(None)
@@ -79,7 +58,7 @@ class Session:
         self._number += 1
         question = {"ask": method, "with": value, "number": self._number}
         with contextlib.suppress(OSError, ValueError):  # it ended: said below
-            self._questions.write(json.dumps(question).encode() + b"\n")
+            self._questions.write(pack(question))
             self._questions.flush()
         deadline = time.monotonic() + seconds
         while True:
@@ -89,7 +68,7 @@ class Session:
                 raise SilentError(None, f"no answer within {seconds:g} s") from None
             if line is None:
                 raise self._end()
-            if line["doctor"] == self._number:  # an earlier one came too late
+            if line["number"] == self._number:  # an earlier one came too late
                 return line["answer"]
 
     def clock_offset(self) -> float:

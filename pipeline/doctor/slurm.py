@@ -16,8 +16,9 @@ from pipeline.distributed.ranks import first_host, tasks_per_node
 from pipeline.doctor.examination import Wanted, examine
 from pipeline.doctor.probe import serve
 from pipeline.doctor.rows import Row
-from pipeline.doctor.session import Session, local_command, over_command, over_socket
+from pipeline.doctor.session import PROBE, Session, over_command, over_socket
 from pipeline.errors import LaunchError
+from pipeline.launching.node_agent import local_command
 
 PATIENCE = 20.0
 """Seconds for all tasks to find each other."""
@@ -46,7 +47,7 @@ def examine_step(environment: Mapping[str, str], wanted: Wanted) -> list[Row] | 
         number = int(environment["SLURM_NODEID"])
         _answer(first, port, json.dumps({"key": key, "number": number, "name": name, "slots": slots}))
         return None
-    tasks = {0: (over_command(name, local_command()), slots)}
+    tasks = {0: (over_command(name, local_command(PROBE)), slots)}
     with socket.create_server(("", port)) as server:
         _wait_for_tasks(server, key, count, tasks)
     sessions = {session.name: session for _, (session, _) in sorted(tasks.items())}

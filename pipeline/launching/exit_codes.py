@@ -8,17 +8,17 @@ HUNG, BAD_INPUT = 124, 2
 SIGTERM = 143
 STOPS = {129, 130, 138, SIGTERM}  # with a checkpoint, by a closed terminal, Ctrl-C, SIGUSR1, SIGTERM
 
-Words = Mapping[int, Mapping[str, int]]
+ExitRecords = Mapping[int, Mapping[str, int]]
 """Rank -> its `code` and the `world_size` it knew of; a rank that was killed said nothing."""
 
 
-def ranks_without_exit_code(words: Words, ranks: Iterable[int]) -> list[int]:
-    """The ranks that said nothing, of those that were to run; `ranks` empty: of those the words tell of."""
-    known = range(max((word["world_size"] for word in words.values()), default=0))
-    return [rank for rank in list(ranks) or known if rank not in words]
+def ranks_without_exit_code(records: ExitRecords, ranks: Iterable[int]) -> list[int]:
+    """The ranks that said nothing, of those that were to run; `ranks` empty: of those the records tell of."""
+    known = range(max((record["world_size"] for record in records.values()), default=0))
+    return [rank for rank in list(ranks) or known if rank not in records]
 
 
-def exit_code(words: Words, ranks: Iterable[int], launcher: int) -> int:
+def exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
     """0 only where every rank has said so; their common code; a hang or bad input whatever came of it; else
     the launcher's.
 
@@ -26,11 +26,11 @@ def exit_code(words: Words, ranks: Iterable[int], launcher: int) -> int:
         ranks: Those that were to run; empty where only the launcher knew.
         launcher: Its exit code; negative: the signal that killed it.
     """
-    codes = {word["code"] for word in words.values()}
+    codes = {record["code"] for record in records.values()}
     launched = launcher if launcher >= 0 else 128 - launcher
     if codes <= STOPS and len(codes) == 2:
         codes -= {SIGTERM}  # the launcher's, for ranks that were just leaving
-    if len(codes) == 1 and not ranks_without_exit_code(words, ranks):
+    if len(codes) == 1 and not ranks_without_exit_code(records, ranks):
         # Finished, and then the launcher was ended: nothing was lost.
         return codes.pop() or max(launcher, 0)
     for code in (HUNG, BAD_INPUT):

@@ -25,6 +25,7 @@ import psutil
 
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.launching.environment import write_document
+from pipeline.launching.node_agent import pack, unpack
 
 SILENCE = 30.0  # seconds without a word from the launch script, which speaks every five
 TICK = 1.0
@@ -33,8 +34,8 @@ LAST = 3.0  # that a rank's children, and the launcher above it, have after it
 RANK_NAMES = (b"RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
-class Line:
-    """Standard input and output, a JSON object a line."""
+class Connection:
+    """To the launch script, over standard input and output."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -56,12 +57,12 @@ class Line:
         elif time.monotonic() - self.heard_at > SILENCE:
             self.is_open = False
         *lines, self._buffer = self._buffer.split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [message for line in lines if (message := unpack(line)) is not None]
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Tells the launch script; nothing happens where it is gone."""
         with suppress(OSError):
-            os.write(1, json.dumps({"guard": message}).encode() + b"\n")
+            os.write(1, pack(message))
 
 
 class Guard:
@@ -114,7 +115,7 @@ class Guard:
             psutil.wait_procs(self._known, timeout=TICK)
         return len(killed)
 
-    def words(self) -> dict[str, Any]:
+    def exit_records(self) -> dict[str, Any]:
         """What the ranks said of their end."""
         found = {}
         for file in self.path.parent.glob("rank-*"):
@@ -138,7 +139,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def greeting() -> dict[str, Any]:
+def describe_node() -> dict[str, Any]:
     """Where this machine can be reached, and a free port on it."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
@@ -152,17 +153,17 @@ def greeting() -> dict[str, Any]:
         return {"address": address or socket.gethostname(), "port": probe.getsockname()[1]}
 
 
-def watch(guard: Guard, line: Line) -> dict[str, Any]:
+def watch(guard: Guard, connection: Connection) -> dict[str, Any]:
     """Until the launch script says that the run is over, or is gone; what is left to tell it then."""
     started = gone = False
     while True:
-        for message in line.read(TICK):
+        for message in connection.read(TICK):
             if "signal" in message:
                 guard.send(message["signal"])
             if "end" in message:
                 killed = end(guard, message["end"])
-                return {"ended": guard.words(), "killed": killed}
-        if not line.is_open:
+                return {"ended": guard.exit_records(), "killed": killed}
+        if not connection.is_open:
             end(guard, SILENCE)
             return {}
         if not gone:
@@ -170,7 +171,7 @@ def watch(guard: Guard, line: Line) -> dict[str, Any]:
             started = started or running
             if started and not running:
                 gone = True
-                line.say({"gone": guard.words()})
+                connection.send({"gone": guard.exit_records()})
 
 
 def end(guard: Guard, seconds: float) -> int:
@@ -191,10 +192,10 @@ def main() -> int:
     """Reads the document to hand over from standard input, and stands by."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # standard input tells when to go
-    line = Line()
+    connection = Connection()
     messages: list[dict[str, Any]] = []
-    while not messages and line.is_open:
-        messages = line.read(TICK)
+    while not messages and connection.is_open:
+        messages = connection.read(TICK)
     if not messages:
         return 1
     document = messages[0]
@@ -202,16 +203,16 @@ def main() -> int:
     try:
         folder.mkdir(mode=0o700)
     except OSError as error:
-        line.say({"problem": f"{folder}: {error.strerror}"})
+        connection.send({"problem": f"{folder}: {error.strerror}"})
         return 1
     try:
         path = folder / "environment.json"
         write_document(path, document)
-        line.say({"ready": greeting()})
-        last = watch(Guard(path), line)
+        connection.send({"ready": describe_node()})
+        last = watch(Guard(path), connection)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    line.say(last)
+    connection.send(last)
     return 0
 
 

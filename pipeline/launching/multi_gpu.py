@@ -22,7 +22,8 @@ from pipeline.launching.arguments import split_arguments
 from pipeline.launching.devices import Selection, choose_devices
 from pipeline.launching.hostfile import Host
 from pipeline.launching.multi_node import TRAIN, program
-from pipeline.launching.supervise import Post, Supervisor
+from pipeline.launching.node_agent import local_command
+from pipeline.launching.supervise import Node, Supervisor
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.gettempdir()) / f"pipeline-{secrets.token_hex(8)}"
     # The ranks are children of this shell: their environment and arguments come by themselves.
     document = {"folder": str(folder), "environment": {}, "arguments": []}
-    guard = Post("this machine", [sys.executable, "-m", "pipeline.launching.guard"])
+    guard = Node("this machine", local_command("pipeline.launching.guard"))
 
     def start(master: Mapping[str, Any]) -> list[str]:
         # The user's own of these come later, and are taken.

@@ -25,10 +25,10 @@ from pipeline.launching.arguments import is_plain, split_arguments
 from pipeline.launching.devices import Devices, Selection, choose_devices
 from pipeline.launching.environment import choose_environment, early_variables, launcher_environment
 from pipeline.launching.hostfile import read_hostfile
-from pipeline.launching.supervise import Post, Supervisor
+from pipeline.launching.node_agent import SSH_OPTIONS, ssh_command
+from pipeline.launching.supervise import Node, Supervisor
 
 TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
 REFUSED = {
     "no_ssh": "start launch/torchrun.sh on each node instead",
     "node_rank": "start launch/torchrun.sh on each node instead",
@@ -108,12 +108,10 @@ class Launch:
         """Rank -> its node."""
         return dict(enumerate(name for name, numbers in self.devices.items() for _ in numbers))
 
-    def guards(self) -> list[Post]:
+    def guards(self) -> list[Node]:
         """A guard for each node, through ssh."""
-        port = [] if self.options.ssh_port is None else ["-p", str(self.options.ssh_port)]
-        command = f"cd {os.getcwd()} && exec {sys.executable} -m pipeline.launching.guard"
-        ssh = ["ssh", *SSH_OPTIONS, "-o", "ConnectTimeout=10", *port]
-        return [Post(name, [*ssh, name, command]) for name in self.devices]
+        guard, folder, port = "pipeline.launching.guard", Path.cwd(), self.options.ssh_port
+        return [Node(name, ssh_command(name, guard, folder, port=port)) for name in self.devices]
 
     def command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:
         """The deepspeed launcher's command line."""

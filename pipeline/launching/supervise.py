@@ -7,7 +7,6 @@ where a part of it was killed.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -19,8 +18,9 @@ from typing import Any
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import LaunchError
 from pipeline.launching.exit_codes import exit_code, ranks_without_exit_code
+from pipeline.launching.node_agent import pack, unpack
 
-BEAT = 5.0  # seconds between two words to a guard
+KEEP_ALIVE = 5.0  # seconds between two messages to a guard
 READY = 60.0  # seconds a guard has to answer
 STRAGGLING = 15.0  # seconds the other nodes have once one has ended with a failure
 SAVING = 60.0  # seconds ranks have to save once their launcher is gone
@@ -29,7 +29,7 @@ SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 
 
 @dataclass(frozen=True)
-class Post:
+class Node:
     """A node of the run, and the command that starts the guard on it."""
 
     name: str
@@ -37,12 +37,12 @@ class Post:
 
 
 @dataclass
-class _Watch:
+class _NodeState:
     """What is known of a node."""
 
     name: str
     process: asyncio.subprocess.Process
-    words: dict[str, dict[str, int]] = field(default_factory=dict)
+    exit_records: dict[str, dict[str, int]] = field(default_factory=dict)
     is_gone: bool = False
     """Its part of the run is over."""
     is_lost: bool = False
@@ -52,20 +52,19 @@ class _Watch:
     @property
     def has_failed(self) -> bool:
         """Whether it is lost, or its ranks are gone and did not all tell of a good end."""
-        well = bool(self.words) and all(word["code"] == 0 for word in self.words.values())
+        well = bool(self.exit_records) and all(record["code"] == 0 for record in self.exit_records.values())
         return self.is_lost or (self.is_gone and not well)
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
         if not self.process.stdin.is_closing():
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.write(pack(message))
 
-    async def hear(self) -> dict[str, Any] | None:
-        """The guard's next word; None: it is gone. What a login shell prints is passed over."""
+    async def receive(self) -> dict[str, Any] | None:
+        """The guard's next message; None: it is gone. What a login shell prints is passed over."""
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
-            with suppress(ValueError, TypeError, KeyError):
-                message: dict[str, Any] = json.loads(line)["guard"]
+            if (message := unpack(line)) is not None:
                 return message
         return None
 
@@ -78,16 +77,16 @@ class _Watch:
 class Supervisor:
     """One run: its guards, its launcher, and how it ends."""
 
-    def __init__(self, posts: Sequence[Post], document: Mapping[str, Any], places: Mapping[int, str]):
+    def __init__(self, nodes: Sequence[Node], document: Mapping[str, Any], places: Mapping[int, str]):
         """
         Args:
             document: What each guard is handed: folder, environment, arguments.
             places: The node of each rank; empty where only the launcher knows how many there will be.
         """
-        self._posts = posts
+        self._nodes = nodes
         self._document = document
         self._places = places
-        self._watches: list[_Watch] = []
+        self._states: list[_NodeState] = []
         self._child: asyncio.subprocess.Process | None = None
         self._signals: list[int] = []
         self._changed = asyncio.Event()
@@ -111,43 +110,43 @@ class Supervisor:
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # unheard, it would be taken for dead
         tasks: list[asyncio.Task[None]] = []
         try:
-            self._watches = [_Watch(post.name, await _spawn(post.command)) for post in self._posts]
-            first = (await self._greet())[0]
-            tasks = [asyncio.create_task(self._listen(watch)) for watch in self._watches]
-            tasks.append(asyncio.create_task(self._beat()))
+            self._states = [_NodeState(node.name, await _spawn(node.command)) for node in self._nodes]
+            first = (await self._handshake())[0]
+            tasks = [asyncio.create_task(self._listen(state)) for state in self._states]
+            tasks.append(asyncio.create_task(self._keep_alive()))
             if not self._signals:
                 # A session of its own: Ctrl-C goes to the ranks, not to the launcher, which would kill them.
                 self._child = await asyncio.create_subprocess_exec(
                     *start(first), env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
                 )
                 await self._wait_for_launcher(self._child)
-            await self._dismiss(LEAVING if any(watch.has_failed for watch in self._watches) else SAVING)
+            await self._end_ranks(LEAVING if any(state.has_failed for state in self._states) else SAVING)
             return self._conclude()
         finally:
             for task in tasks:
                 task.cancel()
             self._end_launcher()
-            await asyncio.gather(*(_leave(watch.process) for watch in self._watches))
+            await asyncio.gather(*(_leave(state.process) for state in self._states))
 
-    async def _greet(self) -> list[dict[str, Any]]:
-        async def one(watch: _Watch) -> dict[str, Any]:
-            watch.tell(self._document)
-            answer = await watch.hear()
+    async def _handshake(self) -> list[dict[str, Any]]:
+        async def one(state: _NodeState) -> dict[str, Any]:
+            state.send(self._document)
+            answer = await state.receive()
             if answer is not None and "ready" in answer:
                 ready: dict[str, Any] = answer["ready"]
                 return ready
             raise LaunchError(
-                f"{watch.name}: {await watch.last_error() if answer is None else answer.get('problem')}"
+                f"{state.name}: {await state.last_error() if answer is None else answer.get('problem')}"
             )
 
-        waiting = [asyncio.wait_for(one(watch), READY) for watch in self._watches]
+        waiting = [asyncio.wait_for(one(state), READY) for state in self._states]
         answers = await asyncio.gather(*waiting, return_exceptions=True)
-        greetings, problems = [], []
-        for watch, answer in zip(self._watches, answers, strict=True):
+        answers_of_nodes, problems = [], []
+        for state, answer in zip(self._states, answers, strict=True):
             if isinstance(answer, dict):
-                greetings.append(answer)
+                answers_of_nodes.append(answer)
             elif isinstance(answer, TimeoutError | asyncio.TimeoutError):
-                problems.append(f"{watch.name}: no answer within {READY:.0f} s")
+                problems.append(f"{state.name}: no answer within {READY:.0f} s")
             elif isinstance(answer, LaunchError | OSError):
                 problems.append(str(answer))
             else:
@@ -157,24 +156,24 @@ class Supervisor:
                 f"the run was not started: {'; '.join(problems)} "
                 "(see `python -m pipeline doctor --hostfile HOSTFILE`)"
             )
-        return greetings
+        return answers_of_nodes
 
-    async def _listen(self, watch: _Watch) -> None:
-        while (message := await watch.hear()) is not None:
+    async def _listen(self, state: _NodeState) -> None:
+        while (message := await state.receive()) is not None:
             if "gone" in message:
-                watch.is_gone, watch.words = True, message["gone"]
+                state.is_gone, state.exit_records = True, message["gone"]
             if "ended" in message:
-                watch.has_ended, watch.words, watch.killed = True, message["ended"], message["killed"]
+                state.has_ended, state.exit_records, state.killed = True, message["ended"], message["killed"]
             self._changed.set()
-        if not watch.has_ended:
-            watch.is_lost = True
-            _say(f"{watch.name} is lost: {await watch.last_error()}")
+        if not state.has_ended:
+            state.is_lost = True
+            _say(f"{state.name} is lost: {await state.last_error()}")
         self._changed.set()
 
-    async def _beat(self) -> None:
+    async def _keep_alive(self) -> None:
         while True:
-            await asyncio.sleep(BEAT)
-            self._tell_all({})
+            await asyncio.sleep(KEEP_ALIVE)
+            self._send_all({})
 
     async def _wait_for_launcher(self, child: asyncio.subprocess.Process) -> None:
         """Returns when the launcher has ended, or what it started can no longer end well."""
@@ -189,23 +188,23 @@ class Supervisor:
             self._changed.clear()
             if self._any_lost() or len(self._signals) > 2:
                 break
-            if deadline is None and any(watch.has_failed for watch in self._watches):
+            if deadline is None and any(state.has_failed for state in self._states):
                 deadline = clock() + STRAGGLING
             if deadline is not None and clock() >= deadline:
-                late = [watch.name for watch in self._watches if not watch.is_gone]
+                late = [state.name for state in self._states if not state.is_gone]
                 if late:
                     _say(f"ended: {', '.join(late)} went on {STRAGGLING:.0f} s after another node had failed")
                 break
         waiter.cancel()
 
-    async def _dismiss(self, seconds: float) -> None:
+    async def _end_ranks(self, seconds: float) -> None:
         """Has every node end what is left of the run, and tell how its ranks ended."""
         if len(self._signals) > 2:
             seconds = 0.0
-        self._tell_all({"end": seconds})
+        self._send_all({"end": seconds})
         clock = asyncio.get_running_loop().time
         deadline = clock() + seconds + 15
-        while not all(watch.has_ended or watch.is_lost for watch in self._watches) and clock() < deadline:
+        while not all(state.has_ended or state.is_lost for state in self._states) and clock() < deadline:
             with suppress(TimeoutError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - clock()))
             self._changed.clear()
@@ -215,19 +214,19 @@ class Supervisor:
 
     def _conclude(self) -> int:
         """The exit code; names the ranks that did not tell of their end, and what had to be killed."""
-        words = {int(rank): word for watch in self._watches for rank, word in watch.words.items()}
-        silent = ranks_without_exit_code(words, self._places)
-        for watch in self._watches:
-            if watch.killed:
-                _say(f"{watch.name}: {watch.killed} processes of the run were left, and killed")
+        records = {int(rank): record for state in self._states for rank, record in state.exit_records.items()}
+        silent = ranks_without_exit_code(records, self._places)
+        for state in self._states:
+            if state.killed:
+                _say(f"{state.name}: {state.killed} processes of the run were left, and killed")
         if self._child is None:
             return 128 + self._signals[0]
         launcher = self._child.returncode
-        if silent and (words or launcher == 0):
+        if silent and (records or launcher == 0):
             places = {rank: f" on {name}" for rank, name in self._places.items()}
             named = ", ".join(f"{rank}{places.get(rank, '')}" for rank in silent)
             _say(f"ended without a word, as if killed: rank {named}")
-        code = exit_code(words, self._places, launcher or 0)
+        code = exit_code(records, self._places, launcher or 0)
         return 1 if code == 0 and self._any_lost() else code
 
     def _end_launcher(self) -> None:
@@ -240,16 +239,16 @@ class Supervisor:
         if number == signal.SIGHUP in self._signals:
             return  # the kernel and the shell both send it: nobody asks twice
         self._signals.append(number)
-        self._tell_all({"signal": number})
+        self._send_all({"signal": number})
         if self._child is None or len(self._signals) > 2:
             self._changed.set()
 
-    def _tell_all(self, message: Mapping[str, Any]) -> None:
-        for watch in self._watches:
-            watch.tell(message)
+    def _send_all(self, message: Mapping[str, Any]) -> None:
+        for state in self._states:
+            state.send(message)
 
     def _any_lost(self) -> bool:
-        return any(watch.is_lost for watch in self._watches)
+        return any(state.is_lost for state in self._states)
 
 
 async def _spawn(command: Sequence[str]) -> asyncio.subprocess.Process:

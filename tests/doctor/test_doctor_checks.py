@@ -10,7 +10,8 @@ from doctor.machines import GIB, bad, here, seen, well
 
 from pipeline.doctor.checks import check_clocks, check_machines, silence
 from pipeline.doctor.rows import Row, is_red
-from pipeline.doctor.session import NO_FOLDER, NO_PYTHON, SilentError
+from pipeline.doctor.session import SilentError
+from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON
 from pipeline.op_builds import ASYNC_IO, CPU_ADAM
 
 

@@ -21,14 +21,11 @@ from pipeline.doctor.examination import Wanted, examine, this_machine
 from pipeline.doctor.probe import find_out
 from pipeline.doctor.rows import is_red
 from pipeline.doctor.session import (
-    NO_FOLDER,
-    NO_PYTHON,
     PROBE,
     SilentError,
-    local_command,
     over_command,
-    ssh_command,
 )
+from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON, local_command, ssh_command
 
 
 def test_this_machine(tmp_path, monkeypatch):
@@ -43,9 +40,9 @@ def test_this_machine(tmp_path, monkeypatch):
 
 def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
     """The remote shell's own words are not taken for answers."""
-    session = over_command("a", ["sh", "-c", f"echo Welcome; exec {shlex.join([sys.executable, *PROBE])}"])
+    session = over_command("a", ["sh", "-c", f"echo Welcome; exec {shlex.join(local_command(PROBE))}"])
     assert abs(session.clock_offset()) < 0.1
-    (probe,) = [p for p in psutil.Process().children() if list(PROBE) == p.cmdline()[-2:]]
+    (probe,) = [p for p in psutil.Process().children() if p.cmdline()[-2:] == ["-m", PROBE]]
     session._questions.close()
     probe.wait(200)
     session.close()
@@ -73,14 +70,14 @@ def test_what_ssh_runs_there_takes_every_name_as_it_is(tmp_path, name):
     folder = tmp_path / name
 
     def there(python):
-        command = ssh_command("b", folder, python)[-1]
+        command = ssh_command("b", PROBE, folder, python)[-1]
         return subprocess.run(
             ["sh", "-c", command], cwd=tmp_path, capture_output=True, check=False, input=b""
         )
 
     assert there("/nowhere").returncode == NO_FOLDER
     folder.mkdir()
-    assert there("/nowhere").returncode == NO_PYTHON
+    assert (there("/nowhere").returncode, there("/nowhere").stderr) == (NO_PYTHON, b"no program /nowhere\n")
     assert there(sys.executable).returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -198,7 +195,7 @@ def test_all_reduce_of_one_machine(tmp_path):
 
 
 def test_answers_are_json():
-    with over_command("a", local_command()) as session:
+    with over_command("a", local_command(PROBE)) as session:
         asked = {
             "token": "t",
             "name": "a",

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from pipeline.errors import LaunchError
-from pipeline.launching.supervise import Post, Supervisor
+from pipeline.launching.node_agent import local_command, pack
+from pipeline.launching.supervise import Node, Supervisor
 
-GUARD = [sys.executable, "-m", "pipeline.launching.guard"]
+GUARD = local_command("pipeline.launching.guard")
 SAY = """
 folder=$(dirname $PIPELINE_ENVIRONMENT)
 say() { echo "{\\"code\\": $2, \\"world_size\\": 2}" > $folder/rank-$1; }
@@ -28,11 +27,11 @@ def folder():
     return Path(f"/tmp/pipeline-{secrets.token_hex(8)}")
 
 
-def supervise(folder, script, *posts):
+def supervise(folder, script, *nodes):
     """The exit code of a run whose launcher is a shell script."""
     document = {"folder": str(folder), "environment": {}, "arguments": []}
     environment = os.environ | {"PIPELINE_ENVIRONMENT": str(folder / "environment.json")}
-    supervisor = Supervisor(posts or [Post("here", GUARD)], document, {0: "here", 1: "here"})
+    supervisor = Supervisor(nodes or [Node("here", GUARD)], document, {0: "here", 1: "here"})
     code = asyncio.run(supervisor.run(lambda first: ["sh", "-c", SAY + script], environment))
     assert not folder.exists()
     assert processes(folder) == []
@@ -72,9 +71,7 @@ def test_signals_reach_the_ranks_and_decide_the_exit_code(folder, tmp_path):
 def test_a_guard_alone_ends_the_ranks(folder):
     """As when the launch script is killed, or its machine: the connection closes."""
     guard = subprocess.Popen(GUARD, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    guard.stdin.write(
-        json.dumps({"folder": str(folder), "environment": {}, "arguments": []}).encode() + b"\n"
-    )
+    guard.stdin.write(pack({"folder": str(folder), "environment": {}, "arguments": []}))
     guard.stdin.flush()
     assert b"ready" in guard.stdout.readline()
     variables = os.environ | {"PIPELINE_ENVIRONMENT": str(folder / "environment.json"), "RANK": "0"}
@@ -91,18 +88,18 @@ def test_a_guard_alone_ends_the_ranks(folder):
 
 def test_a_node_that_is_lost_ends_the_run(folder, capfd):
     """The second node's connection breaks while the launcher waits for its ranks."""
-    lost = 'read line; echo \'{"guard": {"ready": {}}}\'; sleep 0.2; echo broken pipe >&2'
-    posts = [Post("here", GUARD), Post("there", ["sh", "-c", lost])]
-    assert supervise(folder, "RANK=0 sleep 60", *posts) != 0
+    lost = 'read line; echo \'{"pipeline": {"ready": {}}}\'; sleep 0.2; echo broken pipe >&2'
+    nodes = [Node("here", GUARD), Node("there", ["sh", "-c", lost])]
+    assert supervise(folder, "RANK=0 sleep 60", *nodes) != 0
     assert "there is lost: broken pipe" in capfd.readouterr().err
 
 
 def test_a_node_that_does_not_answer_is_named_and_nothing_is_started(folder, tmp_path):
     """A login shell that talks is no answer; a folder that is there already is a machine named twice."""
     failed = "echo welcome; echo Permission denied '(publickey)' >&2; exit 255"
-    posts = [Post("here", GUARD), Post("there", ["sh", "-c", failed])]
+    nodes = [Node("here", GUARD), Node("there", ["sh", "-c", failed])]
     with pytest.raises(LaunchError) as caught:
-        supervise(folder, f"touch {tmp_path}/started", *posts)
+        supervise(folder, f"touch {tmp_path}/started", *nodes)
     assert "not started: there: Permission denied (publickey)" in str(caught.value)
     assert not list(tmp_path.iterdir())
     folder.mkdir()
