@@ -11,11 +11,10 @@ from pathlib import Path
 from pipeline.cli import DEFAULT_RECIPE
 from pipeline.config.settings import load_settings
 from pipeline.doctor.examination import Wanted, examine, this_machine
-from pipeline.doctor.rows import Row, is_red
+from pipeline.doctor.rows import Row, is_red, show
 from pipeline.doctor.slurm import examine_step, in_step
 from pipeline.errors import LaunchError, report_errors
-from pipeline.launching.devices import Selection, choose_devices
-from pipeline.launching.hostfile import read_hostfile
+from pipeline.launching.hostfile import Selection, choose_devices, read_hostfile
 from pipeline.op_builds import needed_ops
 
 HELP = "examine the machines of a job: ssh, versions, devices, disks, network, a real all-reduce"
@@ -64,8 +63,6 @@ def _examine(arguments: argparse.Namespace) -> int:
     rows = _rows(arguments)
     if rows is None:
         return 0
-    from pipeline.doctor.table import show  # rich: slow to load
-
     show(rows, time.monotonic() - started)
     return 2 if is_red(rows) else 0
 

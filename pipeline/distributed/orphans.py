@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
+
+import psutil
 
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.signals import detach_closed_terminal
@@ -31,10 +32,10 @@ def stop_with_launcher(ranks: Ranks, period: float = PERIOD) -> None:
         return
     parent = os.getppid()
     above = None
-    if b"deepspeed.launcher.launch" in _words(parent):
+    if "deepspeed.launcher.launch" in _words(parent):
         above = _parent_of(parent)
         # Started without it, launch.py may outlive the shell above it, and be meant to.
-        if above is not None and not any(word.endswith(b"deepspeed") for word in _words(above)[:3]):
+        if above is not None and not any(word.endswith("deepspeed") for word in _words(above)[:3]):
             above = None
 
     def watch() -> None:
@@ -53,14 +54,13 @@ def stop_with_launcher(ranks: Ranks, period: float = PERIOD) -> None:
 
 def _parent_of(pid: int) -> int | None:
     try:
-        # After the name, which may hold spaces and brackets: state, parent.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None  # another system than Linux, or it is gone
+        return psutil.Process(pid).ppid()
+    except (psutil.Error, OSError):  # gone, or not to be told
+        return None
 
 
-def _words(pid: int) -> list[bytes]:
+def _words(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
+        return psutil.Process(pid).cmdline()
+    except (psutil.Error, OSError):
         return []

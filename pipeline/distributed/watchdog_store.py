@@ -6,17 +6,15 @@ Every method may raise RuntimeError: the store, or the link to it, is gone.
 from __future__ import annotations
 
 import json
-import platform
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from pipeline.distributed.diagnosis import RankProcess, RankReport
-from pipeline.distributed.machine import Memory, machine_id
+from pipeline.distributed.machine import Memory
 
 HANG_EXIT_CODE = 124
 """Of every rank of a job that hung or lost a rank; `timeout` ends with it too."""
@@ -58,53 +56,6 @@ def claim(store: Store, failure: Failure) -> Failure:
     return _failure(store.compare_set(FAILURE, NOBODY, json.dumps(asdict(failure))))
 
 
-def announce(store: Store, rank: int) -> str:
-    """Says that a process is there as this rank, under a token of its own. It is answered to the token."""
-    token = secrets.token_hex(8)
-    store.set(f"pipeline/arrived/{rank}", token)
-    return token
-
-
-def answer_arrivals(store: Store, world_size: int, attempt: str) -> None:
-    """Tells those who have arrived so far which attempt of the job they belong to. For rank 0, repeatedly.
-
-    In a store that outlives attempts (torchrun's) they may be of an earlier one: that answer is never read.
-    """
-    for token in _present(store, "arrived", range(world_size)).values():
-        store.compare_set(_answer_to(token.decode()), "", attempt)
-
-
-def attempt_store(store: Store, token: str) -> Store:
-    """What only the processes of this attempt write to and read. Waits for rank 0's answer.
-
-    No number in the environment tells one attempt from the next: torchrun counts failures, each machine its
-    own, and not the changes of membership.
-    """
-    return PrefixStore(f"pipeline/{store.get(_answer_to(token)).decode()}", store)
-
-
-def _answer_to(token: str) -> str:
-    return f"pipeline/answer/{token}"
-
-
-def register(store: Store, rank: int, pid: int) -> None:
-    """Says who this rank is. Before the process group exists."""
-    store.set(f"pipeline/process/{rank}", json.dumps([platform.node(), pid, machine_id()]))
-    store.compare_set(FAILURE, "", NOBODY)
-
-
-def all_ranks(store: Store, world_size: int) -> list[RankProcess]:
-    """All ranks, in order; waits until each has introduced itself."""
-    values = store.multi_get([f"pipeline/process/{rank}" for rank in range(world_size)])
-    return [RankProcess(rank, *json.loads(value)) for rank, value in enumerate(values)]
-
-
-def registered(store: Store, world_size: int) -> list[RankProcess]:
-    """Those that have introduced themselves so far, in order."""
-    present = _present(store, "process", range(world_size))
-    return [RankProcess(rank, *json.loads(value)) for rank, value in present.items()]
-
-
 class WatchdogStore:
     """A connection of the watchdog's own: the training thread may be stuck in the other one."""
 
@@ -120,7 +71,7 @@ class WatchdogStore:
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         """The newest heartbeats of those that sent any."""
-        return {rank: _heartbeat(value) for rank, value in _present(self._store, "heartbeat", ranks).items()}
+        return {rank: _heartbeat(value) for rank, value in present(self._store, "heartbeat", ranks).items()}
 
     def failure(self) -> Failure | None:
         """What the job ends of, if it does."""
@@ -137,7 +88,7 @@ class WatchdogStore:
 
     def reports(self, ranks: Sequence[int]) -> list[RankReport]:
         """Of those that have sent one."""
-        found = [json.loads(value) for value in _present(self._store, "report", ranks).values()]
+        found = [json.loads(value) for value in present(self._store, "report", ranks).values()]
         return [RankReport(**values | {"process": RankProcess(**values["process"])}) for values in found]
 
     def publish_diagnosis(self, sentence: str) -> None:
@@ -158,7 +109,8 @@ class WatchdogStore:
         return int(self._store.add(f"pipeline/{what}", 0))
 
 
-def _present(store: Store, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
+def present(store: Store, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
+    """What those of the ranks wrote that wrote anything, by rank."""
     keys = {rank: f"pipeline/{what}/{rank}" for rank in ranks}
     if keys and not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}

@@ -1,8 +1,9 @@
-"""What the doctor says: a row for each check, or for each thing that a check finds wrong."""
+"""What the doctor says: a row for each check, or for each fault that it finds, and the table of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,8 @@ from pipeline.doctor.probe import Answered
 from pipeline.op_builds import NativeOp
 
 HOST = "<host>"
+STYLES = {"ok": "green", "warning": "yellow", "fail": "bold red"}
+WIDTH = 140  # characters, where there is no terminal to ask
 Verdict = Literal["ok", "warning", "fail"]
 
 
@@ -75,3 +78,27 @@ def rows_of(check: str, faults: Mapping[str, list[Fault]], fine: str) -> list[Ro
 def is_red(rows: list[Row]) -> bool:
     """Whether a launch would fail."""
     return any(row.verdict == "fail" for row in rows)
+
+
+def show(rows: Sequence[Row], seconds: float) -> None:
+    """A line a row, what is wrong with its fix below it, and a last line that counts."""
+    from rich.console import Console  # slow to load
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        style = STYLES[row.verdict]
+        words = Text(f"{', '.join(row.hosts)}: {row.found}" if row.hosts else row.found)
+        table.add_row(Text(row.check), Text(row.verdict, style), words)
+        if row.fix:
+            table.add_row("", "", Text(f"-> {row.fix}", "bold"))
+    console.print(table)
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in STYLES}
+    failed = sorted({host for row in rows if row.verdict == "fail" for host in row.hosts})
+    last = f"{counts['fail']} failed, {counts['warning']} warned of, {counts['ok']} fine, in {seconds:.1f} s"
+    console.print(Text(f"{', '.join(failed)}: {last}" if failed else last), soft_wrap=True)
