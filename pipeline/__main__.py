@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare
+from pipeline.distributed.machine import raise_open_files
 from pipeline.errors import CommandLine
 
 COMMANDS = {
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "overrides" not in arguments or "=" not in argument or argument.startswith("-"):
             parser.error(f"unrecognized argument {argument}")
         arguments.overrides.append(argument)  # an override after an option
+    raise_open_files()
     return COMMANDS[arguments.command].run(arguments)
 
 
