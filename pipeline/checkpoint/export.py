@@ -26,8 +26,8 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.verify import hash_stretch
 from pipeline.durable import synchronise
-from pipeline.engine.fragments import BUFFER, WEIGHT, Region
 from pipeline.errors import CheckpointError
+from pipeline.shards import BUFFER, WEIGHT, Region
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000  # as transformers cuts its own
@@ -115,7 +115,7 @@ def _verify(folder: Path, manifest: Manifest, advance: Callable[[int], object]) 
         try:
             with opened(path) if wanted else nullcontext(-1) as descriptor:
                 for piece, offset in wanted:
-                    checksum = hash_stretch(descriptor, offset, piece.slot.num_bytes)
+                    checksum = hash_stretch(descriptor, offset, piece.shard.num_bytes)
                     if checksum.hexdigest() != piece.xxh3_64:
                         raise CheckpointError(
                             f"{path} is damaged: {piece.title} is not what was written, by its checksum "

@@ -1,6 +1,6 @@
 """Files of a checkpoint at the level of the operating system: written in one pass, hashed beside it.
 
-Nothing here holds more than one fragment. Files are opened only where they are plain files: no links.
+Nothing here holds more than one shard. Files are opened only where they are plain files: no links.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import xxhash
 from torch import Tensor
 
 from pipeline import foreign
-from pipeline.checkpoint.layout import Layout, Slot
-from pipeline.engine.fragments import Fragment
+from pipeline.checkpoint.layout import Layout
+from pipeline.shards import Shard
 
 BLOCK = 1 << 24
 FLUSH_EVERY = 1 << 26
 
 
 class LayoutChangedError(Exception):
-    """The fragments are not those that the file was laid out for."""
+    """The shards are not those that the file was laid out for."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Written:
     """Checksums of a file, taken from what was handed to the disk: every byte is hashed once."""
 
     xxh3_128: str
-    """Of the header, then of what lies before each fragment and the fragment's own sum (8 bytes)."""
-    fragments: tuple[str, ...]
-    """xxh3_64 of each slot, in order."""
+    """Of the header, then of what lies before each shard and the shard's own sum (8 bytes)."""
+    shards: tuple[str, ...]
+    """xxh3_64 of each shard, in order."""
 
 
 def write_file(
@@ -45,15 +45,15 @@ def write_file(
     """Writes a file of which nothing may exist yet, and returns once it is on the disk.
 
     Args:
-        values: For each slot of the layout, in order, its bytes in one or more views.
-        lasting: The views stay as they are until this returns. Otherwise until the next slot's are asked for.
+        values: For each shard of the layout, in order, its bytes in one or more views.
+        lasting: The views stay as they are until this returns. Otherwise until the next are asked for.
 
     Raises:
         OSError: it cannot be written: no room, an I/O error, fewer bytes than there should be.
         LayoutChangedError: the values are not as long as the layout says.
     """
-    slots = map(list, values)
-    kept = list(slots) if lasting else []
+    parts = map(list, values)
+    kept = list(parts) if lasting else []
     sums: list[xxhash.xxh3_64] = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -62,13 +62,13 @@ def write_file(
             of_kept = beside.submit(lambda: [_hash(views) for views in kept])
             writer = _Writer(descriptor)
             writer.put(memoryview(layout.header))
-            for slot, offset, views in zip(layout.slots, layout.offsets, kept or slots, strict=True):
+            for shard, offset, views in zip(layout.shards, layout.offsets, kept or parts, strict=True):
                 writer.put(memoryview(bytes(offset - writer.position)))
                 hashed = None if lasting else beside.submit(_hash, views)
                 for view in views:
                     writer.put(view)
-                if writer.position != offset + slot.num_bytes:
-                    raise LayoutChangedError(f"{slot.kind} of {slot.name}")
+                if writer.position != offset + shard.num_bytes:
+                    raise LayoutChangedError(shard.title)
                 if hashed is not None:
                     sums.append(hashed.result())
             os.fsync(descriptor)
@@ -88,10 +88,10 @@ def _hash(views: Iterable[memoryview]) -> xxhash.xxh3_64:
 
 def _written(layout: Layout, sums: list[xxhash.xxh3_64]) -> Written:
     whole, at = xxhash.xxh3_128(layout.header), len(layout.header)
-    for slot, offset, own in zip(layout.slots, layout.offsets, sums, strict=True):
+    for shard, offset, own in zip(layout.shards, layout.offsets, sums, strict=True):
         whole.update(bytes(offset - at))
         whole.update(own.digest())
-        at = offset + slot.num_bytes
+        at = offset + shard.num_bytes
     return Written(whole.hexdigest(), tuple(own.hexdigest() for own in sums))
 
 
@@ -111,7 +111,7 @@ class _Writer:
             view = view[taken:]
             self.position += taken
             if self.position - self._flushed >= FLUSH_EVERY and hasattr(os, "posix_fadvise"):
-                # Linux starts to write what is given up: the disk works while the next fragment is fetched,
+                # Linux starts to write what is given up: the disk works while the next shard is fetched,
                 # and the checkpoint does not push the training data out of the page cache.
                 os.posix_fadvise(
                     self._descriptor, self._flushed, self.position - self._flushed, os.POSIX_FADV_DONTNEED
@@ -119,19 +119,19 @@ class _Writer:
                 self._flushed = self.position
 
 
-def streamed(layout: Layout, fragments: Iterator[Fragment]) -> Iterator[list[memoryview]]:
-    """The bytes of each fragment, fetched to the host one at a time.
+def streamed(layout: Layout, shards: Iterator[Shard]) -> Iterator[list[memoryview]]:
+    """The bytes of each shard, fetched to the host one at a time.
 
     Raises:
-        LayoutChangedError: a fragment is not the one laid out at its place, or there are more of them.
+        LayoutChangedError: a shard is not the one laid out at its place, or there are more of them.
     """
-    for slot in layout.slots:
-        fragment = next(fragments, None)
-        if fragment is None or Slot.of(fragment) != slot:
-            raise LayoutChangedError(f"{slot.kind} of {slot.name}")
-        yield [as_bytes(fragment.tensor).cpu().numpy().data]
-    if next(fragments, None) is not None:
-        raise LayoutChangedError("more fragments than before")
+    for expected in layout.shards:
+        shard = next(shards, None)
+        if shard is None or shard.values is None or shard != expected:
+            raise LayoutChangedError(expected.title)
+        yield [as_bytes(shard.values).cpu().numpy().data]
+    if next(shards, None) is not None:
+        raise LayoutChangedError("more shards than before")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from pipeline.checkpoint.folders import manifest_of, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.verify import THREADS, Damage, check_content, check_sizes, look
-from pipeline.engine.fragments import Region
 from pipeline.errors import CheckpointError
+from pipeline.shards import Region
 
 VALUES_AT_ONCE = 1 << 22
 

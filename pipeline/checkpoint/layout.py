@@ -1,6 +1,6 @@
-"""Where each fragment of a rank lies in its safetensors file, known before any of them is written.
+"""Where each shard of a rank lies in its safetensors file, known before any of them is written.
 
-The header follows from the fragments' names, dtypes and lengths alone: a file is checked against its manifest
+The header follows from the shards' names, dtypes and lengths alone: a file is checked against its manifest
 to the last byte. Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeline.engine.fragments import Fragment, Region
+from pipeline.shards import Shard
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,68 +34,46 @@ ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One fragment's place in a file."""
-
-    name: str
-    kind: str
-    dtype: str
-    region: Region
-
-    @property
-    def num_bytes(self) -> int:
-        return self.region.length * DTYPES[self.dtype].itemsize
-
-    @staticmethod
-    def of(fragment: Fragment) -> Slot:
-        """The place that a fragment asks for.
-
-        Raises:
-            TypeError: its dtype has no name in safetensors, or it is not 1-D of the region's length.
-        """
-        tensor, region = fragment.tensor, fragment.region
-        if tensor.dtype not in DTYPE_NAMES or tuple(tensor.shape) != (region.length,):
-            raise TypeError(
-                f"{fragment.kind} of {fragment.name}: {tuple(tensor.shape)} {tensor.dtype} for {region}"
-            )
-        return Slot(fragment.name, fragment.kind, DTYPE_NAMES[tensor.dtype], region)
-
-
-@dataclass(frozen=True)
 class Layout:
-    """A whole file: its header, and the slots with the byte of the file at which each begins."""
+    """A whole file: its header, and its shards with the byte of the file at which each begins."""
 
     header: bytes
-    slots: tuple[Slot, ...]
+    shards: tuple[Shard, ...]
     keys: tuple[str, ...]
     offsets: tuple[int, ...]
     num_bytes: int
 
     @staticmethod
-    def of(slots: Iterable[Slot]) -> Layout:
-        """Lays the slots out one after the other. Memory: names and numbers, no values."""
-        slots = tuple(slots)
+    def of(shards: Iterable[Shard]) -> Layout:
+        """Lays the shards out one after the other. Memory: names and numbers, no values.
+
+        Raises:
+            TypeError: a dtype has no name in safetensors.
+        """
+        shards = tuple(shard.described(shard.checksum) for shard in shards)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         seen: Counter[tuple[str, str]] = Counter()
         keys: list[str] = []
         begins: list[int] = []
         end = 0
-        for slot in slots:
+        for shard in shards:
+            if shard.dtype not in DTYPE_NAMES:
+                raise TypeError(f"{shard.title}: {shard.dtype} for {shard.region}")
             # The format has no holes, and readers want a tensor at a multiple of its element's size.
-            if gap := -end % DTYPES[slot.dtype].itemsize:
+            if gap := -end % shard.dtype.itemsize:
                 entries[f"padding/{len(entries)}"] = _entry("U8", gap, end, gap)
                 end += gap
-            key = f"{slot.kind}/{slot.name}/{seen[slot.kind, slot.name]}"
-            seen[slot.kind, slot.name] += 1
-            entries[key] = _entry(slot.dtype, slot.region.length, end, slot.num_bytes)
+            key = f"{shard.kind}/{shard.name}/{seen[shard.kind, shard.name]}"
+            seen[shard.kind, shard.name] += 1
+            entries[key] = _entry(DTYPE_NAMES[shard.dtype], shard.region.length, end, shard.num_bytes)
             keys.append(key)
             begins.append(end)
-            end += slot.num_bytes
+            end += shard.num_bytes
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNMENT)
         header = len(text).to_bytes(8, "little") + text
         offsets = tuple(len(header) + begin for begin in begins)
-        return Layout(header, slots, tuple(keys), offsets, len(header) + end)
+        return Layout(header, shards, tuple(keys), offsets, len(header) + end)
 
 
 def _entry(dtype: str, length: int, begin: int, num_bytes: int) -> dict[str, Any]:

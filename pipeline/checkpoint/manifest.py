@@ -18,13 +18,13 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.checkpoint.files import opened, read_exactly
-from pipeline.checkpoint.layout import DTYPES, Layout, Slot
-from pipeline.engine.fragments import Region
+from pipeline.checkpoint.layout import DTYPE_NAMES, DTYPES, Layout
 from pipeline.errors import CheckpointError
+from pipeline.shards import Region, Shard
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-MAX_BYTES = 1 << 30  # a manifest of a million fragments has a fifth of this
+MAX_BYTES = 1 << 30  # a manifest of a million shards has a fifth of this
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -34,7 +34,7 @@ class Closed(BaseModel):
 
 
 class Piece(Closed):
-    """A fragment in a file: which values of which tensor."""
+    """A shard in a file: which values of which tensor."""
 
     name: str
     kind: str
@@ -63,8 +63,8 @@ class Piece(Closed):
         return self
 
     @property
-    def slot(self) -> Slot:
-        return Slot(self.name, self.kind, self.dtype, self.region)
+    def shard(self) -> Shard:
+        return Shard(self.name, self.kind, self.region, DTYPES[self.dtype], checksum=self.xxh3_64)
 
     @property
     def region(self) -> Region:
@@ -75,12 +75,12 @@ class Piece(Closed):
         return f"{self.kind} of {self.name}"
 
     @staticmethod
-    def of(slot: Slot, checksum: str) -> Piece:
-        at = slot.region
+    def of(shard: Shard, checksum: str) -> Piece:
+        at = shard.region
         return Piece(
-            name=slot.name,
-            kind=slot.kind,
-            dtype=slot.dtype,
+            name=shard.name,
+            kind=shard.kind,
+            dtype=DTYPE_NAMES[shard.dtype],
             shape=at.shape,
             box=at.box,
             start=at.start,
@@ -90,7 +90,7 @@ class Piece(Closed):
 
 
 class FileRecord(Closed):
-    """One file, the machine that wrote it, and its fragments in order."""
+    """One file, the machine that wrote it, and its shards in order."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")
     rank: Count
@@ -109,8 +109,8 @@ class FileRecord(Closed):
 
     @cached_property
     def layout(self) -> Layout:
-        """The header and offsets that follow from the fragments."""
-        return Layout.of(piece.slot for piece in self.fragments)
+        """The header and offsets that follow from the shards."""
+        return Layout.of(piece.shard for piece in self.fragments)
 
 
 class Manifest(Closed):

@@ -67,6 +67,11 @@ class Peers:
                 problem = self.describe(error)
         return self.gather(problem)
 
+    def close(self) -> None:
+        """Gives the group back. Nothing else is called after."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+
     def describe(self, error: OSError) -> str:
         """An error with who met it."""
         where = f" ({error.filename})" if error.filename else ""

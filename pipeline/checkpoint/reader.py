@@ -20,14 +20,14 @@ from torch import Tensor
 from pipeline.checkpoint.files import as_bytes, open_plain, read_exactly
 from pipeline.checkpoint.layout import DTYPES
 from pipeline.checkpoint.manifest import FileRecord, Manifest, Piece
-from pipeline.engine.fragments import Integers, Region, copy_runs, overlap
 from pipeline.errors import CheckpointError
+from pipeline.shards import Integers, Region, copy_runs, overlap
 
 MAX_OPEN = 64
 
 
 class CheckpointReader:
-    """A FragmentSource over one checkpoint. Use it as a context: it holds files open.
+    """A ShardSource over one checkpoint. Use it as a context: it holds files open.
 
     Args:
         folder: Of the checkpoint.

@@ -22,9 +22,9 @@ from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece
 from pipeline.checkpoint.peers import Peers
 from pipeline.durable import synchronise
-from pipeline.engine.fragments import Fragment, Scalars
+from pipeline.shards import Scalars, Shard
 
-MANIFEST_BYTES = 300  # of a fragment in the manifest, about
+MANIFEST_BYTES = 300  # of a shard in the manifest, about
 log = logging.getLogger(__name__)
 
 
@@ -84,7 +84,7 @@ class Saving:
         Returns:
             Why nothing can be written, and why not in the background; None: it can.
         """
-        problem, disk = None, layout.num_bytes + MANIFEST_BYTES * len(layout.slots)
+        problem, disk = None, layout.num_bytes + MANIFEST_BYTES * len(layout.shards)
         disk_free = disk  # not known: writing will tell
         if self.peers.is_leader:
             try:
@@ -124,24 +124,24 @@ class Saving:
         self,
         layout: Layout,
         values: Iterable[Iterable[memoryview]],
-        rest: Iterator[Fragment],
+        rest: Iterator[Shard],
         lasting: bool = False,
     ) -> list[Share]:
         """Writes this rank's share; how it went on every rank.
 
         Args:
-            values: The bytes of each slot.
+            values: The bytes of each shard.
             lasting: See write_file.
-            rest: Gone through to the end even where writing failed: fetching fragments may be collective.
+            rest: Gone through to the end even where writing failed: fetching shards may be collective.
         """
         share = Share(None, None)
         try:
-            if layout.slots:
+            if layout.shards:
                 share = Share(self._write_share(layout, values, lasting), None)
             for _ in rest:
-                raise LayoutChangedError("more fragments than before")
+                raise LayoutChangedError("more shards than before")
         except LayoutChangedError as error:
-            share = Share(None, f"the engine's fragments changed: {error}", layout_changed=True)
+            share = Share(None, f"the engine's shards changed: {error}", layout_changed=True)
         except OSError as error:
             share = Share(None, self.peers.describe(error))
         for _ in rest:
@@ -158,7 +158,7 @@ class Saving:
             place=self.peers.leader,
             bytes=layout.num_bytes,
             xxh3_128=written.xxh3_128,
-            fragments=tuple(map(Piece.of, layout.slots, written.fragments)),
+            fragments=tuple(map(Piece.of, layout.shards, written.shards)),
         )
         return record.model_dump_json()
 

@@ -1,4 +1,4 @@
-"""A copy of this rank's fragments in host memory, to be written while training goes on."""
+"""A copy of this rank's shards in host memory, to be written while training goes on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.files import LayoutChangedError, as_bytes
-from pipeline.checkpoint.layout import Layout, Slot
-from pipeline.engine.fragments import Fragment
+from pipeline.checkpoint.layout import Layout
+from pipeline.shards import Shard
 
 CHUNK = 1 << 26  # a power of two: torch rounds pinned memory up to one
 # torch's threads meet after every copy: on a busy processor the waiting took 17 times as long as the copying.
@@ -31,7 +31,7 @@ class Snapshot:
     def __init__(self, layout: Layout, device: torch.device):
         self.layout = layout
         self._device = device
-        total = sum(slot.num_bytes for slot in layout.slots)
+        total = sum(shard.num_bytes for shard in layout.shards)
         pinned = device.type == "cuda"
         try:
             self._chunks = [
@@ -41,38 +41,38 @@ class Snapshot:
         except RuntimeError as error:
             raise MemoryError(str(error)) from None
 
-    def fill(self, fragments: Iterator[Fragment]) -> None:
-        """Copies all fragments. When it returns they may change.
+    def fill(self, shards: Iterator[Shard]) -> None:
+        """Copies all shards. When it returns they may change.
 
         Raises:
             LayoutChangedError: they are not those laid out.
         """
         position = 0
-        for slot in self.layout.slots:
-            fragment = next(fragments, None)
-            if fragment is None or Slot.of(fragment) != slot:
-                raise LayoutChangedError(f"{slot.kind} of {slot.name}")
-            source = as_bytes(fragment.tensor)
+        for expected in self.layout.shards:
+            shard = next(shards, None)
+            if shard is None or shard.values is None or shard != expected:
+                raise LayoutChangedError(expected.title)
+            source = as_bytes(shard.values)
             done = 0
-            for part in self._parts(position, slot.num_bytes):
+            for part in self._parts(position, expected.num_bytes):
                 piece = source[done : done + len(part)]
                 if piece.device.type == "cpu" and len(piece) < BY_ONE_THREAD:
                     np.copyto(part.numpy(), piece.numpy())
                 else:
                     part.copy_(piece, non_blocking=True)
                 done += len(part)
-            position += slot.num_bytes
-        if next(fragments, None) is not None:
-            raise LayoutChangedError("more fragments than before")
+            position += expected.num_bytes
+        if next(shards, None) is not None:
+            raise LayoutChangedError("more shards than before")
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def views(self) -> Iterator[list[memoryview]]:
-        """The bytes of each slot, in order."""
+        """The bytes of each shard, in order."""
         position = 0
-        for slot in self.layout.slots:
-            yield [part.numpy().data for part in self._parts(position, slot.num_bytes)]
-            position += slot.num_bytes
+        for expected in self.layout.shards:
+            yield [part.numpy().data for part in self._parts(position, expected.num_bytes)]
+            position += expected.num_bytes
 
     def _parts(self, position: int, length: int) -> Iterator[Tensor]:
         end = position + length

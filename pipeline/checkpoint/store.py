@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.checkpoint.choosing import newest_whole
 from pipeline.checkpoint.files import LayoutChangedError, streamed
 from pipeline.checkpoint.folders import Pruner, Retention, folder_name
-from pipeline.checkpoint.layout import Layout, Slot
+from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import meet
 from pipeline.checkpoint.reader import CheckpointReader
@@ -23,8 +23,8 @@ from pipeline.checkpoint.saving import Content, Saving, first
 from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.distributed.machine import available_memory
 from pipeline.distributed.process_group import Job
-from pipeline.engine.fragments import EngineState
 from pipeline.errors import CheckpointError
+from pipeline.shards import EngineState
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class CheckpointStore:
         self._finished: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
         self._bad: set[int] = set()
-        self._said_memory_is_short = False
+        self._said_memory_is_short = self._is_closed = False
 
     def save(self, engine: EngineState, state: dict[str, Any], wait: bool = False) -> SaveOutcome:
         """Saves, and removes what the policy does not keep. Collective. One save is under way at a time.
@@ -102,7 +102,7 @@ class CheckpointStore:
         if outcome is None:  # now the layout is known
             outcome = self._try(engine, content, wait, started)
         if outcome is None:
-            raise RuntimeError("the engine's fragments are never the same twice")
+            raise RuntimeError("the engine's shards are never the same twice")
         return outcome
 
     def save_final(self, engine: EngineState, state: dict[str, Any]) -> SaveOutcome:
@@ -123,13 +123,22 @@ class CheckpointStore:
         return [self._finished.get() for _ in range(self._finished.qsize())]
 
     def close(self) -> None:
-        """Waits for the save under way. Before the process group ends."""
+        """Waits for the save under way, and gives back what a store holds. Before the process group ends."""
+        try:
+            self._join()
+        finally:
+            if not self._is_closed:
+                self._peers.close()
+            self._is_closed = True
+
+    def wait(self) -> None:
+        """For the save under way."""
         self._join()
 
     def _try(self, engine: EngineState, content: Content, wait: bool, started: float) -> SaveOutcome | None:
-        """One attempt; None: the fragments are not those of the last save, on some rank."""
+        """One attempt; None: the shards are not those of the last save, on some rank."""
         if self._layout is None:
-            self._layout = Layout.of(Slot.of(fragment) for fragment in engine.fragments())
+            self._layout = Layout.of(engine.shards())
         layout = self._layout
         saving = Saving(self.folder, content, self._peers)
         memory = 0 if wait or self._snapshot is not None else layout.num_bytes
@@ -151,8 +160,8 @@ class CheckpointStore:
             log.warning("training stands still while checkpoints are written: %s", short)
         began = time.perf_counter()
         if problem is None:
-            fragments = iter(engine.fragments())
-            shares = saving.write(layout, streamed(layout, fragments), fragments)
+            shards = iter(engine.shards())
+            shares = saving.write(layout, streamed(layout, shards), shards)
             problem = saving.conclude(shares)
             if any(share.layout_changed for share in shares):
                 self._layout = self._snapshot = None
@@ -161,18 +170,18 @@ class CheckpointStore:
         return self._report(saving, SaveOutcome(content.step, problem, now - started, now - began))
 
     def _take_snapshot(self, engine: EngineState, layout: Layout) -> str | None:
-        fragments = iter(engine.fragments())
+        shards = iter(engine.shards())
         try:
             if self._snapshot is None:
                 self._snapshot = Snapshot(layout, self._device)
-            self._snapshot.fill(fragments)
+            self._snapshot.fill(shards)
         except LayoutChangedError:
             return "changed"
         except MemoryError as error:
             self._snapshot = None
             return f"{self._peers.host}: {str(error).splitlines()[0]}"
         finally:
-            for _ in fragments:  # fetching them may be collective
+            for _ in shards:  # fetching them may be collective
                 pass
         return None
 

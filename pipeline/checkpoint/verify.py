@@ -105,8 +105,8 @@ def _check_content(folder: Path, file: FileRecord) -> Damage | None:
                 between = bytearray(offset - at)
                 read_exactly(descriptor, at, memoryview(between))
                 whole.update(between)
-                own = hash_stretch(descriptor, offset, piece.slot.num_bytes)
-                at = offset + piece.slot.num_bytes
+                own = hash_stretch(descriptor, offset, piece.shard.num_bytes)
+                at = offset + piece.shard.num_bytes
                 whole.update(own.digest())
                 if own.hexdigest() != piece.xxh3_64:
                     damaged.append(piece.title)

@@ -21,8 +21,8 @@ from torch import Tensor
 from pipeline.checkpoint.export import weights_of
 from pipeline.checkpoint.layout import DTYPES
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.engine.fragments import Region
 from pipeline.errors import ModelError, one_line
+from pipeline.shards import Region
 
 PICKLES = (".pt", ".pth", ".bin")
 # Under these a training program keeps the model beside its optimizer.

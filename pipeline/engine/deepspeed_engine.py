@@ -25,7 +25,6 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.deepspeed_state import DeepSpeedState, state_of
-from pipeline.engine.held import State
 from pipeline.engine.interface import (
     StepResult,
     check_gradient,
@@ -41,10 +40,11 @@ from pipeline.engine.normalize import backward_scale
 from pipeline.engine.nvme import keep_misaligned_gradients
 from pipeline.engine.optimizer import build_optimizer
 from pipeline.engine.parallel_state import parallel_state
+from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.sequence_parallel import SequenceParallel, average_over_all_ranks
+from pipeline.engine.state import State
 from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section, cut_parameters
 from pipeline.engine.torch_engine import clip_and_guard
-from pipeline.engine.torch_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.unused import GradientWatch, warn_of_unused
 from pipeline.objectives import Batch, LossSum, Objective
 from pipeline.optim import parameter_groups
@@ -117,7 +117,7 @@ class DeepSpeedEngine(DeepSpeedState):
             self._sequence = SequenceParallel(model, split.sequence_parallel)
         self._initialize(model, config, mpu)
         cut = split.tensor_parallel > 1
-        self._named = cut_parameters(self.module) if cut else whole_parameters(self.module)
+        self._places = cut_parameters(self.module) if cut else whole_parameters(self.module)
         self._is_part = [is_model_parallel_parameter(p) for p in self._parameters]
         self._norm: Tensor | None = None
         if self._own_guard:
@@ -232,7 +232,7 @@ class DeepSpeedEngine(DeepSpeedState):
     def _state(self) -> State:
         ranks, degree = self._job.ranks, self._split.tensor_parallel
         sharers = (ranks.rank // degree, ranks.world_size // degree)
-        return state_of(self._zero_optimizer, self._named, kept_buffers(self.module), sharers)
+        return state_of(self._zero_optimizer, self._places, kept_buffers(self.module), sharers)
 
     def _names(self) -> list[str]:
         return names_of(self.module)

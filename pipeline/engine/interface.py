@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.batches import LoadedBatch, moved
-from pipeline.engine.fragments import EngineState
 from pipeline.errors import ModelError
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
+from pipeline.shards import EngineState
 
 
 @dataclass(frozen=True)

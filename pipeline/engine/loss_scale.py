@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from pipeline.engine.fragments import Scalars
+from pipeline.shards import Scalars
 
 # In a checkpoint -> DeepSpeed's word. ZeRO 0 keeps no hysteresis.
 _STATE = {

@@ -22,7 +22,6 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_engine import DTYPES
 from pipeline.engine.deepspeed_state import DeepSpeedState
-from pipeline.engine.held import State
 from pipeline.engine.interface import StepResult, count_and_flags, to_device
 from pipeline.engine.loss_scale import (
     go_on_at_the_minimum,
@@ -31,6 +30,7 @@ from pipeline.engine.loss_scale import (
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.pipeline_state import stage_state
 from pipeline.engine.stages import Stages, cut_points
+from pipeline.engine.state import State
 from pipeline.errors import DataError
 from pipeline.models.staging import LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from pipeline.engine.deepspeed_state import state_of
-from pipeline.engine.held import Part, State
-from pipeline.engine.torch_state import Named, kept_buffers
+from pipeline.engine.parameter_state import kept_buffers
+from pipeline.engine.state import Place, State
 from pipeline.models.staging import Layer
 
 
@@ -20,13 +20,13 @@ def stage_state(optimizer: Any, stage: nn.Module, sharers: tuple[int, int]) -> S
         sharers: (index, count) of the ranks of this stage.
     """
     layers = [module for module in stage.modules() if isinstance(module, Layer)]
-    named = [
+    places = {
         # A tied weight lies on two stages, in step; DeepSpeed marks the copy.
-        Named(f"{layer.name}.{name}", p, Part.all_of(p.shape), not getattr(p, "ds_pipe_replicated", False))
+        p: Place.all_of(f"{layer.name}.{name}", p.shape, not getattr(p, "ds_pipe_replicated", False))
         for layer in layers
         for name, p in layer.part.named_parameters()
-    ]
+    }
     buffers = {
         name: buffer for layer in layers for name, buffer in kept_buffers(layer.part, layer.name).items()
     }
-    return state_of(optimizer, named, buffers, sharers)
+    return state_of(optimizer, places, buffers, sharers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from pipeline.engine.fragments import Box
-from pipeline.engine.held import WHOLE, Part
-from pipeline.engine.torch_state import Named, whole_parameters
+from pipeline.engine.parameter_state import Places, whole_parameters
+from pipeline.engine.state import WHOLE, Place
 from pipeline.errors import ModelError
+from pipeline.shards import Box
 
 
 def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
@@ -68,21 +69,21 @@ def clip_and_guard_parts(optimizer: torch.optim.Optimizer, is_part: list[bool], 
     return norm
 
 
-def cut_parameters(module: nn.Module) -> list[Named]:
+def cut_parameters(module: nn.Module) -> Places:
     """A tensor rank's parameters. Those that lie whole on each rank are written by one, in turn.
 
     Raises:
         ModelError: AutoTP does not say how it cut one of them.
     """
     rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
-    named = []
-    for index, each in enumerate(whole_parameters(module)):
-        part = part_of(each.name, each.parameter, each.part.shape, rank, size)
-        named.append(Named(each.name, each.parameter, part, part.boxes != WHOLE or index % size == rank))
-    return named
+    places = {}
+    for index, (p, whole) in enumerate(whole_parameters(module).items()):
+        place = part_of(whole.name, p, whole.shape, rank, size)
+        places[p] = replace(place, is_written=place.boxes != WHOLE or index % size == rank)
+    return places
 
 
-def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int, size: int) -> Part:
+def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int, size: int) -> Place:
     """Which part of the whole parameter this rank's, of shape `own`, is.
 
     Raises:
@@ -90,10 +91,10 @@ def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int,
     """
     told = getattr(parameter, DS_AUTOTP_UC_META, None)
     if told is None or told["replicated"]:
-        return Part.all_of(own)
+        return Place.all_of(name, own)
     whole, view, dim = tuple(told["original_shape"]), told["logical_shape"], told["partition_dim"]
     if dim is None and whole == own:
-        return Part.all_of(own)
+        return Place.all_of(name, own)
     # Each of several matrices in one is cut by itself: its rows a rank.
     widths = told["sub_param_shard_widths"] or [told["partition_sizes"]]
     if dim is None or widths == [None]:
@@ -112,7 +113,7 @@ def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int,
             _boxes(whole, view, dim, first, width, sum(map(sum, widths))),
             strict=True,
         )
-    return Part(whole, own, tuple(boxes))
+    return Place(name, whole, own, tuple(boxes))
 
 
 def _boxes(

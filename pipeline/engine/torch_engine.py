@@ -16,8 +16,6 @@ from pipeline.config.schema import EngineConfig, OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.changing_buffers import ChangingBuffers
-from pipeline.engine.fragments import Fragment, FragmentSource, Scalars
-from pipeline.engine.held import fragments, restore
 from pipeline.engine.interface import (
     StepResult,
     check_gradient,
@@ -26,12 +24,14 @@ from pipeline.engine.interface import (
     to_device,
 )
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.torch_state import ParameterState, kept_buffers, names_of, whole_parameters
+from pipeline.engine.parameter_state import ParameterState, kept_buffers, names_of, whole_parameters
+from pipeline.engine.state import restore
 from pipeline.engine.unused import listed, warn_of_unused
 from pipeline.errors import ModelError
 from pipeline.models.batch_norm import num_batch_norms
 from pipeline.objectives import Batch, LossSum, Objective
 from pipeline.optim import build_adamw, parameter_groups
+from pipeline.shards import Scalars, Shard, ShardSource
 
 log = logging.getLogger(__name__)
 
@@ -130,16 +130,16 @@ class TorchEngine:
         buffers = kept_buffers(self.module)
         return ParameterState(whole_parameters(self.module), buffers, self._optimizer, sharers, {})
 
-    def fragments(self) -> Iterator[Fragment]:
-        """See EngineState.fragments. Under `ddp` the ranks share the writing out."""
-        return fragments(self._state())
+    def shards(self) -> Iterator[Shard]:
+        """See EngineState.shards. Under `ddp` the ranks share the writing out."""
+        return self._state().shards(None)
 
     def scalars(self) -> Scalars:
         """See EngineState.scalars."""
-        return self._state().steps()
+        return self._state().scalars()
 
     @torch.no_grad()
-    def restore(self, source: FragmentSource) -> None:
+    def restore(self, source: ShardSource) -> None:
         """See EngineState.restore."""
         restore(self._state(), source, names_of(self.module))
 

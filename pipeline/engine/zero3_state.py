@@ -11,41 +11,45 @@ import torch.distributed as dist
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from torch import Tensor
 
-from pipeline.engine.fragments import WEIGHT, Scalars
-from pipeline.engine.held import Held
 from pipeline.engine.optimizer import take_steps_again
-from pipeline.engine.torch_state import ADAM_STEP, Named, held_buffers, moments, set_steps, steps_taken
+from pipeline.engine.optimizer_state import SavedState, flat_numbers, flat_tensors, set_numbers, steps_of
+from pipeline.engine.parameter_state import Places, buffer_shards
+from pipeline.engine.state import Place
 from pipeline.errors import CheckpointError
+from pipeline.shards import WEIGHT, Scalars, Shard, ShardSource
 
 
 class Zero3State:
     """Masters and moments in one flat tensor a sub-group; ranks have equal shares, the last ones padded."""
 
     def __init__(
-        self, optimizer: Any, named: list[Named], buffers: Mapping[str, Tensor], sharers: tuple[int, int]
+        self, optimizer: Any, places: Places, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
     ):
         self._optimizer = optimizer
-        self._named = {id(each.parameter): each for each in named}
+        self._places = places
         self._buffers = buffers
         self._writes_buffers = sharers[0] == 0
 
-    def held(self, to_fill: bool) -> Iterator[Held]:
-        """See State.held. Of what lies on a disk one sub-group is in memory at a time."""
+    def shards(self, source: ShardSource | None) -> Iterator[Shard]:
+        """See State.shards. Of what lies on a disk one sub-group is in memory at a time."""
+        to_fill, saved = source is not None, None if source is None else SavedState(source)
         if to_fill:
             # Parameters that stay gathered would keep old values, and shares on NVMe must be there to write.
             self._optimizer.checkpoint_event_prologue()
-        for each in self._named.values():
-            if not each.parameter.requires_grad:
-                yield from self._frozen(each, to_fill)
+        for p, place in self._places.items():
+            if not p.requires_grad:
+                yield from self._frozen(p, place, to_fill)
         for index in range(len(self._optimizer.fp16_groups)):
-            yield from self._sub_group(index, to_fill)
-        yield from held_buffers(self._buffers, self._writes_buffers)
+            yield from self._sub_group(index, saved)
+        yield from buffer_shards(self._buffers, self._writes_buffers, to_fill)
 
-    def _sub_group(self, index: int, to_fill: bool) -> Iterator[Held]:
-        zero = self._optimizer
+    def _sub_group(self, index: int, saved: SavedState | None) -> Iterator[Shard]:
+        zero, to_fill = self._optimizer, saved is not None
         flat = zero.fp32_partitioned_groups_flat[index]
         with self._in_memory(index, to_fill) as is_swapped:
-            kinds = {WEIGHT: flat, **moments(self._adam(index), flat, to_fill)}
+            if saved is not None:
+                saved.make(self._adam(index), flat, [self._places[p] for p in zero.fp16_groups[index]])
+            kinds = {WEIGHT: flat, **flat_tensors(self._adam(index), flat)}
             for p in zero.fp16_groups[index]:
                 offset = zero.grad_position[zero.get_param_id(p)][1]
                 start, length = self._share(p)
@@ -53,7 +57,8 @@ class Zero3State:
                     mine = values.detach()[offset : offset + length]
                     # The next sub-group comes to lie in the same memory; what is written must last.
                     is_borrowed = is_swapped and not to_fill
-                    yield self._named[id(p)].held(kind, start, mine.clone() if is_borrowed else mine)
+                    mine = mine.clone() if is_borrowed else mine
+                    yield from self._places[p].shards(kind, start, mine, to_fill)
             if to_fill:
                 zero._reassign_or_swap_out_partitioned_parameters(index)  # the copy in the run's precision
 
@@ -72,20 +77,20 @@ class Zero3State:
             elif is_swapped:
                 zero._release_swap_buffers(index)
 
-    def _frozen(self, each: Named, to_fill: bool) -> Iterator[Held]:
+    def _frozen(self, p: Any, place: Place, to_fill: bool) -> Iterator[Shard]:
         """A parameter without a master: its share in the run's precision."""
-        p: Any = each.parameter
         start, length = self._share(p)
         if hasattr(p.ds_tensor, "ds_quant_scale"):
             raise CheckpointError(
-                f"zero_quantized_nontrainable_weights: {each.name} lies quantized in memory, which a "
+                f"zero_quantized_nontrainable_weights: {place.name} lies quantized in memory, which a "
                 "checkpoint does not keep; leave the key out"
             )
         is_swapped = p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
         if is_swapped:
             p.nvme_swapper.swap_in([p], async_op=False)
         mine = p.ds_tensor.detach()[:length]
-        yield each.held(WEIGHT, start, mine.clone() if is_swapped and not to_fill else mine)
+        mine = mine.clone() if is_swapped and not to_fill else mine
+        yield from place.shards(WEIGHT, start, mine, to_fill)
         if is_swapped and to_fill:
             p.nvme_swapper.swap_out_and_release([p])
         elif is_swapped:
@@ -109,14 +114,14 @@ class Zero3State:
         for index, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
             yield self._adam(index), flat
 
-    def steps(self) -> Scalars:
-        """See State.steps. All parameters of a sub-group step together."""
-        return {ADAM_STEP: max((steps_taken(adam, flat) for adam, flat in self._flats()), default=0)}
+    def scalars(self) -> Scalars:
+        """See State.scalars. All parameters of a sub-group step together."""
+        return flat_numbers(self._flats())
 
     def settle(self, scalars: Mapping[str, Any]) -> None:
         """See State.settle."""
         for adam, flat in self._flats():
-            set_steps(adam, flat, int(scalars[ADAM_STEP]))
+            set_numbers(adam, flat, scalars)
         for adam in {id(adam): adam for adam, _ in self._flats()}.values():
-            take_steps_again(adam, int(scalars[ADAM_STEP]))
+            take_steps_again(adam, steps_of(scalars))
         self._optimizer.checkpoint_event_epilogue()

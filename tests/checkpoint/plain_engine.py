@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from pipeline.engine.fragments import Fragment, Region
+from pipeline.shards import Region, Shard
 
 SHAPES = {
     ("embed.weight", "weight"): ((11, 6), torch.float32),
@@ -67,9 +67,9 @@ class PlainEngine:
         box = whole if region.box is None else whole[tuple(slice(a, b) for a, b in region.box)]
         return box.reshape(-1)[region.start : region.start + region.length]
 
-    def fragments(self):
+    def shards(self):
         for (name, kind), region, tensor in self.held:
-            yield Fragment(name, kind, region, tensor)
+            yield Shard.of(name, kind, region, tensor)
 
     def scalars(self):
         return {"step": self.step, "loss_scale": 65536.0, "searching": True}

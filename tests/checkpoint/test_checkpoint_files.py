@@ -1,4 +1,4 @@
-"""What is written can be read by safetensors, in one pass, one fragment at a time; refusals are OSErrors."""
+"""What is written can be read by safetensors, in one pass, one shard at a time; refusals are OSErrors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 import subprocess
 import tempfile
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,15 @@ from plain_engine import whole_region
 from safetensors import safe_open
 
 from pipeline.checkpoint.files import LayoutChangedError, streamed, write_file
-from pipeline.checkpoint.layout import DTYPES, Layout, Slot
+from pipeline.checkpoint.layout import DTYPES, Layout
 from pipeline.checkpoint.snapshot import Snapshot
-from pipeline.engine.fragments import Fragment, Region
+from pipeline.shards import Region, Shard
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 
 
 @st.composite
-def fragments(draw):
+def shards(draw):
     made = []
     for _ in range(draw(st.integers(0, 6))):
         length = draw(st.integers(0, 40))
@@ -35,18 +36,18 @@ def fragments(draw):
         values = torch.randint(0, 2 if dtype is torch.bool else 100, (length, 2), generator=generator)
         tensor = values.to(dtype)[:, 0] if draw(st.booleans()) else values[:, 0].to(dtype)
         region = Region((length,), None, 0, length)
-        made.append(Fragment(draw(NAMES), draw(st.sampled_from(["weight", "exp_avg"])), region, tensor))
+        made.append(Shard.of(draw(NAMES), draw(st.sampled_from(["weight", "exp_avg"])), region, tensor))
     return made
 
 
 def layout_of(made):
-    return Layout.of(map(Slot.of, made))
+    return Layout.of(made)
 
 
 def sum_of(layout, content: bytes) -> str:
-    """A file's checksum: of its header, and of what lies before each fragment and the fragment's own sum."""
+    """A file's checksum: of its header, and of what lies before each shard and the shard's own sum."""
     whole, at = xxhash.xxh3_128(), 0
-    for slot, offset in zip(layout.slots, layout.offsets, strict=True):
+    for slot, offset in zip(layout.shards, layout.offsets, strict=True):
         own = xxhash.xxh3_64_digest(content[offset : offset + slot.num_bytes])
         whole.update(content[at:offset] + own)
         at = offset + slot.num_bytes
@@ -55,7 +56,7 @@ def sum_of(layout, content: bytes) -> str:
 
 
 @settings(deadline=None, max_examples=60)
-@given(fragments())
+@given(shards())
 def test_safetensors_reads_what_was_written(made):
     with tempfile.TemporaryDirectory() as folder:
         path, layout = Path(folder) / "a.safetensors", layout_of(made)
@@ -66,18 +67,18 @@ def test_safetensors_reads_what_was_written(made):
         with safe_open(path, "pt") as opened:
             keys = [key for key in opened.keys() if not key.startswith("padding/")]  # noqa: SIM118
             assert sorted(keys) == sorted(layout.keys)
-            for key, fragment, offset, own in zip(
-                layout.keys, made, layout.offsets, written.fragments, strict=True
+            for key, shard, offset, own in zip(
+                layout.keys, made, layout.offsets, written.shards, strict=True
             ):
-                assert torch.equal(opened.get_tensor(key), fragment.tensor)
-                assert opened.get_tensor(key).dtype == fragment.tensor.dtype
-                end = offset + fragment.tensor.numel() * fragment.tensor.element_size()
+                assert torch.equal(opened.get_tensor(key), shard.values)
+                assert opened.get_tensor(key).dtype == shard.values.dtype
+                end = offset + shard.values.numel() * shard.values.element_size()
                 assert own == xxhash.xxh3_64_hexdigest(content[offset:end])
-                assert offset % fragment.tensor.element_size() == 0
+                assert offset % shard.values.element_size() == 0
 
 
 @settings(deadline=None, max_examples=30)
-@given(fragments())
+@given(shards())
 def test_a_snapshot_writes_the_same_file(made):
     with tempfile.TemporaryDirectory() as folder:
         live, later, layout = Path(folder) / "a", Path(folder) / "b", layout_of(made)
@@ -85,8 +86,8 @@ def test_a_snapshot_writes_the_same_file(made):
         snapshot = Snapshot(layout, torch.device("cpu"))
         for _ in range(2):  # the buffers are used again
             snapshot.fill(iter(made))
-        for fragment in made:
-            fragment.tensor.zero_()
+        for shard in made:
+            shard.values.zero_()
         assert write_file(later, layout, snapshot.views(), lasting=True) == first
         assert live.read_bytes() == later.read_bytes()
 
@@ -94,17 +95,17 @@ def test_a_snapshot_writes_the_same_file(made):
 def test_a_snapshot_of_several_chunks_and_a_file_of_several_blocks(tmp_path):
     tensor = torch.arange(90_000_000, dtype=torch.uint8)
     region = Region((90_000_000,), None, 0, 90_000_000)
-    made = [Fragment("a", "weight", Region((3,), None, 0, 3), torch.ones(3, dtype=torch.uint8))]
-    made.append(Fragment("b", "weight", region, tensor))
+    made = [Shard.of("a", "weight", Region((3,), None, 0, 3), torch.ones(3, dtype=torch.uint8))]
+    made.append(Shard.of("b", "weight", region, tensor))
     layout = layout_of(made)
     snapshot = Snapshot(layout, torch.device("cpu"))
     snapshot.fill(iter(made))
     written = write_file(tmp_path / "a", layout, snapshot.views(), lasting=True)
     assert written.xxh3_128 == sum_of(layout, (tmp_path / "a").read_bytes())
-    assert written.fragments[1] == xxhash.xxh3_64_hexdigest(tensor.numpy().data)
+    assert written.shards[1] == xxhash.xxh3_64_hexdigest(tensor.numpy().data)
 
 
-def test_one_fragment_is_in_memory_at_a_time(tmp_path):
+def test_one_shard_is_in_memory_at_a_time(tmp_path):
     alive, most = weakref.WeakSet(), []
 
     def fetched():
@@ -112,10 +113,10 @@ def test_one_fragment_is_in_memory_at_a_time(tmp_path):
             tensor = torch.full((1000,), float(n))
             alive.add(tensor)
             most.append(len(alive))
-            fragment = Fragment(f"p{n}", "weight", Region((1000,), None, 0, 1000), tensor)
+            shard = Shard.of(f"p{n}", "weight", Region((1000,), None, 0, 1000), tensor)
             del tensor
-            yield fragment
-            del fragment
+            yield shard
+            del shard
 
     layout = layout_of(fetched())
     most.clear()
@@ -125,17 +126,17 @@ def test_one_fragment_is_in_memory_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["fewer", "more", "longer", "renamed"])
-def test_other_fragments_than_laid_out_are_noticed(tmp_path, change):
-    made = [Fragment(name, "weight", whole_region((4,)), torch.zeros(4)) for name in "ab"]
+def test_other_shards_than_laid_out_are_noticed(tmp_path, change):
+    made = [Shard.of(name, "weight", whole_region((4,)), torch.zeros(4)) for name in "ab"]
     layout = layout_of(made)
     if change == "fewer":
         made.pop()
     if change == "more":
         made.append(made[0])
     if change == "longer":
-        made[1] = Fragment("b", "weight", whole_region((5,)), torch.zeros(5))
+        made[1] = Shard.of("b", "weight", whole_region((5,)), torch.zeros(5))
     if change == "renamed":
-        made[1].name = "c"
+        made[1] = replace(made[1], name="c")
     with pytest.raises(LayoutChangedError):
         write_file(tmp_path / "a", layout, streamed(layout, iter(made)))
     with pytest.raises(LayoutChangedError):
@@ -143,7 +144,7 @@ def test_other_fragments_than_laid_out_are_noticed(tmp_path, change):
 
 
 def test_a_file_that_may_not_grow_is_an_oserror(tmp_path):
-    made = [Fragment("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
+    made = [Shard.of("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
     layout = layout_of(made)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, hard))
@@ -174,7 +175,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_an_oserror(small_disk):
     if small_disk is None:
         return  # the test of the file that may not grow stands in
-    made = [Fragment("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
+    made = [Shard.of("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
     layout = layout_of(made)
     with pytest.raises(OSError, match="No space left"):
         write_file(small_disk / "a", layout, streamed(layout, iter(made)))

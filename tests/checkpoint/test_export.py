@@ -16,7 +16,7 @@ from parity.measure import ALONE
 from parity.splits import LLAMA
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support.exchange import SPLITS, Gathered, Run, fragments_now, tree, whole_of
+from support.exchange import SPLITS, Gathered, Run, shards_now, tree, whole_of
 from support.saved import store_in
 from support.tiny import resolve, token_bundle
 from support.weights import assert_same, small
@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM
 from pipeline.assemble import build_eval_loader
 from pipeline.checkpoint.export import export
 from pipeline.checkpoint.folders import check
-from pipeline.engine.fragments import Fragment, Region
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import CheckpointError
 from pipeline.evaluation import evaluate
 from pipeline.models.description import write_description
 from pipeline.objectives import CausalLM
+from pipeline.shards import Region, Shard
 
 PLAIN = {"torch": {"parallel": "single"}}
 TIED = LLAMA | {"extra": {"tie_word_embeddings": True}}
@@ -45,7 +45,7 @@ def eval_loss(run) -> float:
 
 
 def made_run(job, model, split, folder):
-    """A run directory after two steps; (its evaluation loss, this rank's fragments). Collective."""
+    """A run directory after two steps; (its evaluation loss, this rank's shards). Collective."""
     folder = Path(folder)
     run = Run(job, tree(model), split)
     run.tree, run.split = tree(model), split
@@ -57,7 +57,7 @@ def made_run(job, model, split, folder):
     if job.ranks.is_main_process:
         write_description(run.engine.module, None, folder / "model")
         (folder / "recipe.yaml").write_text("max_steps: 2\n")
-    return loss, fragments_now(run.engine)
+    return loss, shards_now(run.engine)
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +360,7 @@ def test_from_every_split_the_same_folder(split, ranks, tmp_path):
     results = ranks(2).run(
         made_run, TIED if "pipeline" in split else LLAMA, SPLITS[split].json, str(tmp_path)
     )
-    whole = whole_of(Gathered({}, [piece for _, fragments in results for piece in fragments]))
+    whole = whole_of(Gathered({}, [piece for _, shards in results for piece in shards]))
     done = exported(tmp_path, tmp_path / "out")
     assert done.is_transformers
     weights = load_file(done.files[0])
@@ -397,10 +397,10 @@ class Large:
     def __init__(self):
         self.values = torch.rand(VALUES)
 
-    def fragments(self):
+    def shards(self):
         for layer in range(LAYERS):
             region = Region((VALUES // 1024, 1024), None, 0, VALUES)
-            yield Fragment(f"layers.{layer}.weight", "weight", region, self.values)
+            yield Shard.of(f"layers.{layer}.weight", "weight", region, self.values)
 
     def scalars(self):
         return {}

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from plain_engine import PlainEngine
 from support.checkpoints import written
 
-from pipeline.checkpoint.layout import Layout, Slot
+from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece, decode, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.engine.fragments import Region
 from pipeline.errors import CheckpointError
+from pipeline.shards import Region, Shard
 
 HERE = Path("step-00000001") / MANIFEST
 
@@ -113,7 +113,7 @@ def test_what_does_not_hold_together_is_refused(content, change, said):
 
 def manifest_of(*regions: Region) -> Manifest:
     """One tensor in these pieces."""
-    layout = Layout.of(Slot("a", "weight", "F32", region) for region in regions)
+    layout = Layout.of(Shard("a", "weight", region, torch.float32) for region in regions)
     file = FileRecord(
         name="a.safetensors",
         rank=0,
@@ -121,7 +121,7 @@ def manifest_of(*regions: Region) -> Manifest:
         place=0,
         bytes=layout.num_bytes,
         xxh3_128="0" * 32,
-        fragments=tuple(Piece.of(slot, "0" * 16) for slot in layout.slots),
+        fragments=tuple(Piece.of(shard, "0" * 16) for shard in layout.shards),
     )
     return Manifest(global_step=1, world_size=1, split="", state={}, scalars={}, files=(file,))
 

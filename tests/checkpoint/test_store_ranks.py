@@ -113,7 +113,7 @@ def save_with_a_full_disk(job: Job, folder: str, full_rank: int, apart: bool, li
     for step, wait in ((2, True), (3, False)):
         with files_may_not_grow(limit if job.ranks.rank == full_rank else 1 << 40):
             outcome = store.save(tensors(job, seed=step), {"global_step": step}, wait)
-            store.close()
+            store.wait()
         problems += [done.problem for done in (store.poll() or [outcome])]
     try:
         with files_may_not_grow(limit if job.ranks.rank == full_rank else 1 << 40):
@@ -142,13 +142,13 @@ def test_one_ranks_full_disk_is_known_to_all(ranks, tmp_path, full_rank, limit, 
 
 
 class Gathering(PlainEngine):
-    """Fetching a fragment takes all ranks."""
+    """Fetching a shard takes all ranks."""
 
-    def fragments(self):
-        for fragment in super().fragments():
-            if fragment.region.box is not None:
+    def shards(self):
+        for shard in super().shards():
+            if shard.region.box is not None:
                 dist.all_reduce(torch.ones(1))
-            yield fragment
+            yield shard
 
 
 def save_gathered(job: Job, folder: str):
@@ -292,7 +292,7 @@ def test_ranks_of_a_machine_share_its_disk(ranks, tmp_path):
 
 
 def different_layouts(job: Job, folder: str):
-    """Rank 1's fragments change between two saves, rank 0's do not."""
+    """Rank 1's shards change between two saves, rank 0's do not."""
     store, problems = open_store(job, folder), []
     for step, wait in ((1, True), (2, True), (3, False), (4, False)):
         engine = tensors(job, seed=step)
@@ -304,18 +304,23 @@ def different_layouts(job: Job, folder: str):
     return problems + [done.problem for done in store.poll()], sorted(store._saved)
 
 
-def test_ranks_agree_that_fragments_changed(ranks, tmp_path):
+def test_ranks_agree_that_shards_changed(ranks, tmp_path):
     for answer in ranks(2).run(different_layouts, str(tmp_path)):
         assert answer == ([None] * 6, [1, 2, 3, 4])
 
 
 def test_the_group_is_gloo_and_its_own(ranks, tmp_path):
-    assert ranks(2).run(group_of, str(tmp_path)) == [("gloo", True)] * 2
+    assert ranks(2).run(group_of, str(tmp_path)) == [("gloo", True, 0)] * 2
 
 
 def group_of(job: Job, folder: str):
-    group = open_store(job, folder)._peers.group
-    return dist.get_backend(group), group is not dist.group.WORLD
+    """(backend of the store's group, whether it is its own, groups that are left of it)."""
+    before = dist.get_pg_count()
+    store = open_store(job, folder)
+    group = store._peers.group
+    seen = dist.get_backend(group), group is not dist.group.WORLD
+    store.close()
+    return *seen, dist.get_pg_count() - before
 
 
 def lose_a_rank(job: Job, folder: str, at: int, wait: bool):

@@ -28,7 +28,7 @@ def tensors_at(manifest: Manifest, name: str, place: int) -> set[str]:
     return {
         piece.title
         for piece, offset in zip(file.fragments, file.layout.offsets, strict=True)
-        if offset <= place < offset + piece.slot.num_bytes
+        if offset <= place < offset + piece.shard.num_bytes
     }
 
 

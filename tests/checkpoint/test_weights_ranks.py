@@ -11,7 +11,7 @@ import pytest
 import torch
 from parity.measure import ALONE
 from safetensors.torch import save_file
-from support.exchange import SPLITS, Gathered, fragments_now, whole_of
+from support.exchange import SPLITS, Gathered, shards_now, whole_of
 from support.tiny import VOCABULARY, make_engine, recipe, token_bundle
 from support.weights import small
 
@@ -31,7 +31,7 @@ def old_model(seed: int = 3):
 
 
 def weights_after_start(job, model, split, folder=None, apart=False):
-    """This rank's fragments; `apart`: each rank runs where only rank 0 finds the weights."""
+    """This rank's shards; `apart`: each rank runs where only rank 0 finds the weights."""
     before = Path.cwd()
     if folder is not None:
         here = Path(folder) / str(job.ranks.rank if apart else 0)
@@ -39,7 +39,7 @@ def weights_after_start(job, model, split, folder=None, apart=False):
         os.chdir(here)
     try:
         engine = make_engine(job, recipe(model=model, objective={"kind": "causal_lm"}), split, token_bundle())
-        return fragments_now(engine)
+        return shards_now(engine)
     except ModelError as error:
         return str(error)
     finally:
@@ -47,7 +47,7 @@ def weights_after_start(job, model, split, folder=None, apart=False):
 
 
 def together(results):
-    return whole_of(Gathered({}, [fragment for fragments in results for fragment in fragments]))
+    return whole_of(Gathered({}, [shard for shards in results for shard in shards]))
 
 
 @pytest.fixture(scope="module")

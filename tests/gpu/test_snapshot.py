@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.checkpoint.files import streamed, write_file
-from pipeline.checkpoint.layout import Layout, Slot
+from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.snapshot import CHUNK, Snapshot
-from pipeline.engine.fragments import Fragment, Region
+from pipeline.shards import Region, Shard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,15 +24,15 @@ def test_values_may_change_as_soon_as_the_snapshot_is_taken(tmp_path):
     tensors = [torch.randn(n, device=device).to(dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
     expected = [tensor.cpu() for tensor in tensors]
 
-    def fragments():
+    def shards():
         for n, tensor in enumerate(tensors):
-            yield Fragment(f"p{n}", "weight", Region((len(tensor),), None, 0, len(tensor)), tensor)
+            yield Shard.of(f"p{n}", "weight", Region((len(tensor),), None, 0, len(tensor)), tensor)
 
-    layout = Layout.of(map(Slot.of, fragments()))
-    live = write_file(tmp_path / "live", layout, streamed(layout, fragments()))
+    layout = Layout.of(shards())
+    live = write_file(tmp_path / "live", layout, streamed(layout, shards()))
     snapshot = Snapshot(layout, device)
     assert all(chunk.is_pinned() for chunk in snapshot._chunks)
-    snapshot.fill(fragments())
+    snapshot.fill(shards())
     for tensor in tensors:
         tensor.zero_()
     assert write_file(tmp_path / "later", layout, snapshot.views()) == live

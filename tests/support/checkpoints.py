@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.files import streamed, write_file
-from pipeline.checkpoint.layout import Layout, Slot
+from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece
 
 
@@ -16,10 +16,10 @@ def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
     """A checkpoint of these engines (plain_engine.PlainEngine) in the folder."""
     files = []
     for engine in engines:
-        layout = Layout.of(map(Slot.of, engine.fragments()))
+        layout = Layout.of(engine.shards())
         path = folder / f"rank-{engine.rank:05d}.safetensors"
-        sums = write_file(path, layout, streamed(layout, iter(engine.fragments())))
-        pieces = tuple(map(Piece.of, layout.slots, sums.fragments))
+        sums = write_file(path, layout, streamed(layout, iter(engine.shards())))
+        pieces = tuple(map(Piece.of, layout.shards, sums.shards))
         files.append(
             FileRecord(
                 name=path.name,

@@ -1,4 +1,4 @@
-"""A run under one split, its fragments held in memory, and a run under another that goes on from them."""
+"""A run under one split, its shards held in memory, and a run under another that goes on from them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import build_engine, build_loader
 from pipeline.distributed.process_group import Job
-from pipeline.engine.fragments import Region, copy_runs, overlap
 from pipeline.engine.normalize import mean_loss
 from pipeline.errors import CheckpointError
 from pipeline.objectives import build_objective
 from pipeline.schedule import multiplier
+from pipeline.shards import Region, copy_runs, overlap
 from pipeline.training import seed_step
 
 HALF, STEPS = 5, 10
@@ -30,17 +30,17 @@ BAND = 2e-6  # relative, of a loss in fp32
 
 @dataclass
 class Gathered:
-    """All ranks' fragments in memory: a FragmentSource."""
+    """All ranks' shards in memory: a ShardSource."""
 
     scalars: Mapping[str, Any]
-    fragments: list[tuple[str, str, Region, np.ndarray]]
+    shards: list[tuple[str, str, Region, np.ndarray]]
 
     def names(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        return {(name, kind): region.shape for name, kind, region, _ in self.fragments}
+        return {(name, kind): region.shape for name, kind, region, _ in self.shards}
 
     def read(self, name: str, kind: str, region: Region, out: torch.Tensor) -> None:
         read = 0
-        for other, of_kind, there, values in self.fragments:
+        for other, of_kind, there, values in self.shards:
             if (other, of_kind) == (name, kind):
                 runs = overlap(there, region)
                 copy_runs(torch.from_numpy(values), out, runs)
@@ -94,38 +94,38 @@ class Run:
         return losses
 
 
-def fragments_now(engine) -> list[tuple[str, str, Region, np.ndarray]]:
+def shards_now(engine) -> list[tuple[str, str, Region, np.ndarray]]:
     """A copy, for training goes on. All are asked for first: each must last until the next step."""
-    written = list(engine.fragments())
-    return [(f.name, f.kind, f.region, f.tensor.float().cpu().numpy().copy()) for f in written]
+    written = list(engine.shards())
+    return [(f.name, f.kind, f.region, f.values.float().cpu().numpy().copy()) for f in written]
 
 
 def unbroken(job: Job, tree: dict[str, Any], split: dict[str, Any]):
-    """(losses of all steps, this rank's fragments after half of them, the scalars then)."""
+    """(losses of all steps, this rank's shards after half of them, the scalars then)."""
     run = Run(job, tree, split)
     losses = run.train(0, HALF)
-    written, scalars = fragments_now(run.engine), run.engine.scalars()
+    written, scalars = shards_now(run.engine), run.engine.scalars()
     return losses + run.train(HALF, STEPS), written, scalars
 
 
 def gone_on(job: Job, tree: dict[str, Any], split: dict[str, Any], source: Gathered, before: int):
-    """(losses of the second half, this rank's fragments and scalars as they came back)."""
+    """(losses of the second half, this rank's shards and scalars as they came back)."""
     run = Run(job, tree, split)
     run.train(0, before)
     run.engine.restore(source)
-    written, scalars = fragments_now(run.engine), run.engine.scalars()
+    written, scalars = shards_now(run.engine), run.engine.scalars()
     return run.train(HALF, STEPS), written, scalars
 
 
 def gathered(results) -> Gathered:
     assert all(scalars == results[0][2] for *_, scalars in results)
-    return Gathered(results[0][2], [fragment for _, fragments, _ in results for fragment in fragments])
+    return Gathered(results[0][2], [shard for _, shards, _ in results for shard in shards])
 
 
 def whole_of(source: Gathered) -> dict[tuple[str, str], np.ndarray]:
     """Every tensor put together; each value must be there once."""
     whole, times = {}, {}
-    for name, kind, region, values in source.fragments:
+    for name, kind, region, values in source.shards:
         assert values.shape == (region.length,)
         key, all_of_it = (name, kind), Region(region.shape, None, 0, int(np.prod(region.shape)))
         tensor = whole.setdefault(key, torch.zeros(all_of_it.length))
@@ -152,7 +152,7 @@ def _saved_run(ranks, split: str, model: str, rate: float) -> tuple[list[float],
 
 
 def saved_run(ranks, split: str, model: dict[str, Any], rate: float = 3e-3) -> tuple[list[float], Gathered]:
-    """(losses of an unbroken run, its fragments at half time), run once."""
+    """(losses of an unbroken run, its shards at half time), run once."""
     return _saved_run(ranks, split, json.dumps(model, sort_keys=True), rate)
 
 
@@ -174,7 +174,7 @@ def exchange(
     assert back.keys() == kept.keys()
     for key, values in kept.items():
         assert np.array_equal(back[key], values), key
-    assert again.scalars["adam_step"] == source.scalars["adam_step"]
+    assert again.scalars["optimizer/step"] == source.scalars["optimizer/step"]
     for resumed_losses, *_ in after:
         if saved == resumed:
             assert again.scalars == source.scalars
@@ -184,7 +184,7 @@ def exchange(
 
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
-# A scale that is still searched for when the fragments are taken.
+# A scale that is still searched for when the shards are taken.
 SEARCH = {"fp16": {"enabled": True, "initial_scale_power": 21, "hysteresis": 1}}
 SPLITS = {
     "plain": Split({"torch": {"parallel": "single"}}, 1),

@@ -1,14 +1,14 @@
-"""What a checkpoint is made of: stretches of whole parameters, whichever way they are divided over ranks.
+"""What a checkpoint is made of: shards, stretches of the tensors of a whole model, however it is divided.
 
-Each rank writes the values that are its to write, and any other split reads the stretches it needs. Here are
-the words for it, and the arithmetic of where two stretches meet. Values: 1-D, row-major.
+Each rank writes the shards that are its to write, and any other split reads the values it needs. Here are
+the one record for it, from the engine to the file and back, and the arithmetic of where two shards meet.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ Box = tuple[tuple[int, int], ...]
 Integers = npt.NDArray[np.int64]
 Scalars = dict[str, float | int | bool]
 
-WEIGHT, BUFFER, MOMENTS = "weight", "buffer", ("exp_avg", "exp_avg_sq")
+WEIGHT, BUFFER = "weight", "buffer"
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,47 @@ class Region:
     length: int
 
 
-@dataclass
-class Fragment:
-    """One stretch of one tensor of the whole model."""
+@dataclass(frozen=True)
+class Shard:
+    """One stretch of one tensor of the whole model. Two are equal where names, places and dtypes are."""
 
     name: str
     """Parameter or buffer of the whole model, as named_parameters has it."""
     kind: str
-    """`weight` (the fp32 master where there is one), `exp_avg`, `exp_avg_sq` or `buffer`."""
+    """`weight` (the fp32 master where there is one), `buffer`, or the optimizer's own word for its state."""
     region: Region
-    tensor: Tensor
-    """1-D: region.length values. What the engine holds, not a copy, where that is possible."""
+    dtype: torch.dtype
+    values: Tensor | None = field(default=None, compare=False, repr=False)
+    """1-D, row-major: region.length values. What the engine holds, not a copy, where that is possible."""
+    checksum: str | None = field(default=None, compare=False)
+    """xxh3_64 of the values' bytes, once they are written."""
+
+    @staticmethod
+    def of(name: str, kind: str, region: Region, values: Tensor) -> Shard:
+        """With its values.
+
+        Raises:
+            TypeError: they are not 1-D, or not of the region's length.
+        """
+        if tuple(values.shape) != (region.length,):
+            raise TypeError(f"{kind} of {name}: {tuple(values.shape)} {values.dtype} for {region}")
+        return Shard(name, kind, region, values.dtype, values)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.region.length * self.dtype.itemsize
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"{self.kind} of {self.name}"
+
+    def described(self, checksum: str | None = None) -> Shard:
+        """Without its values."""
+        return replace(self, values=None, checksum=checksum)
 
 
-class FragmentSource(Protocol):
+class ShardSource(Protocol):
     """A checkpoint, however it was divided."""
 
     scalars: Mapping[str, Any]
@@ -70,16 +97,16 @@ class FragmentSource(Protocol):
 class EngineState(Protocol):
     """What every engine offers to keep and to go on from."""
 
-    def fragments(self) -> Iterator[Fragment]:
+    def shards(self) -> Iterator[Shard]:
         """What this rank writes: over all ranks each value once. Take them in order; collective."""
         ...
 
     def scalars(self) -> Scalars:
-        """Adam's step and the loss scale's state: the same on all ranks."""
+        """The optimizer's numbers and the loss scale's state: the same on all ranks."""
         ...
 
-    def restore(self, source: FragmentSource) -> None:
-        """Fills weights, moments, buffers and scalars in place, and what follows from them. Collective.
+    def restore(self, source: ShardSource) -> None:
+        """Fills weights, the optimizer's state, buffers and scalars in place, and what follows. Collective.
 
         Raises:
             CheckpointError: the source is of another model.

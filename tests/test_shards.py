@@ -11,9 +11,9 @@ from deepspeed.module_inject.layers import _build_param_uc_restore_meta, _partit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.engine.fragments import Region, copy_runs, overlap
-from pipeline.engine.held import Held, Part, fragments_of, shared_out
+from pipeline.engine.state import Place, shared_out
 from pipeline.engine.tensor_parallel import part_of
+from pipeline.shards import Region, copy_runs, overlap
 
 
 @st.composite
@@ -73,7 +73,7 @@ def test_a_huge_tensor_cut_in_boxes_costs_its_rows():
 
 @given(st.data())
 def test_what_a_cut_holds_is_written_once(data):
-    """Two matrices in one, each cut over three ranks, in either dimension: fragments are the whole."""
+    """Two matrices in one, each cut over three ranks, in either dimension: shards are the whole."""
     dim, widths = data.draw(st.integers(0, 1)), [[3, 2, 2], [1, 1, 2]]
     shape = (11, 4) if dim == 0 else (4, 11)
     whole = torch.arange(44, dtype=torch.float32).reshape(shape)
@@ -88,22 +88,26 @@ def test_what_a_cut_holds_is_written_once(data):
             boxes.append(tuple((at, rest) if dim == 0 else (rest, at) for at in limits))
             own_start, start = own_start + width, start + sum(each)
         own = torch.cat(picks, dim)
-        part = Part(shape, tuple(own.shape), tuple(boxes))
+        place = Place("w", shape, tuple(own.shape), tuple(boxes))
         cut = data.draw(st.integers(0, own.numel()))
         for begin, end in ((0, cut), (cut, own.numel())):
-            held = Held("w", "weight", part, begin, own.flatten()[begin:end])
-            for fragment in fragments_of(held):
-                region = fragment.region
-                assert torch.equal(fragment.tensor, values_of(region).float())
+            for shard in place.shards("weight", begin, own.flatten()[begin:end], to_fill=False):
+                region = shard.region
+                assert torch.equal(shard.values, values_of(region).float())
                 seen[values_of(region)] += 1
+        filled = torch.zeros_like(own)
+        for shard in place.shards("weight", 0, filled, to_fill=True):
+            shard.values.copy_(values_of(shard.region))
+        assert torch.equal(filled, own)
     assert torch.equal(seen, torch.ones(44))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
 def test_copies_are_shared_out_evenly(sizes, count):
-    held = [Held(str(i), "weight", Part.all_of((n,)), 0, torch.arange(float(n))) for i, n in enumerate(sizes)]
+    held = [(Place.all_of(str(i), (n,)), "weight", torch.arange(float(n))) for i, n in enumerate(sizes)]
     written = [
-        sum(w.written[1] - w.written[0] for w in shared_out(held, rank, count)) for rank in range(count)
+        sum(shard.region.length for shard in shared_out(held, (rank, count), to_fill=False))
+        for rank in range(count)
     ]
     assert sum(written) == sum(sizes)
     assert max(written) - min(written) <= 1
@@ -139,8 +143,8 @@ def test_a_cut_is_deepspeeds(shape, view, dim, sizes):
             partition_sizes=None if sizes else widths[0],
         )
         setattr(parameter, DS_AUTOTP_UC_META, told)
-        part = part_of("w", parameter, tuple(own.shape), rank, 3)
-        for fragment in fragments_of(Held("w", "weight", part, 0, own)):
-            assert torch.equal(fragment.tensor, values_of(fragment.region))
-            seen[fragment.tensor] += 1
+        place = part_of("w", parameter, tuple(own.shape), rank, 3)
+        for shard in place.shards("weight", 0, own, to_fill=False):
+            assert torch.equal(shard.values, values_of(shard.region))
+            seen[shard.values] += 1
     assert torch.equal(seen, torch.ones_like(seen))

@@ -1,4 +1,4 @@
-"""What engines write as fragments is the whole model, once; and any other engine goes on from it."""
+"""What engines write as shards is the whole model, once; and any other engine goes on from it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def odd(width: int, channels_last: bool) -> nn.Module:
 
 
 def odd_model(width: int = 16, channels_last: bool = False) -> dict[str, Any]:
-    return {"kind": "test_fragments:odd", "args": {"width": width, "channels_last": channels_last}}
+    return {"kind": "test_state:odd", "args": {"width": width, "channels_last": channels_last}}
 
 
 slow, matrix = pytest.mark.slow, pytest.mark.matrix

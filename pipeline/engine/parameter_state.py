@@ -1,0 +1,99 @@
+"""What a rank holds where the optimizer steps whole parameters: plain PyTorch, and ZeRO 0 in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.engine.optimizer_state import SavedState, common_numbers, numbers, set_numbers, whole_tensors
+from pipeline.engine.state import Place, shared_out
+from pipeline.shards import BUFFER, WEIGHT, Scalars, Shard, ShardSource
+
+Places = dict[nn.Parameter, Place]
+
+
+def whole_parameters(module: nn.Module) -> Places:
+    """Of a rank that holds the whole model."""
+    return {p: Place.all_of(name, getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+
+
+def kept_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """The buffers that belong to the model's weights (BatchNorm's statistics), by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules(prefix=prefix)
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
+
+
+def names_of(module: nn.Module) -> list[str]:
+    """Of all that a checkpoint keeps of a whole model."""
+    return [*(name for name, _ in module.named_parameters()), *kept_buffers(module)]
+
+
+def buffer_shards(buffers: Mapping[str, Tensor], is_written: bool, to_fill: bool) -> Iterator[Shard]:
+    """Buffers lie whole on each rank; where they may differ, one rank's are kept."""
+    for name, buffer in buffers.items():
+        yield from Place.all_of(name, buffer.shape, is_written).shards(BUFFER, 0, buffer, to_fill)
+
+
+def frozen(places: Places) -> list[tuple[Place, str, Tensor]]:
+    """The parameters that nobody steps, as `shared_out` takes them."""
+    return [(place, WEIGHT, p) for p, place in places.items() if not p.requires_grad]
+
+
+class ParameterState:
+    """The optimizer's state parameter by parameter, the same on all ranks of `sharers`."""
+
+    def __init__(
+        self,
+        places: Places,
+        buffers: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        sharers: tuple[int, int],
+        masters: Mapping[nn.Parameter, Tensor],
+    ):
+        """Says what lies where.
+
+        Args:
+            sharers: (index, count) of the ranks that hold the same and share out the writing.
+            masters: What the optimizer steps in place of a parameter; empty where it steps parameters.
+        """
+        self._places = places
+        self._buffers = buffers
+        self._optimizer = optimizer
+        self._sharers = sharers
+        self._masters = masters
+
+    def _stepped(self) -> Iterator[tuple[nn.Parameter, Place, Tensor]]:
+        for p, place in self._places.items():
+            if p.requires_grad:
+                yield p, place, self._masters.get(p, p)
+
+    def shards(self, source: ShardSource | None) -> Iterator[Shard]:
+        """See State.shards."""
+        saved = None if source is None else SavedState(source)
+        held = frozen(self._places)
+        for _, place, stepped in self._stepped():
+            if saved is not None:
+                saved.make(self._optimizer, stepped, [place])
+            held += [(place, WEIGHT, stepped), *whole_tensors(self._optimizer, stepped, place)]
+        yield from shared_out(held, self._sharers, to_fill=saved is not None)
+        yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill=saved is not None)
+
+    def scalars(self) -> Scalars:
+        """See State.scalars."""
+        stepped = self._stepped()
+        return common_numbers({place.name: numbers(self._optimizer, tensor) for _, place, tensor in stepped})
+
+    @torch.no_grad()
+    def settle(self, scalars: Mapping[str, Any]) -> None:
+        """See State.settle."""
+        for p, place, stepped in self._stepped():
+            set_numbers(self._optimizer, stepped, scalars, place.name)
+            if stepped is not p:
+                p.copy_(stepped)
