@@ -54,13 +54,16 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
     problem, checksum, here = None, "", list[str]()
     try:
         manifest = manifest_of(path)
+        _ = manifest.table
         checksum = xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
-        damages, absent = look(path, manifest)
-        problem = f"on {peers.host}: {damages[0]}" if damages else None
-        here = [file.name for file in manifest.files if file.name not in absent]
+        if peers.is_leader:  # one on each file system: a thousand ranks would look for a thousand files each
+            damages, absent = look(path, manifest)
+            problem = f"on {peers.host}: {damages[0]}" if damages else None
+            here = [file.name for file in manifest.files if file.name not in absent]
     except (CheckpointError, OSError) as error:
         problem = f"on {peers.host}: {error}"
     said = peers.gather((problem, checksum, here))
+    here = said[peers.leader][2]
     problem = first(wrong for wrong, _, _ in said)
     if problem is not None or manifest is None:
         return f"{path.name} is passed over: {problem}"

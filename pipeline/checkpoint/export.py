@@ -93,9 +93,9 @@ def export(
 def weights_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
     """name -> (kind, shape, dtype as saved) of what a state dict would hold."""
     return {
-        piece.name: (piece.kind, piece.shape, SAVED_DTYPES[piece.dtype])
-        for piece in manifest.pieces()
-        if piece.kind in KINDS
+        name: (kind, shape, SAVED_DTYPES[dtype])
+        for name, kind, dtype, shape in manifest.table.entries
+        if kind in KINDS
     }
 
 
@@ -107,21 +107,22 @@ def _verify(folder: Path, manifest: Manifest, advance: Callable[[int], object]) 
     """
     for file in manifest.files:
         path, about = folder / file.name, f"rank {file.rank} wrote it on {file.host}"
+        layout = manifest.layout_of(file)
         wanted = [
-            (piece, offset)
-            for piece, offset in zip(file.fragments, file.layout.offsets, strict=True)
-            if piece.kind in KINDS
+            (shard, offset)
+            for shard, offset in zip(layout.shards, layout.offsets, strict=True)
+            if shard.kind in KINDS
         ]
         try:
             with opened(path) if wanted else nullcontext(-1) as descriptor:
-                for piece, offset in wanted:
-                    checksum = hash_stretch(descriptor, offset, piece.shard.num_bytes)
-                    if checksum.hexdigest() != piece.xxh3_64:
+                for shard, offset in wanted:
+                    checksum = hash_stretch(descriptor, offset, shard.num_bytes)
+                    if checksum.hexdigest() != shard.checksum:
                         raise CheckpointError(
-                            f"{path} is damaged: {piece.title} is not what was written, by its checksum "
+                            f"{path} is damaged: {shard.title} is not what was written, by its checksum "
                             f"({about}); nothing is exported; choose another step with --step"
                         )
-                    advance(piece.length)
+                    advance(shard.region.length)
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error.strerror or error}; {about}; bring it here"

@@ -1,96 +1,42 @@
-"""`manifest.json`: what a checkpoint holds, checked in full before anything that it points to is opened.
+"""`manifest.json`: what a checkpoint says of itself, and beside it the table of its shards.
 
-It has its own checksum and is closed: an unknown key, a path that is more than a file name, a region outside
-its tensor are refused. Its presence under the checkpoint's final name is what makes a checkpoint count.
+Both are checked in full before anything that they point to is opened. The manifest has its own checksum and
+the table's, and is closed: an unknown key, a path that is more than a file name are refused. Its presence
+under the checkpoint's final name is what makes a checkpoint count.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections import defaultdict
 from functools import cached_property
-from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
+import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from pipeline.checkpoint.files import opened, read_exactly
-from pipeline.checkpoint.layout import DTYPE_NAMES, DTYPES, Layout
+from pipeline.checkpoint.layout import DTYPES, Layout
+from pipeline.checkpoint.table import ShardTable
 from pipeline.errors import CheckpointError
-from pipeline.shards import Region, Shard
+from pipeline.shards import Box, Region, Shard
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-MAX_BYTES = 1 << 30  # a manifest of a million shards has a fifth of this
+MANIFEST, TABLE = "manifest.json", "shards.safetensors"
+FORMAT = 2
+MAX_BYTES = 1 << 30
+MAX_TABLE_BYTES = 1 << 33  # of 250 million shards
 
 Count = Annotated[int, Field(ge=0)]
+Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
 class Closed(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Piece(Closed):
-    """A shard in a file: which values of which tensor."""
-
-    name: str
-    kind: str
-    dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
-    shape: tuple[Count, ...]
-    box: tuple[tuple[Count, Count], ...] | None
-    start: Count
-    length: Count
-    xxh3_64: str = Field(pattern="^[0-9a-f]{16}$")
-
-    @model_validator(mode="after")
-    def _lies_inside(self) -> Piece:
-        if self.box is None:
-            size = math.prod(self.shape)
-        else:
-            inside = len(self.box) == len(self.shape) and all(
-                start <= stop <= extent for (start, stop), extent in zip(self.box, self.shape, strict=True)
-            )
-            if not inside:
-                raise ValueError(f"{self.kind} of {self.name}: box {self.box} outside shape {self.shape}")
-            size = math.prod(stop - start for start, stop in self.box)
-        if self.start + self.length > size:
-            raise ValueError(
-                f"{self.kind} of {self.name}: values {self.start} to {self.start + self.length} of {size}"
-            )
-        return self
-
-    @property
-    def shard(self) -> Shard:
-        return Shard(self.name, self.kind, self.region, DTYPES[self.dtype], checksum=self.xxh3_64)
-
-    @property
-    def region(self) -> Region:
-        return Region(self.shape, self.box, self.start, self.length)
-
-    @property
-    def title(self) -> str:
-        return f"{self.kind} of {self.name}"
-
-    @staticmethod
-    def of(shard: Shard, checksum: str) -> Piece:
-        at = shard.region
-        return Piece(
-            name=shard.name,
-            kind=shard.kind,
-            dtype=DTYPE_NAMES[shard.dtype],
-            shape=at.shape,
-            box=at.box,
-            start=at.start,
-            length=at.length,
-            xxh3_64=checksum,
-        )
-
-
 class FileRecord(Closed):
-    """One file, the machine that wrote it, and its shards in order."""
+    """One file, and the machine that wrote it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")
     rank: Count
@@ -98,19 +44,16 @@ class FileRecord(Closed):
     place: Count
     """The lowest rank on the file system that it was written to: files of one place lie side by side."""
     bytes: Count
-    xxh3_128: str = Field(pattern="^[0-9a-f]{32}$")
-    fragments: tuple[Piece, ...]
+    xxh3_128: Checksum
+    shards: Count
+    """So many rows of the table, in the order of files."""
 
-    @model_validator(mode="after")
-    def _has_its_size(self) -> FileRecord:
-        if self.layout.num_bytes != self.bytes:
-            raise ValueError(f"{self.name}: {self.bytes} bytes for fragments of {self.layout.num_bytes}")
-        return self
 
-    @cached_property
-    def layout(self) -> Layout:
-        """The header and offsets that follow from the shards."""
-        return Layout.of(piece.shard for piece in self.fragments)
+class TableRecord(Closed):
+    """The file with the table of all shards."""
+
+    bytes: Count
+    xxh3_128: Checksum
 
 
 class Manifest(Closed):
@@ -124,26 +67,86 @@ class Manifest(Closed):
     scalars: dict[str, bool | int | float]
     """Of the engine: the same on all ranks."""
     files: tuple[FileRecord, ...]
+    shard_table: TableRecord | None
+    """None: of format 1, where the manifest has the shards."""
+
+    _folder: Path | None = PrivateAttr(None)
+    _table: ShardTable | None = PrivateAttr(None)
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Manifest:
+    def _has_each_once(self) -> Manifest:
         names = [file.name for file in self.files]
-        if len(set(names)) < len(names):
+        if len({*names, TABLE}) <= len(names):
             raise ValueError("a file is listed twice")
-        tensors: dict[tuple[str, str], list[Piece]] = {}
-        for piece in self.pieces():
-            tensors.setdefault((piece.name, piece.kind), []).append(piece)
-        for pieces in tensors.values():
-            _check_cover(pieces)
         return self
 
-    def pieces(self) -> list[Piece]:
-        return [piece for file in self.files for piece in file.fragments]
+    @staticmethod
+    def with_table(table: ShardTable, folder: Path | None = None, **fields: Any) -> Manifest:
+        """A manifest whose table is known.
+
+        Raises:
+            ValueError: the table does not hold together, or not with the files.
+        """
+        manifest = Manifest(**fields)
+        table.check()
+        if sum(file.shards for file in manifest.files) != len(table):
+            raise ValueError("the table has other shards than the files")
+        manifest._table, manifest._folder = table, folder
+        return manifest
+
+    @property
+    def table(self) -> ShardTable:
+        """All shards, in the order of files. Read when it is first asked for.
+
+        Raises:
+            CheckpointError: the table is not there, damaged, or does not hold together.
+        """
+        if self._table is None:
+            assert self._folder is not None
+            assert self.shard_table is not None
+            path, record = self._folder / TABLE, self.shard_table
+            raw = _content(path, MAX_TABLE_BYTES)
+            if len(raw) != record.bytes or xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
+                raise CheckpointError(
+                    f"{path} is damaged: it is not what was written; go on from another checkpoint"
+                )
+            try:
+                table = ShardTable.decode(raw)
+                table.check()
+                if sum(file.shards for file in self.files) != len(table):
+                    raise ValueError("it has other shards than the files")
+            except ValueError as error:
+                raise CheckpointError(f"{path}: {error}"[:500]) from None
+            self._table = table
+        return self._table
 
     @cached_property
+    def first_rows(self) -> list[int]:
+        """Of each file, and the end, in the table."""
+        return [0, *np.cumsum([file.shards for file in self.files], dtype=np.int64).tolist()]
+
+    def shards_of(self, file: FileRecord) -> list[Shard]:
+        """What a file holds, in its order."""
+        first = self.first_rows[self.files.index(file)]
+        return [self.table.shard(row) for row in range(first, first + file.shards)]
+
+    def layout_of(self, file: FileRecord) -> Layout:
+        """The header and offsets of a file, which follow from its shards.
+
+        Raises:
+            CheckpointError: it cannot be so long as the manifest says.
+        """
+        layout = Layout.of(self.shards_of(file))
+        if layout.num_bytes != file.bytes:
+            raise CheckpointError(
+                f"{self._folder}: {file.name}: {file.bytes} bytes for shards of {layout.num_bytes}"
+            )
+        return layout
+
+    @property
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """(name, kind) -> shape of the whole tensor."""
-        return {(piece.name, piece.kind): piece.shape for piece in reversed(self.pieces())}
+        return self.table.shapes
 
     @property
     def num_bytes(self) -> int:
@@ -151,40 +154,13 @@ class Manifest(Closed):
 
     def encode(self) -> bytes:
         """The file's content. Deterministic."""
-        head = json.dumps(self.model_dump(exclude={"files"}), separators=(",", ":"))
-        # A file at a time: one call for all would hold the interpreter, and training with it, for a second.
-        files = ",".join(file.model_dump_json() for file in self.files)
-        content = f'{head[:-1]},"files":[{files}]}}'.encode()
-        return _wrap(content, xxhash.xxh3_128_hexdigest(content))
+        content = json.dumps(self.model_dump(), separators=(",", ":")).encode()
+        return _wrap(FORMAT, content)
 
 
-def _check_cover(pieces: list[Piece]) -> None:
-    """Each value of a tensor comes once.
-
-    Raises:
-        ValueError: the pieces are of different shapes, overlap, or leave values out.
-    """
-    first, boxes = pieces[0], defaultdict[Any, list[Piece]](list)
-    for piece in pieces:
-        if piece.shape != first.shape:
-            raise ValueError(f"{first.title} has shapes {first.shape} and {piece.shape}")
-        if piece.length:
-            boxes[piece.box or tuple((0, extent) for extent in piece.shape)].append(piece)
-    for among in boxes.values():
-        among.sort(key=lambda piece: piece.start)
-        if any(a.start + a.length > b.start for a, b in pairwise(among)):
-            raise ValueError(f"{first.title} has values that are in two places")
-    for one, other in combinations(boxes, 2):
-        if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)):
-            raise ValueError(f"{first.title} has boxes {one} and {other}, which overlap")
-    counted, size = sum(piece.length for piece in pieces), math.prod(first.shape)
-    if counted != size:
-        raise ValueError(f"{first.title}: {counted} values of {size} are in the files")
-
-
-def _wrap(content: bytes, checksum: str) -> bytes:
-    start = f'{{"format":{FORMAT},"xxh3_128":"{checksum}","manifest":'
-    return start.encode() + content + b"}\n"
+def _wrap(version: int, content: bytes) -> bytes:
+    checksum = xxhash.xxh3_128_hexdigest(content)
+    return f'{{"format":{version},"xxh3_128":"{checksum}","manifest":'.encode() + content + b"}\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -193,37 +169,100 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: there is none, it is damaged, of another format, or does not hold together.
     """
-    path = folder / MANIFEST
+    return decode(_content(folder / MANIFEST, MAX_BYTES), folder / MANIFEST)
+
+
+def _content(path: Path, at_most: int) -> bytes:
     try:
         with opened(path) as descriptor:
-            raw = bytearray(min(path.stat().st_size, MAX_BYTES))
+            raw = bytearray(min(path.stat().st_size, at_most))
             read_exactly(descriptor, 0, memoryview(raw))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; the checkpoint is not complete") from None
-    return decode(bytes(raw), path)
+    return bytes(raw)
 
 
 def decode(raw: bytes, path: Path) -> Manifest:
-    """As read_manifest, from the file's content; `path` is for the message."""
+    """As read_manifest, from the file's content; `path` is where it lies."""
     damaged = f"{path} is damaged: its checksum does not match; go on from another checkpoint"
     try:
         tree = json.loads(raw)
         found = tree["format"]
     except (ValueError, RecursionError, KeyError, TypeError, IndexError):
         raise CheckpointError(damaged) from None
-    if found != FORMAT or type(found) is not int:
+    if found not in (1, FORMAT) or type(found) is not int:
         raise CheckpointError(
-            f"{path} is in checkpoint format {str(found)[:20]}, this version reads {FORMAT}; "
+            f"{path} is in checkpoint format {str(found)[:20]}, this version reads 1 to {FORMAT}; "
             "use the version that wrote it"
         )
     del tree
-    content = raw[len(_wrap(b"", "0" * 32)) - 2 : -2]
+    content = raw[len(_wrap(found, b"")) - 2 : -2]
     # To the last byte: a flipped bit outside the content is found too.
-    if _wrap(content, xxhash.xxh3_128_hexdigest(content)) != raw:
+    if _wrap(found, content) != raw:
         raise CheckpointError(damaged)
     try:
-        return Manifest.model_validate_json(content)
+        if found == 1:
+            return _of_format_1(content, path.parent)
+        manifest = Manifest.model_validate_json(content)
+        if manifest.shard_table is None:
+            raise ValueError("it names no table")
+        manifest._folder = path.parent
+        return manifest
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{path}: {place or 'manifest'}: {first['msg']}"[:500]) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: manifest: {error}"[:500]) from None
+
+
+class Fragment1(Closed):
+    """A shard, as format 1 has it in the manifest."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[Count, ...]
+    box: Box | None
+    start: Count
+    length: Count
+    xxh3_64: str = Field(pattern="^[0-9a-f]{16}$")
+
+    def shard(self) -> Shard:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.kind} of {self.name}: dtype {self.dtype:.20} is not known")
+        region = Region(self.shape, self.box, self.start, self.length)
+        return Shard(self.name, self.kind, region, DTYPES[self.dtype], checksum=self.xxh3_64)
+
+
+class File1(FileRecord):
+    """A file of format 1."""
+
+    shards: Count = 0
+    fragments: tuple[Fragment1, ...]
+
+
+class Manifest1(Closed):
+    """What manifest.json was in format 1."""
+
+    global_step: Count
+    world_size: Count
+    split: str
+    state: dict[str, Any]
+    scalars: dict[str, bool | int | float]
+    files: tuple[File1, ...]
+
+
+def _of_format_1(content: bytes, folder: Path) -> Manifest:
+    """In the words of this version."""
+    old = Manifest1.model_validate_json(content)
+    fields = {name: getattr(old, name) for name in Manifest1.model_fields if name != "files"}
+    files = tuple(
+        FileRecord(**file.model_dump(exclude={"fragments", "shards"}), shards=len(file.fragments))
+        for file in old.files
+    )
+    try:
+        table = ShardTable.of(fragment.shard() for file in old.files for fragment in file.fragments)
+    except OverflowError:
+        raise ValueError("a shard's numbers are too large") from None
+    return Manifest.with_table(table, folder, files=files, shard_table=None, **fields)

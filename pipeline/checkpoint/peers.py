@@ -54,6 +54,18 @@ class Peers:
         """Every rank's value, on every rank."""
         return _gather(self.group, value)
 
+    def collect(self, value: T) -> list[T]:
+        """Every rank's value, on the leaders alone; elsewhere nothing. For what is long."""
+        if self.group is None:
+            return [value]
+        collected: list[T] = []
+        for leader in sorted(set(self.leaders)):
+            values: list[Any] = [None] * len(self.leaders)
+            is_there = self.rank == leader
+            dist.gather_object(value, values if is_there else None, dst=leader, group=self.group)
+            collected = values if is_there else collected
+        return collected
+
     def attempt(self, action: Callable[[], None]) -> list[str | None]:
         """Has every leader do something; what went wrong, by rank (None: nothing, or no leader).
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import OrderedDict, defaultdict
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.files import as_bytes, open_plain, read_exactly
-from pipeline.checkpoint.layout import DTYPES
-from pipeline.checkpoint.manifest import FileRecord, Manifest, Piece
+from pipeline.checkpoint.layout import Layout
+from pipeline.checkpoint.manifest import FileRecord, Manifest
 from pipeline.errors import CheckpointError
-from pipeline.shards import Integers, Region, copy_runs, overlap
+from pipeline.shards import Integers, Region, Shard, copy_runs, overlap
 
 MAX_OPEN = 64
 
@@ -38,11 +39,7 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = manifest
         self.scalars: Mapping[str, Any] = manifest.scalars
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._places: defaultdict[tuple[str, str], list[tuple[FileRecord, Piece, int]]] = defaultdict(list)
-        for file in manifest.files:
-            for piece, offset in zip(file.fragments, file.layout.offsets, strict=True):
-                self._places[piece.name, piece.kind].append((file, piece, offset))
+        self._open: OrderedDict[str, tuple[int, Layout]] = OrderedDict()
 
     def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
         """(name, kind) -> shape of the whole tensor, of all there is."""
@@ -51,39 +48,42 @@ class CheckpointReader:
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
         """Fills `out` (1-D, region.length values, any dtype and device), wherever they were written.
 
-        Host memory: at most one fragment, and the region once more where `out` is on a device.
+        Host memory: at most one shard, and the region once more where `out` is on a device.
 
         Raises:
             CheckpointError: some of them are missing or cannot be read.
         """
         assert tuple(out.shape) == (region.length,), f"{tuple(out.shape)} for {region}"
-        pieces = self._places.get((name, kind))
-        if pieces is None:
+        table = self.manifest.table
+        rows, shape = table.rows_of(name, kind), table.shapes.get((name, kind), ())
+        if rows is None:
             raise CheckpointError(f"{self.folder} holds no {kind} of {name}; it is of another model")
-        whole = torch.Size(pieces[0][1].shape).numel()
-        if whole != torch.Size(region.shape).numel():
+        if shape != region.shape:
             raise CheckpointError(
-                f"{self.folder}: {kind} of {name} has shape {list(pieces[0][1].shape)}, "
+                f"{self.folder}: {kind} of {name} has shape {list(shape)}, "
                 f"this model's {list(region.shape)}; resume with the model that was saved"
             )
         in_place = out.device.type == "cpu" and out.is_contiguous()
         target = out if in_place else torch.empty(out.shape, dtype=out.dtype)
         filled = 0
-        for file, piece, offset in pieces:
-            runs = overlap(piece.region, region)
+        for row in rows:
+            shard = table.shard(row)
+            runs = overlap(shard.region, region)
             if len(runs):
-                self._fill(file, piece, offset, runs, target)
+                self._fill(row, shard, runs, target)
                 filled += int(runs[:, 2].sum())
         # The manifest is known to have every value once.
         assert filled == region.length, f"{region} is not inside {kind} of {name}"
         if not in_place:
             out.copy_(target)
 
-    def _fill(self, file: FileRecord, piece: Piece, offset: int, runs: Integers, target: Tensor) -> None:
-        """Copies runs (offset in the fragment, offset in the target, length) out of the file."""
-        dtype = DTYPES[piece.dtype]
+    def _fill(self, row: int, shard: Shard, runs: Integers, target: Tensor) -> None:
+        """Copies runs (offset in the shard, offset in the target, length) out of its file."""
+        dtype, number = shard.dtype, bisect_right(self.manifest.first_rows, row) - 1
+        file = self.manifest.files[number]
         try:
-            descriptor = self._descriptor(file)
+            descriptor, layout = self._opened(file)
+            offset = layout.offsets[row - self.manifest.first_rows[number]]
             if len(runs) == 1 and target.dtype == dtype:
                 begin, into, length = runs[0].tolist()
                 straight = as_bytes(target[into : into + length]).numpy().data
@@ -96,29 +96,30 @@ class CheckpointReader:
                 copy_runs(values, target, few - np.array([begin, 0, 0]))
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder / file.name} with {piece.title} cannot be read: {error.strerror or error}; "
+                f"{self.folder / file.name} with {shard.title} cannot be read: {error.strerror or error}; "
                 f"rank {file.rank} wrote it on {file.host}; bring it here, or use a folder all nodes share"
             ) from None
 
-    def _descriptor(self, file: FileRecord) -> int:
+    def _opened(self, file: FileRecord) -> tuple[int, Layout]:
         found = self._open.pop(file.name, None)
         if found is None:
-            found = open_plain(self.folder / file.name)
-            header = bytearray(len(file.layout.header))
+            layout = self.manifest.layout_of(file)
+            found = open_plain(self.folder / file.name), layout
+            header = bytearray(len(layout.header))
             try:
-                read_exactly(found, 0, memoryview(header))
-                if bytes(header) != file.layout.header:
+                read_exactly(found[0], 0, memoryview(header))
+                if bytes(header) != layout.header:
                     raise OSError(errno.EINVAL, "its header is not the manifest's")
             except OSError:
-                os.close(found)
+                os.close(found[0])
                 raise
         self._open[file.name] = found  # the last used are at the end
         if len(self._open) > MAX_OPEN:
-            os.close(self._open.popitem(last=False)[1])
+            os.close(self._open.popitem(last=False)[1][0])
         return found
 
     def close(self) -> None:
-        for descriptor in self._open.values():
+        for descriptor, _ in self._open.values():
             os.close(descriptor)
         self._open.clear()
 

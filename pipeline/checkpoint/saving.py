@@ -14,26 +14,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+import xxhash
 
 from pipeline.checkpoint.files import LayoutChangedError, write_durably, write_file
 from pipeline.checkpoint.folders import PARTIAL, REPLACED, clear_partial, folder_name, remove
 from pipeline.checkpoint.layout import Layout
-from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece
+from pipeline.checkpoint.manifest import (
+    MANIFEST,
+    MAX_BYTES,
+    MAX_TABLE_BYTES,
+    TABLE,
+    FileRecord,
+    Manifest,
+    TableRecord,
+)
 from pipeline.checkpoint.peers import Peers
+from pipeline.checkpoint.table import ROW_BYTES, ShardTable
 from pipeline.durable import synchronise
 from pipeline.shards import Scalars, Shard
 
-MANIFEST_BYTES = 300  # of a shard in the manifest, about
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Share:
-    """How a rank's part of a save went."""
+    """How a rank's part of a save went: what all are told."""
 
-    file: str | None
-    """Its record as JSON: taking apart those of many ranks would stop training for seconds. None: no file."""
     problem: str | None
     layout_changed: bool = False
 
@@ -74,6 +80,7 @@ class Saving:
         self.partial = folder / f"{self.final.name}{PARTIAL}"
         self._replaced = folder / f"{self.final.name}{REPLACED}"
         self.published: Manifest | None = None
+        self._written: tuple[FileRecord, ShardTable] | None = None
 
     def begin(self, layout: Layout, memory: int, memory_free: int) -> tuple[str | None, str | None]:
         """Makes the folder and looks for room, on disk and in memory.
@@ -84,7 +91,7 @@ class Saving:
         Returns:
             Why nothing can be written, and why not in the background; None: it can.
         """
-        problem, disk = None, layout.num_bytes + MANIFEST_BYTES * len(layout.shards)
+        problem, disk = None, layout.num_bytes + ROW_BYTES * len(layout.shards)
         disk_free = disk  # not known: writing will tell
         if self.peers.is_leader:
             try:
@@ -134,21 +141,23 @@ class Saving:
             lasting: See write_file.
             rest: Gone through to the end even where writing failed: fetching shards may be collective.
         """
-        share = Share(None, None)
+        share = Share(None)
         try:
             if layout.shards:
-                share = Share(self._write_share(layout, values, lasting), None)
+                self._written = self._write_share(layout, values, lasting)
             for _ in rest:
                 raise LayoutChangedError("more shards than before")
         except LayoutChangedError as error:
-            share = Share(None, f"the engine's shards changed: {error}", layout_changed=True)
+            share = Share(f"the engine's shards changed: {error}", layout_changed=True)
         except OSError as error:
-            share = Share(None, self.peers.describe(error))
+            share = Share(self.peers.describe(error))
         for _ in rest:
             pass
         return self.peers.gather(share)
 
-    def _write_share(self, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool) -> str:
+    def _write_share(
+        self, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool
+    ) -> tuple[FileRecord, ShardTable]:
         path = self.partial / f"rank-{self.peers.rank:05d}.safetensors"
         written = write_file(path, layout, values, lasting)
         record = FileRecord(
@@ -158,9 +167,9 @@ class Saving:
             place=self.peers.leader,
             bytes=layout.num_bytes,
             xxh3_128=written.xxh3_128,
-            fragments=tuple(map(Piece.of, layout.shards, written.shards)),
+            shards=len(layout.shards),
         )
-        return record.model_dump_json()
+        return record, ShardTable.of(map(Shard.described, layout.shards, written.shards))
 
     def conclude(self, shares: list[Share]) -> str | None:
         """Publishes the checkpoint where every share is good, else removes it.
@@ -170,8 +179,8 @@ class Saving:
         """
         problem = first([share.problem for share in shares])
         if problem is None:
-            files = [share.file for share in shares if share.file is not None]
-            problem = first(self.peers.attempt(lambda: self._publish(files)))
+            written = [each for each in self.peers.collect(self._written) if each is not None]
+            problem = first(self.peers.attempt(lambda: self._publish(written)))
         if self.peers.is_leader:
             if problem is not None:
                 self._withdraw()
@@ -179,19 +188,28 @@ class Saving:
                 shutil.rmtree(self._replaced, ignore_errors=True)
         return problem
 
-    def _publish(self, files: list[str]) -> None:
+    def _publish(self, written: list[tuple[FileRecord, ShardTable]]) -> None:
+        table = ShardTable.joined([part for _, part in written])
+        content = table.encode()
         try:
-            manifest = Manifest(
+            manifest = Manifest.with_table(
+                table,
+                self.final,
                 global_step=self.content.step,
                 world_size=len(self.peers.leaders),
                 split=self.content.split,
                 state=self.content.state,
                 scalars=self.content.scalars,
-                files=tuple(map(FileRecord.model_validate_json, files)),
+                files=tuple(record for record, _ in written),
+                shard_table=TableRecord(bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content)),
             )
-        except ValidationError as error:  # an engine's mistake: better told now than when it is to be read
-            raise OSError(errno.EINVAL, f"the shares do not add up: {error.errors()[0]['msg']}") from error
-        write_durably(self.partial / MANIFEST, manifest.encode())
+        except ValueError as error:  # an engine's mistake: better told now than when it is to be read
+            raise OSError(errno.EINVAL, f"the shares do not add up: {error}") from error
+        sealed = manifest.encode()
+        if len(content) > MAX_TABLE_BYTES or len(sealed) > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"{len(table)} shards of {len(written)} ranks are too many to be read")
+        write_durably(self.partial / TABLE, content)
+        write_durably(self.partial / MANIFEST, sealed)
         synchronise(self.partial)
         if os.path.lexists(self.final):  # of a step that this run, gone on from an earlier one, now repeats
             self.final.rename(self._replaced)

@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from pipeline.checkpoint.files import BLOCK, opened, read_exactly
-from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, read_manifest
 from pipeline.errors import CheckpointError
 
 THREADS = 4
@@ -50,12 +50,16 @@ def verify(folder: Path, files: Collection[str] | None = None) -> list[Damage]:
 
 def check_content(folder: Path, manifest: Manifest, files: Collection[str] | None = None) -> list[Damage]:
     """As verify, of the files that are there."""
+    try:
+        _ = manifest.table
+    except CheckpointError as error:
+        return [Damage(TABLE, "", (), str(error))]
     _, absent = look(folder, manifest)
     chosen = [
         file for file in manifest.files if file.name not in absent and (files is None or file.name in files)
     ]
     with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(lambda file: _check_content(folder, file), chosen)
+        found = threads.map(lambda file: _check_content(folder, manifest, file), chosen)
         return [damage for damage in found if damage is not None]
 
 
@@ -69,8 +73,21 @@ def check_sizes(folder: Path, manifest: Manifest, files: Collection[str] | None 
     here = {file.place for file in manifest.files if file.name not in absent}
     for file in manifest.files:
         if file.name in absent and (file.place in here or not here):
-            damages.append(_whole_file(file, "missing"))
-    return [damage for damage in damages if files is None or damage.file in files]
+            damages.append(_whole_file(manifest, file, "missing"))
+    damages = [damage for damage in damages if files is None or damage.file in files]
+    return _look_at_table(folder, manifest) or damages
+
+
+def _look_at_table(folder: Path, manifest: Manifest) -> list[Damage]:
+    if manifest.shard_table is None:
+        return []
+    try:
+        with opened(folder / TABLE) as descriptor:
+            size = os.fstat(descriptor).st_size
+    except OSError as error:
+        return [Damage(TABLE, "", (), "missing" if isinstance(error, FileNotFoundError) else str(error))]
+    written = manifest.shard_table.bytes
+    return [Damage(TABLE, "", (), f"{size} bytes, {written} were written")] if size != written else []
 
 
 def look(folder: Path, manifest: Manifest) -> tuple[list[Damage], set[str]]:
@@ -81,35 +98,39 @@ def look(folder: Path, manifest: Manifest) -> tuple[list[Damage], set[str]]:
             with opened(folder / file.name) as descriptor:
                 size = os.fstat(descriptor).st_size
             if size != file.bytes:
-                damages.append(_whole_file(file, f"{size} bytes, {file.bytes} were written"))
+                damages.append(_whole_file(manifest, file, f"{size} bytes, {file.bytes} were written"))
         except FileNotFoundError:
             absent.add(file.name)
         except OSError as error:
-            damages.append(_whole_file(file, error.strerror or str(error)))
+            damages.append(_whole_file(manifest, file, error.strerror or str(error)))
     return damages, absent
 
 
-def _whole_file(file: FileRecord, what: str) -> Damage:
-    titles = tuple(dict.fromkeys(piece.title for piece in file.fragments))
+def _whole_file(manifest: Manifest, file: FileRecord, what: str) -> Damage:
+    try:
+        titles = tuple(dict.fromkeys(shard.title for shard in manifest.shards_of(file)))
+    except CheckpointError:  # the table is no better
+        titles = ()
     return Damage(file.name, file.host, titles, what)
 
 
-def _check_content(folder: Path, file: FileRecord) -> Damage | None:
+def _check_content(folder: Path, manifest: Manifest, file: FileRecord) -> Damage | None:
     try:
+        layout = manifest.layout_of(file)
         with opened(folder / file.name) as descriptor:
-            header = bytearray(len(file.layout.header))
+            header = bytearray(len(layout.header))
             read_exactly(descriptor, 0, memoryview(header))
-            right_header = bytes(header) == file.layout.header
+            right_header = bytes(header) == layout.header
             whole, damaged, at = xxhash.xxh3_128(header), list[str](), len(header)
-            for piece, offset in zip(file.fragments, file.layout.offsets, strict=True):
+            for shard, offset in zip(layout.shards, layout.offsets, strict=True):
                 between = bytearray(offset - at)
                 read_exactly(descriptor, at, memoryview(between))
                 whole.update(between)
-                own = hash_stretch(descriptor, offset, piece.shard.num_bytes)
-                at = offset + piece.shard.num_bytes
+                own = hash_stretch(descriptor, offset, shard.num_bytes)
+                at = offset + shard.num_bytes
                 whole.update(own.digest())
-                if own.hexdigest() != piece.xxh3_64:
-                    damaged.append(piece.title)
+                if own.hexdigest() != shard.checksum:
+                    damaged.append(shard.title)
             if whole.hexdigest() == file.xxh3_128 and right_header and not damaged:
                 return None
             part = "not" if right_header else "its header is not"
@@ -117,6 +138,8 @@ def _check_content(folder: Path, file: FileRecord) -> Damage | None:
             return Damage(file.name, file.host, titles, f"{part} what was written, by its checksum")
     except OSError as error:
         return Damage(file.name, file.host, (), error.strerror or str(error))
+    except CheckpointError as error:
+        return Damage(file.name, file.host, (), str(error))
 
 
 def hash_stretch(descriptor: int, offset: int, length: int) -> xxhash.xxh3_64:

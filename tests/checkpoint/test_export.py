@@ -303,10 +303,11 @@ def damaged(run: Path, to: Path, kind: str) -> str:
     """A copy of the run with one bit flipped in a tensor of a kind; its title."""
     subprocess.run(["cp", "-r", run, to], check=True)
     checkpoint = to / "checkpoints" / "step-00000002"
-    file = check(checkpoint).files[0]
+    manifest = check(checkpoint)
+    file = manifest.files[0]
     piece, offset = next(
         (piece, offset)
-        for piece, offset in zip(file.fragments, file.layout.offsets, strict=True)
+        for piece, offset in zip(manifest.shards_of(file), manifest.layout_of(file).offsets, strict=True)
         if piece.kind == kind
     )
     content = bytearray((checkpoint / file.name).read_bytes())

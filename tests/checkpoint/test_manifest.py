@@ -7,6 +7,8 @@ import math
 import os
 import pickle
 import tempfile
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,9 @@ from hypothesis import strategies as st
 from plain_engine import PlainEngine
 from support.checkpoints import written
 
-from pipeline.checkpoint.layout import Layout
-from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece, decode, read_manifest
+from pipeline.checkpoint.manifest import MANIFEST, decode, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.table import ShardTable
 from pipeline.errors import CheckpointError
 from pipeline.shards import Region, Shard
 
@@ -33,13 +35,14 @@ def content():
         return (Path(folder) / MANIFEST).read_bytes()
 
 
-def resealed(content: bytes, change) -> bytes:
+def resealed(content: bytes, change, version: int = 2) -> bytes:
     """The manifest after a change by someone who knows how checksums go."""
     tree = json.loads(content)
     change(tree["manifest"])
     inner = json.dumps(tree["manifest"], separators=(",", ":")).encode()
     digest = xxhash.xxh3_128_hexdigest(inner)
-    return b'{"format":1,"xxh3_128":"' + digest.encode() + b'","manifest":' + inner + b"}\n"
+    head = f'{{"format":{version},"xxh3_128":"{digest}","manifest":'
+    return head.encode() + inner + b"}\n"
 
 
 def test_it_comes_back_as_it_was(content):
@@ -83,26 +86,14 @@ def test_a_path_that_is_more_than_a_name_is_refused(content, name):
         decode(changed, HERE)
 
 
-def set_piece(**values):
-    return lambda m: m["files"][0]["fragments"][0].update(values)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda m: m.update(extra=1), "extra"),
         (lambda m: m["files"].append(m["files"][0]), "listed twice"),
-        (lambda m: m["files"].pop(), "values of"),
-        (lambda m: m["files"][0].update(bytes=7), "7 bytes"),
-        (set_piece(start=60), "60 to"),
-        (set_piece(start=1), "in two places|values of|60 to|values 1"),
-        (set_piece(length=-1), "greater than or equal to 0"),
-        (set_piece(length=10**9), "values 0 to"),
-        (set_piece(box=[[0, 12], [0, 6]]), "outside shape"),
-        (set_piece(box=[[5, 2], [0, 6]]), "outside shape"),
-        (set_piece(shape=[2**70, 2**70]), "shapes|values of|bytes"),
-        (set_piece(dtype="O"), "dtype"),
-        (set_piece(start="0"), "integer"),
+        (lambda m: m["files"][0].update(name="shards.safetensors"), "listed twice"),
+        (lambda m: m.update(shard_table=None), "names no table"),
+        (lambda m: m["files"][0].update(shards="0"), "integer"),
     ],
 )
 def test_what_does_not_hold_together_is_refused(content, change, said):
@@ -111,19 +102,135 @@ def test_what_does_not_hold_together_is_refused(content, change, said):
     assert "\n" not in str(caught.value)
 
 
-def manifest_of(*regions: Region) -> Manifest:
-    """One tensor in these pieces."""
-    layout = Layout.of(Shard("a", "weight", region, torch.float32) for region in regions)
-    file = FileRecord(
-        name="a.safetensors",
-        rank=0,
-        host="",
-        place=0,
-        bytes=layout.num_bytes,
-        xxh3_128="0" * 32,
-        fragments=tuple(Piece.of(shard, "0" * 16) for shard in layout.shards),
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m["files"].pop(), "other shards than the files"),
+        (lambda m: m["shard_table"].update(bytes=7), "not what was written"),
+        (lambda m: m["shard_table"].update(xxh3_128="0" * 32), "not what was written"),
+    ],
+)
+def test_another_table_is_refused(tmp_path, change, said):
+    written(tmp_path, [PlainEngine(rank, 2) for rank in range(2)])
+    (tmp_path / MANIFEST).write_bytes(resealed((tmp_path / MANIFEST).read_bytes(), change))
+    with pytest.raises(CheckpointError, match=said):
+        _ = read_manifest(tmp_path).table
+
+
+def test_a_file_of_another_length_than_its_shards_is_refused(tmp_path):
+    written(tmp_path, [PlainEngine(0, 1)])
+    changed = resealed((tmp_path / MANIFEST).read_bytes(), lambda m: m["files"][0].update(bytes=7))
+    (tmp_path / MANIFEST).write_bytes(changed)
+    manifest = read_manifest(tmp_path)
+    with pytest.raises(CheckpointError, match="7 bytes for shards of"):
+        manifest.layout_of(manifest.files[0])
+
+
+OLD = Path(__file__).parent / "format_1" / "zero3" / "step-00000005"
+
+
+def set_piece(**values):
+    return lambda m: m["files"][0]["fragments"][0].update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.update(extra=1), "extra"),
+        (lambda m: m["files"].pop(), "values of"),
+        (set_piece(start=2000), "values 2000 to"),
+        (set_piece(start=1), "in two places|values of"),
+        (set_piece(length=-1), "greater than or equal to 0"),
+        (set_piece(length=10**9), "values 0 to"),
+        (set_piece(length=2**70), "too large"),
+        (set_piece(box=[[0, 1200], [0, 6]]), "outside shape"),
+        (set_piece(box=[[5, 2], [0, 6]]), "is no box"),
+        (set_piece(shape=[2**70, 2**70]), "has shape"),
+        (set_piece(dtype="O"), "dtype"),
+        (set_piece(start="0"), "integer"),
+    ],
+)
+def test_what_does_not_hold_together_in_format_1_is_refused(change, said):
+    old = (OLD / MANIFEST).read_bytes()
+    assert decode(resealed(old, lambda m: None, 1), HERE).global_step == 5
+    with pytest.raises(CheckpointError, match=said) as caught:
+        decode(resealed(old, change, 1), HERE)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("tensor", 1),
+        ("tensor", -1),
+        ("box", 0),
+        ("box", -2),
+        ("start", -1),
+        ("start", 1),
+        ("length", -1),
+        ("length", 7),
+        ("length", 2**62),
+    ],
+)
+def test_a_row_that_points_elsewhere_is_refused(column, value):
+    table = table_of(Region((2, 3), None, 0, 6))
+    table.check()
+    table.columns[column][0] = value
+    with pytest.raises(ValueError, match=r"points|values"):
+        table.check()
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        b"[]",
+        b"{}",
+        b"7",
+        b"[7]",
+        b"[[]]",
+        b'[["a","weight","O",[2,3]]]',
+        b'[["a","weight","F32",[-2,-3]]]',
+        b'[["a","weight","F32",["2",3]]]',
+        b'[["a",[],"F32",[2,3]]]',
+        b'[["a","weight","F32",[4611686018427387904,2]]]',
+        b'[["a","weight","F32",[2,3]],["a","weight","F64",[2,3]]]',
+        b"[" * 100_000,
+    ],
+)
+def test_names_that_are_none_are_refused(tensors):
+    table = replace(table_of(Region((2, 3), None, 0, 6)), tensors=tensors)
+    with pytest.raises(ValueError, match="."):
+        table.check()
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_what_is_no_table_is_refused(data):
+    raw = bytearray(table_of(Region((2, 3), None, 0, 4), Region((2, 3), None, 4, 2)).encode())
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] = data.draw(st.integers(0, 255))
+    with suppress(ValueError):
+        table = ShardTable.decode(bytes(raw))
+        table.check()
+        assert sum(table.shard(row).region.length for row in range(len(table))) == 6
+
+
+def table_of(*regions: Region) -> ShardTable:
+    """One tensor in these shards, each a rank's."""
+    return ShardTable.joined(
+        [ShardTable.of([Shard("a", "weight", region, torch.float32)]) for region in regions]
     )
-    return Manifest(global_step=1, world_size=1, split="", state={}, scalars={}, files=(file,))
+
+
+def test_ranks_rows_come_back_joined():
+    engines = [PlainEngine(rank, 3, by) for by in ("values", "columns") for rank in range(3)]
+    parts = [[shard.described("1" * 16) for shard in engine.shards()] for engine in engines]
+    joined = ShardTable.decode(ShardTable.joined([ShardTable.of(part) for part in parts]).encode())
+    assert [joined.shard(row) for row in range(len(joined))] == [shard for part in parts for shard in part]
+    assert joined.shard(0).checksum == "1" * 16
+    assert joined.rows_of("no", "weight") is None
+    rows = joined.rows_of("embed.weight", "exp_avg")
+    assert rows == [row for row in range(len(joined)) if joined.shard(row).title == "exp_avg of embed.weight"]
 
 
 def test_each_value_comes_once():
@@ -133,7 +240,7 @@ def test_each_value_comes_once():
     empty = Region((2, 3), ((1, 1), (0, 3)), 0, 0)
     boxed = Region((2, 3), ((0, 2), (0, 3)), 3, 2)
     for good in ([left, right], [right, empty, left], [rest, flat]):
-        manifest_of(*good)
+        table_of(*good).check()
     for bad, said in (
         ([left, middle], "overlap"),
         ([flat, late], "in two places"),
@@ -143,12 +250,12 @@ def test_each_value_comes_once():
         ([flat, Region((3, 2), None, 4, 2)], "shapes"),
     ):
         with pytest.raises(ValueError, match=said):
-            manifest_of(*bad)
+            table_of(*bad).check()
 
 
 def test_another_format_is_refused_in_one_line(content):
-    with pytest.raises(CheckpointError, match="format 2, this version reads 1") as caught:
-        decode(content.replace(b'"format":1', b'"format":2'), HERE)
+    with pytest.raises(CheckpointError, match="format 3, this version reads 1 to 2") as caught:
+        decode(content.replace(b'"format":2', b'"format":3'), HERE)
     assert "\n" not in str(caught.value)
 
 
@@ -189,4 +296,4 @@ def test_a_file_whose_header_says_something_else_is_not_loaded(tmp_path):
     with CheckpointReader(tmp_path, manifest) as reader:
         for _ in range(2):  # the second time too
             with pytest.raises(CheckpointError, match="header"):
-                reader.read("embed.weight", "weight", manifest.pieces()[0].region, torch.empty(66))
+                reader.read("embed.weight", "weight", manifest.table.shard(0).region, torch.empty(66))

@@ -11,7 +11,7 @@ import pytest
 from plain_engine import PlainEngine
 from support.checkpoints import Hostile, written
 
-from pipeline.checkpoint.manifest import MANIFEST, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, TABLE, Manifest
 from pipeline.checkpoint.verify import verify
 
 
@@ -27,8 +27,8 @@ def tensors_at(manifest: Manifest, name: str, place: int) -> set[str]:
     file = next(file for file in manifest.files if file.name == name)
     return {
         piece.title
-        for piece, offset in zip(file.fragments, file.layout.offsets, strict=True)
-        if offset <= place < offset + piece.shard.num_bytes
+        for piece, offset in zip(manifest.shards_of(file), manifest.layout_of(file).offsets, strict=True)
+        if offset <= place < offset + piece.num_bytes
     }
 
 
@@ -37,7 +37,7 @@ def test_every_corruption_is_found_and_named(checkpoint, corruptions):
     folder, manifest = checkpoint
     dice, named = random.Random(0), 0
     originals = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert set(originals) == {file.name for file in manifest.files} | {MANIFEST}
+    assert set(originals) == {file.name for file in manifest.files} | {MANIFEST, TABLE}
     for number in range(corruptions):
         name = sorted(originals)[number % len(originals)]
         content = bytearray(originals[name])
@@ -46,7 +46,7 @@ def test_every_corruption_is_found_and_named(checkpoint, corruptions):
         (folder / name).write_bytes(content)
         damages = verify(folder)
         assert [damage.file for damage in damages] == [name]
-        if name != MANIFEST:
+        if name not in (MANIFEST, TABLE):
             expected = tensors_at(manifest, name, place)
             assert set(damages[0].tensors) == expected
             assert damages[0].host in str(damages[0])
@@ -96,7 +96,7 @@ def test_a_pickle_in_place_of_any_file_does_not_run(checkpoint, tmp_path_factory
     folder, manifest = checkpoint
     target = tmp_path_factory.mktemp("outside") / "owned"
     hostile = pickle.dumps(Hostile(target))
-    for name in [file.name for file in manifest.files] + [MANIFEST]:
+    for name in [file.name for file in manifest.files] + [MANIFEST, TABLE]:
         copy = tmp_path_factory.mktemp("copy") / "step"
         shutil.copytree(folder, copy)
         size = (copy / name).stat().st_size

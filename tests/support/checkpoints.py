@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from pipeline.checkpoint.files import streamed, write_file
 from pipeline.checkpoint.layout import Layout
-from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Piece
+from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, TableRecord
+from pipeline.checkpoint.table import ShardTable
+from pipeline.shards import Shard
 
 
 def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
     """A checkpoint of these engines (plain_engine.PlainEngine) in the folder."""
-    files = []
+    files, shards = [], list[Shard]()
     for engine in engines:
         layout = Layout.of(engine.shards())
         path = folder / f"rank-{engine.rank:05d}.safetensors"
         sums = write_file(path, layout, streamed(layout, iter(engine.shards())))
-        pieces = tuple(map(Piece.of, layout.shards, sums.shards))
+        shards += map(Shard.described, layout.shards, sums.shards)
         files.append(
             FileRecord(
                 name=path.name,
@@ -28,12 +32,17 @@ def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
                 place=0,
                 bytes=layout.num_bytes,
                 xxh3_128=sums.xxh3_128,
-                fragments=pieces,
+                shards=len(layout.shards),
             )
         )
     scalars = engines[0].scalars()
     fields = {"global_step": 1, "world_size": len(engines), "split": "plain", "state": {"samples_seen": 3}}
-    manifest = Manifest(**fields | {"scalars": scalars, "files": tuple(files)} | changes)
+    table = ShardTable.of(shards)
+    content = table.encode()
+    record = TableRecord(bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
+    fields |= {"scalars": scalars, "files": tuple(files), "shard_table": record}
+    manifest = Manifest.with_table(table, folder, **fields | changes)
+    (folder / TABLE).write_bytes(content)
     (folder / MANIFEST).write_bytes(manifest.encode())
     return manifest
 

@@ -1,0 +1,243 @@
+"""The table of a checkpoint's shards: a row each in a few columns, so that millions of them are read at once.
+
+What it says is checked in full before anything that it points to is opened: places inside their tensors, each
+value once. On the disk it is a safetensors file of 32 bytes a shard, beside the names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
+
+from pipeline.checkpoint.layout import DTYPE_NAMES, DTYPES
+from pipeline.shards import Box, Region, Shard
+
+Column = npt.NDArray[Any]
+COLUMNS = {"tensor": "<i4", "box": "<i4", "start": "<i8", "length": "<i8", "checksum": "<u8"}
+ROW_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
+NO_BOX = -1
+MOST = 1 << 62
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """Shards in rows, those of a file after each other."""
+
+    tensors: bytes
+    """JSON: [name, kind, dtype, shape] of each whole tensor. As bytes: most ranks write the same."""
+    boxes: bytes
+    """JSON: [[start, stop], ...] of each box."""
+    columns: dict[str, Column]
+    """COLUMNS, a value a shard each."""
+
+    def __len__(self) -> int:
+        return len(self.columns["tensor"])
+
+    @staticmethod
+    def of(shards: Iterable[Shard]) -> ShardTable:
+        tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
+        boxes: dict[Box | None, int] = {None: NO_BOX}
+        rows = []
+        for shard in shards:
+            at, checksum = shard.region, int(shard.checksum or "0", 16)
+            key = shard.name, shard.kind, DTYPE_NAMES[shard.dtype], at.shape
+            is_all = at.box == tuple((0, extent) for extent in at.shape)
+            tensor = tensors.setdefault(key, len(tensors))
+            box = boxes.setdefault(None if is_all else at.box, len(boxes) - 1)
+            rows.append((tensor, box, at.start, at.length, checksum))
+        values: list[tuple[int, ...]] = list(zip(*rows, strict=True)) if rows else [()] * len(COLUMNS)
+        columns = {
+            name: np.array(column, dtype)
+            for (name, dtype), column in zip(COLUMNS.items(), values, strict=True)
+        }
+        return ShardTable(_json(list(tensors)), _json(list(boxes)[1:]), columns)
+
+    @staticmethod
+    def joined(tables: Sequence[ShardTable]) -> ShardTable:
+        """The rows of all, one table's after another's."""
+        tensors: dict[str, int] = {}
+        boxes: dict[str, int] = {}
+        known: dict[bytes, Column] = {}
+        columns: dict[str, list[Column]] = {name: [] for name in COLUMNS}
+        for table in tables:
+            for blob, ids in ((table.tensors, tensors), (table.boxes, boxes)):
+                if blob not in known:  # of a thousand ranks most have the same names
+                    entries = [json.dumps(entry, separators=(",", ":")) for entry in json.loads(blob)]
+                    numbers = [ids.setdefault(entry, len(ids)) for entry in entries]
+                    known[blob] = np.array([*numbers, NO_BOX], "<i4")  # so that -1 stays -1
+            for name, column in table.columns.items():
+                ids_of = {"tensor": table.tensors, "box": table.boxes}.get(name)
+                columns[name].append(column if ids_of is None else known[ids_of][column])
+        joined = {
+            name: np.concatenate([np.zeros(0, dtype), *columns.pop(name)]) for name, dtype in COLUMNS.items()
+        }
+        return ShardTable(*(f"[{','.join(ids)}]".encode() for ids in (tensors, boxes)), joined)
+
+    @cached_property
+    def entries(self) -> list[tuple[str, str, str, tuple[int, ...]]]:
+        """(name, kind, dtype, shape) of each tensor."""
+        return [(name, kind, dtype, tuple(shape)) for name, kind, dtype, shape in json.loads(self.tensors)]
+
+    @cached_property
+    def box_list(self) -> list[Box]:
+        return [tuple((start, stop) for start, stop in box) for box in json.loads(self.boxes)]
+
+    @cached_property
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """(name, kind) -> shape of the whole tensor."""
+        return {(name, kind): shape for name, kind, _, shape in self.entries}
+
+    @cached_property
+    def _by_tensor(self) -> tuple[Column, Column, dict[tuple[str, str], int]]:
+        order = np.argsort(self.columns["tensor"], kind="stable")
+        limits = np.searchsorted(self.columns["tensor"][order], np.arange(len(self.entries) + 1))
+        return order, limits, {(name, kind): i for i, (name, kind, *_) in enumerate(self.entries)}
+
+    def rows_of(self, name: str, kind: str) -> list[int] | None:
+        """Of one tensor; None: there is no such tensor."""
+        order, limits, numbers = self._by_tensor
+        number = numbers.get((name, kind))
+        return None if number is None else order[limits[number] : limits[number + 1]].tolist()
+
+    def shard(self, row: int) -> Shard:
+        """What a row says."""
+        tensor, box, start, length, checksum = (int(self.columns[name][row]) for name in COLUMNS)
+        name, kind, dtype, shape = self.entries[tensor]
+        region = Region(shape, None if box == NO_BOX else self.box_list[box], start, length)
+        return Shard(name, kind, region, DTYPES[dtype], checksum=f"{checksum:016x}")
+
+    def encode(self) -> bytes:
+        """The file's content. Deterministic."""
+        texts = {name: np.frombuffer(getattr(self, name), np.uint8) for name in ("tensors", "boxes")}
+        return save(self.columns | texts)
+
+    @staticmethod
+    def decode(raw: bytes) -> ShardTable:
+        """As encoded; columns are views of `raw`.
+
+        Raises:
+            ValueError: it is no such table.
+        """
+        try:
+            size = int.from_bytes(raw[:8], "little")
+            header = json.loads(raw[8 : 8 + size])
+            texts, columns = dict[str, bytes](), dict[str, Column]()
+            for name, entry in header.items():
+                begin, end = (8 + size + offset for offset in entry["data_offsets"])
+                if name in COLUMNS:
+                    columns[name] = np.frombuffer(memoryview(raw)[begin:end], COLUMNS[name])
+                else:
+                    texts[name] = raw[begin:end]
+            return ShardTable(texts["tensors"], texts["boxes"], {name: columns[name] for name in COLUMNS})
+        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"not a table of shards: {type(error).__name__}") from None
+
+    def check(self) -> None:
+        """Looks at all that is said.
+
+        Raises:
+            ValueError: a shard lies outside its tensor or in none, or a value comes twice or not at all.
+        """
+        count, columns = len(self), self.columns
+        if any(column.shape != (count,) for column in columns.values()):
+            raise ValueError("columns are not equally long")
+        try:
+            sizes = [_size_of(entry) for entry in self.entries]
+            self._check_boxes()
+        except (TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a table of shards: {error}") from None
+        tensor, box, start, length = (columns[name] for name in ("tensor", "box", "start", "length"))
+        if count and (
+            min(tensor.min(), box.min() + 1, start.min(), length.min()) < 0
+            or tensor.max() >= len(sizes)
+            or box.max() >= len(self.box_list)
+        ):
+            raise ValueError("a shard points to a tensor or a box that is not listed")
+        if len({(name, kind) for name, kind, *_ in self.entries}) < len(sizes):
+            raise ValueError(self._doubled())
+        self._check_cover(sizes)
+
+    def _check_boxes(self) -> None:
+        for box in self.box_list:
+            for start, stop in box:
+                if type(start) is not int or type(stop) is not int or not 0 <= start <= stop < MOST:
+                    raise ValueError(f"{box} is no box")
+
+    def _doubled(self) -> str:
+        seen: dict[tuple[str, str], Any] = {}
+        for name, kind, dtype, shape in self.entries:
+            other = seen.setdefault((name, kind), (shape, dtype))
+            if other[0] != shape:
+                return f"{kind} of {name} has shapes {other[0]} and {shape}"
+            if other[1] != dtype:
+                return f"{kind} of {name} has dtypes {other[1]} and {dtype}"
+        return "a tensor is listed twice"
+
+    def _check_cover(self, sizes: list[int]) -> None:
+        """Each value of a tensor comes once: in each box stretches that do not overlap, boxes that do not."""
+        rows, group = self._in_order()
+        start, length = self.columns["start"][rows], self.columns["length"][rows]
+        firsts = np.flatnonzero(np.diff(group, prepend=-1))
+        places = [self._place(number) for number in group[firsts].tolist()]
+        volumes = [math.prod(stop - start for start, stop in box) for _, box in places]
+        ends = np.repeat(np.array(volumes, np.int64), np.diff(np.append(firsts, len(group))))
+        for row in rows[length > ends - start][:1].tolist():
+            at = self.shard(row).region
+            raise ValueError(f"{self.shard(row).title}: values {at.start} to {at.start + at.length} of a box")
+        meets = (group[1:] == group[:-1]) & (start[:-1] + length[:-1] > start[1:])
+        for row in rows[:-1][meets][:1].tolist():
+            raise ValueError(f"{self.shard(row).title} has values that are in two places")
+        boxes: list[list[Box]] = [[] for _ in sizes]
+        counts = [0] * len(sizes)
+        totals = np.add.reduceat(length, firsts).tolist() if len(firsts) else []
+        for (tensor, box), total in zip(places, totals, strict=True):
+            boxes[tensor].append(box)
+            counts[tensor] += total
+        for (name, kind, *_), among, count, size in zip(self.entries, boxes, counts, sizes, strict=True):
+            for one, other in combinations(among, 2):
+                if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)):
+                    raise ValueError(f"{kind} of {name} has boxes {one} and {other}, which overlap")
+            if count != size:
+                raise ValueError(f"{kind} of {name}: {count} values of {size} are in the files")
+
+    def _in_order(self) -> tuple[Column, Column]:
+        """The rows that have values, by tensor, box and start; and a number for tensor and box of each."""
+        columns = self.columns
+        group = columns["tensor"].astype(np.int64) * (len(self.box_list) + 1) + columns["box"] + 1
+        rows = np.lexsort((columns["start"], group))
+        rows = rows[columns["length"][rows] > 0]
+        return rows, group[rows]
+
+    def _place(self, number: int) -> tuple[int, Box]:
+        """Which tensor and box a number of `_in_order` is."""
+        tensor, box = divmod(number, len(self.box_list) + 1)
+        name, kind, _, shape = self.entries[tensor]
+        limits = self.box_list[box - 1] if box else tuple((0, extent) for extent in shape)
+        inside = len(limits) == len(shape) and all(
+            stop <= extent for (_, stop), extent in zip(limits, shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"{kind} of {name}: box {limits} outside shape {shape}")
+        return tensor, limits
+
+
+def _size_of(entry: tuple[str, str, str, tuple[int, ...]]) -> int:
+    name, kind, dtype, shape = entry
+    if not (isinstance(name, str) and isinstance(kind, str) and dtype in DTYPES):
+        raise ValueError(f"{name!r:.80} of kind {kind!r:.20} and dtype {dtype!r:.20} is no tensor")
+    if any(type(extent) is not int or extent < 0 for extent in shape) or math.prod(shape) >= MOST:
+        raise ValueError(f"{kind} of {name} has shape {shape}")
+    return math.prod(shape)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
