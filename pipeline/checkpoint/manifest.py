@@ -172,17 +172,17 @@ def read_manifest(folder: Path) -> Manifest:
     return decode(_content(folder / MANIFEST, MAX_BYTES), folder / MANIFEST)
 
 
-def _content(path: Path, at_most: int) -> bytes:
+def _content(path: Path, at_most: int) -> bytearray:
     try:
         with opened(path) as descriptor:
             raw = bytearray(min(path.stat().st_size, at_most))
             read_exactly(descriptor, 0, memoryview(raw))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; the checkpoint is not complete") from None
-    return bytes(raw)
+    return raw
 
 
-def decode(raw: bytes, path: Path) -> Manifest:
+def decode(raw: bytes | bytearray, path: Path) -> Manifest:
     """As read_manifest, from the file's content; `path` is where it lies."""
     damaged = f"{path} is damaged: its checksum does not match; go on from another checkpoint"
     try:
@@ -196,7 +196,7 @@ def decode(raw: bytes, path: Path) -> Manifest:
             "use the version that wrote it"
         )
     del tree
-    content = raw[len(_wrap(found, b"")) - 2 : -2]
+    content = bytes(raw[len(_wrap(found, b"")) - 2 : -2])
     # To the last byte: a flipped bit outside the content is found too.
     if _wrap(found, content) != raw:
         raise CheckpointError(damaged)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -38,6 +39,10 @@ class ShardTable:
     """JSON: [[start, stop], ...] of each box."""
     columns: dict[str, Column]
     """COLUMNS, a value a shard each."""
+
+    def __reduce__(self) -> Any:
+        """For the way to another rank: the names, the same on most, take more bytes than the rows."""
+        return _unpacked, (zlib.compress(self.tensors), zlib.compress(self.boxes), self.columns)
 
     def __len__(self) -> int:
         return len(self.columns["tensor"])
@@ -80,7 +85,7 @@ class ShardTable:
         joined = {
             name: np.concatenate([np.zeros(0, dtype), *columns.pop(name)]) for name, dtype in COLUMNS.items()
         }
-        return ShardTable(*(f"[{','.join(ids)}]".encode() for ids in (tensors, boxes)), joined)
+        return ShardTable(f"[{','.join(tensors)}]".encode(), f"[{','.join(boxes)}]".encode(), joined)
 
     @cached_property
     def entries(self) -> list[tuple[str, str, str, tuple[int, ...]]]:
@@ -94,7 +99,7 @@ class ShardTable:
     @cached_property
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """(name, kind) -> shape of the whole tensor."""
-        return {(name, kind): shape for name, kind, _, shape in self.entries}
+        return {(name, kind): shape for name, kind, _, shape in reversed(self.entries)}
 
     @cached_property
     def _by_tensor(self) -> tuple[Column, Column, dict[tuple[str, str], int]]:
@@ -121,7 +126,7 @@ class ShardTable:
         return save(self.columns | texts)
 
     @staticmethod
-    def decode(raw: bytes) -> ShardTable:
+    def decode(raw: bytes | bytearray) -> ShardTable:
         """As encoded; columns are views of `raw`.
 
         Raises:
@@ -136,7 +141,7 @@ class ShardTable:
                 if name in COLUMNS:
                     columns[name] = np.frombuffer(memoryview(raw)[begin:end], COLUMNS[name])
                 else:
-                    texts[name] = raw[begin:end]
+                    texts[name] = bytes(raw[begin:end])
             return ShardTable(texts["tensors"], texts["boxes"], {name: columns[name] for name in COLUMNS})
         except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a table of shards: {type(error).__name__}") from None
@@ -228,6 +233,13 @@ class ShardTable:
         if not inside:
             raise ValueError(f"{kind} of {name}: box {limits} outside shape {shape}")
         return tensor, limits
+
+
+def _unpacked(tensors: bytes, boxes: bytes, columns: dict[str, Column]) -> ShardTable:
+    return ShardTable(_decompressed(tensors), _decompressed(boxes), columns)
+
+
+_decompressed = lru_cache(16)(zlib.decompress)  # one copy for all ranks that have the same
 
 
 def _size_of(entry: tuple[str, str, str, tuple[int, ...]]) -> int:

@@ -199,7 +199,7 @@ def test_a_row_that_points_elsewhere_is_refused(column, value):
 )
 def test_names_that_are_none_are_refused(tensors):
     table = replace(table_of(Region((2, 3), None, 0, 6)), tensors=tensors)
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         table.check()
 
 

@@ -13,7 +13,7 @@ from support.saved import store_in
 
 # Written by format 1: {split}/step-00000005/, and losses.json of the run that went on.
 FORMAT_1 = Path(__file__).parent / "format_1"
-SMALL = LLAMA | {"num_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "intermediate_size": 16}
+SMALL = LLAMA | {"num_heads": 2, "hidden_size": 8, "intermediate_size": 16}
 
 
 def go_on(job, recipe, split, folder):

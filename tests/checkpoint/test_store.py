@@ -22,7 +22,7 @@ from test_manifest import resealed
 
 from pipeline.checkpoint.folders import Retention, newest_good
 from pipeline.checkpoint.inspection import diff, list_checkpoints, read_through
-from pipeline.checkpoint.manifest import MANIFEST, read_manifest
+from pipeline.checkpoint.manifest import MANIFEST, TABLE, read_manifest
 from pipeline.checkpoint.peers import Peers
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
@@ -173,6 +173,7 @@ def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
     partial = "step-00000001.partial"
     assert done == [
         f"{partial}/rank-00000.safetensors",
+        f"{partial}/shards.safetensors",
         f"{partial}/manifest.json",
         partial,
         "renamed",
@@ -325,6 +326,8 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path):
 SHARD = "rank-00000.safetensors"
 PLANTED = {
     "a pickle as a shard": lambda step, outside: (step / SHARD).write_bytes(outside.pickle),
+    "a pickle as the table": lambda step, outside: (step / TABLE).write_bytes(outside.pickle),
+    "a link as the table": lambda step, outside: as_link(step / TABLE, outside.step / TABLE),
     "a pickle as the manifest": lambda step, outside: (step / MANIFEST).write_bytes(outside.pickle),
     "a path in the manifest": lambda step, outside: rename_in_manifest(step, f"../../outside/2/{SHARD}"),
     "a whole path in the manifest": lambda step, outside: rename_in_manifest(step, f"{outside.step}/{SHARD}"),
@@ -377,7 +380,7 @@ def test_what_is_planted_neither_runs_nor_leads_outside(tmp_path, monkeypatch, p
     assert f"{store.folder}/step-00000001/{SHARD}" in opened
     later.save_final(PlainEngine(0, 1, seed=2), state_at(2))
     assert not outside.owned.exists()
-    assert names(outside.step) == [MANIFEST, SHARD]
+    assert names(outside.step) == [MANIFEST, SHARD, TABLE]
 
 
 def noting(function, opened):
