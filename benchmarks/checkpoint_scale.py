@@ -82,19 +82,19 @@ def published(folder: Path, ranks: int) -> dict[str, Any]:
         handed_over.append(pickle.dumps((record, table)))
     before, began = resident(), time.perf_counter()
     written = [pickle.loads(each) for each in handed_over]
-    table = ShardTable.joined([part for _, part in written])
+    files, table = tuple(record for record, _ in written), ShardTable.joined([part for _, part in written])
+    del written
     content = table.encode()
-    summed = TableRecord(bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
+    summed = TableRecord.of(content)
     fields = {"global_step": 1, "world_size": ranks, "split": "ZeRO 3", "state": {}, "scalars": {}}
-    files = tuple(record for record, _ in written)
     manifest = Manifest.with_table(table, folder, files=files, shard_table=summed, **fields)
     sealed = manifest.encode()
     seconds, megabytes = time.perf_counter() - began, resident() - before
-    (folder / TABLE).write_bytes(content)
+    (folder / TABLE).write_bytes(b"".join(content))
     (folder / MANIFEST).write_bytes(sealed)
     return {
         "shards": len(table),
-        "on the disk, MB": (len(content) + len(sealed)) / 1e6,
+        "on the disk, MB": (summed.bytes + len(sealed)) / 1e6,
         "handed over by a rank, MB": max(map(len, handed_over)) / 1e6,
         "a rank's own part, s": own,
         "published by one rank, s": seconds,

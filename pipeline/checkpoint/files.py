@@ -174,17 +174,18 @@ def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
         done += got
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Writes a small file and waits until it is on the disk.
+def write_durably(path: Path, *parts: bytes | memoryview) -> None:
+    """Writes a file of these parts and waits until it is on the disk.
 
     Raises:
         OSError: it cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        view = memoryview(content)
-        while len(view):
-            view = view[os.write(descriptor, view) :]
+        for part in parts:
+            view = memoryview(part)
+            while len(view):
+                view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

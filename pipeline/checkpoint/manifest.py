@@ -55,6 +55,14 @@ class TableRecord(Closed):
     bytes: Count
     xxh3_128: Checksum
 
+    @staticmethod
+    def of(content: list[memoryview]) -> TableRecord:
+        """Of the parts of an encoded table."""
+        checksum = xxhash.xxh3_128()
+        for part in content:
+            checksum.update(part)
+        return TableRecord(bytes=sum(map(len, content)), xxh3_128=checksum.hexdigest())
+
 
 class Manifest(Closed):
     """Everything a checkpoint says of itself."""

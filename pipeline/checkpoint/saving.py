@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from pipeline.checkpoint.files import LayoutChangedError, write_durably, write_file
 from pipeline.checkpoint.folders import PARTIAL, REPLACED, clear_partial, folder_name, remove
 from pipeline.checkpoint.layout import Layout
@@ -180,7 +178,9 @@ class Saving:
         problem = first([share.problem for share in shares])
         if problem is None:
             written = [each for each in self.peers.collect(self._written) if each is not None]
-            problem = first(self.peers.attempt(lambda: self._publish(written)))
+            files, table = [record for record, _ in written], ShardTable.joined([part for _, part in written])
+            del written  # a thousand ranks' parts are as much again
+            problem = first(self.peers.attempt(lambda: self._publish(files, table)))
         if self.peers.is_leader:
             if problem is not None:
                 self._withdraw()
@@ -188,8 +188,7 @@ class Saving:
                 shutil.rmtree(self._replaced, ignore_errors=True)
         return problem
 
-    def _publish(self, written: list[tuple[FileRecord, ShardTable]]) -> None:
-        table = ShardTable.joined([part for _, part in written])
+    def _publish(self, files: list[FileRecord], table: ShardTable) -> None:
         content = table.encode()
         try:
             manifest = Manifest.with_table(
@@ -200,15 +199,15 @@ class Saving:
                 split=self.content.split,
                 state=self.content.state,
                 scalars=self.content.scalars,
-                files=tuple(record for record, _ in written),
-                shard_table=TableRecord(bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content)),
+                files=tuple(files),
+                shard_table=TableRecord.of(content),
             )
         except ValueError as error:  # an engine's mistake: better told now than when it is to be read
             raise OSError(errno.EINVAL, f"the shares do not add up: {error}") from error
         sealed = manifest.encode()
-        if len(content) > MAX_TABLE_BYTES or len(sealed) > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"{len(table)} shards of {len(written)} ranks are too many to be read")
-        write_durably(self.partial / TABLE, content)
+        if sum(map(len, content)) > MAX_TABLE_BYTES or len(sealed) > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"{len(table)} shards of {len(files)} ranks are too many to be read")
+        write_durably(self.partial / TABLE, *content)
         write_durably(self.partial / MANIFEST, sealed)
         synchronise(self.partial)
         if os.path.lexists(self.final):  # of a step that this run, gone on from an earlier one, now repeats

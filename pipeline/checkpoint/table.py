@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save
 
 from pipeline.checkpoint.layout import DTYPE_NAMES, DTYPES
 from pipeline.shards import Box, Region, Shard
 
 Column = npt.NDArray[Any]
-COLUMNS = {"tensor": "<i4", "box": "<i4", "start": "<i8", "length": "<i8", "checksum": "<u8"}
+COLUMNS = {"start": "<i8", "length": "<i8", "checksum": "<u8", "tensor": "<i4", "box": "<i4"}
+SAFETENSORS = {"<i8": "I64", "<u8": "U64", "<i4": "I32"}
 ROW_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
 NO_BOX = -1
 MOST = 1 << 62
@@ -58,7 +58,7 @@ class ShardTable:
             is_all = at.box == tuple((0, extent) for extent in at.shape)
             tensor = tensors.setdefault(key, len(tensors))
             box = boxes.setdefault(None if is_all else at.box, len(boxes) - 1)
-            rows.append((tensor, box, at.start, at.length, checksum))
+            rows.append((at.start, at.length, checksum, tensor, box))
         values: list[tuple[int, ...]] = list(zip(*rows, strict=True)) if rows else [()] * len(COLUMNS)
         columns = {
             name: np.array(column, dtype)
@@ -102,28 +102,54 @@ class ShardTable:
         return {(name, kind): shape for name, kind, _, shape in reversed(self.entries)}
 
     @cached_property
-    def _by_tensor(self) -> tuple[Column, Column, dict[tuple[str, str], int]]:
-        order = np.argsort(self.columns["tensor"], kind="stable")
-        limits = np.searchsorted(self.columns["tensor"][order], np.arange(len(self.entries) + 1))
-        return order, limits, {(name, kind): i for i, (name, kind, *_) in enumerate(self.entries)}
+    def _order(self) -> Column:
+        """The rows by tensor, box and start."""
+        group = self._groups
+        # Radix sort, where there are few: ten times as fast. Ranks write their shares in order.
+        few = len(self.entries) * (len(self.box_list) + 1) < 1 << 16
+        order = np.argsort(group.astype(np.uint16) if few else group, kind="stable").astype(np.int32)
+        start, alike = self.columns["start"][order], np.diff(group[order]) == 0
+        if (start[1:] < start[:-1])[alike].any():
+            order = np.lexsort((self.columns["start"], group)).astype(np.int32)
+        return order
+
+    @property
+    def _groups(self) -> Column:
+        """A number for the tensor and the box of each row."""
+        return self.columns["tensor"] * np.int64(len(self.box_list) + 1) + self.columns["box"] + 1
+
+    @cached_property
+    def _by_tensor(self) -> tuple[Column, dict[tuple[str, str], int]]:
+        counts = np.bincount(self.columns["tensor"], minlength=len(self.entries))
+        numbers = {(name, kind): i for i, (name, kind, *_) in enumerate(self.entries)}
+        return np.concatenate([[0], np.cumsum(counts)]), numbers
 
     def rows_of(self, name: str, kind: str) -> list[int] | None:
         """Of one tensor; None: there is no such tensor."""
-        order, limits, numbers = self._by_tensor
+        limits, numbers = self._by_tensor
         number = numbers.get((name, kind))
-        return None if number is None else order[limits[number] : limits[number + 1]].tolist()
+        return None if number is None else self._order[limits[number] : limits[number + 1]].tolist()
 
     def shard(self, row: int) -> Shard:
         """What a row says."""
-        tensor, box, start, length, checksum = (int(self.columns[name][row]) for name in COLUMNS)
+        start, length, checksum, tensor, box = (int(self.columns[name][row]) for name in COLUMNS)
         name, kind, dtype, shape = self.entries[tensor]
         region = Region(shape, None if box == NO_BOX else self.box_list[box], start, length)
         return Shard(name, kind, region, DTYPES[dtype], checksum=f"{checksum:016x}")
 
-    def encode(self) -> bytes:
-        """The file's content. Deterministic."""
-        texts = {name: np.frombuffer(getattr(self, name), np.uint8) for name in ("tensors", "boxes")}
-        return save(self.columns | texts)
+    def encode(self) -> list[memoryview]:
+        """The file's content, in parts that are no copies. Deterministic."""
+        parts = {name: memoryview(column).cast("B") for name, column in self.columns.items()}
+        parts |= {"tensors": memoryview(self.tensors), "boxes": memoryview(self.boxes)}
+        header, end = dict[str, Any](), 0
+        for name, part in parts.items():
+            dtype = SAFETENSORS.get(COLUMNS.get(name, ""), "U8")
+            length = len(self) if name in COLUMNS else len(part)
+            header[name] = {"dtype": dtype, "shape": [length], "data_offsets": [end, end + len(part)]}
+            end += len(part)
+        text = _json(header)
+        text += b" " * (-len(text) % 8)  # so that columns lie at multiples of their values
+        return [memoryview(len(text).to_bytes(8, "little") + text), *parts.values()]
 
     @staticmethod
     def decode(raw: bytes | bytearray) -> ShardTable:
@@ -189,7 +215,8 @@ class ShardTable:
 
     def _check_cover(self, sizes: list[int]) -> None:
         """Each value of a tensor comes once: in each box stretches that do not overlap, boxes that do not."""
-        rows, group = self._in_order()
+        rows = self._order[self.columns["length"][self._order] > 0]
+        group = self._groups[rows]
         start, length = self.columns["start"][rows], self.columns["length"][rows]
         firsts = np.flatnonzero(np.diff(group, prepend=-1))
         places = [self._place(number) for number in group[firsts].tolist()]
@@ -214,16 +241,8 @@ class ShardTable:
             if count != size:
                 raise ValueError(f"{kind} of {name}: {count} values of {size} are in the files")
 
-    def _in_order(self) -> tuple[Column, Column]:
-        """The rows that have values, by tensor, box and start; and a number for tensor and box of each."""
-        columns = self.columns
-        group = columns["tensor"].astype(np.int64) * (len(self.box_list) + 1) + columns["box"] + 1
-        rows = np.lexsort((columns["start"], group))
-        rows = rows[columns["length"][rows] > 0]
-        return rows, group[rows]
-
     def _place(self, number: int) -> tuple[int, Box]:
-        """Which tensor and box a number of `_in_order` is."""
+        """Which tensor and box a number of `_groups` is."""
         tensor, box = divmod(number, len(self.box_list) + 1)
         name, kind, _, shape = self.entries[tensor]
         limits = self.box_list[box - 1] if box else tuple((0, extent) for extent in shape)

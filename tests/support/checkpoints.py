@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from pipeline.checkpoint.files import streamed, write_file
 from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, TableRecord
@@ -39,10 +37,9 @@ def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
     fields = {"global_step": 1, "world_size": len(engines), "split": "plain", "state": {"samples_seen": 3}}
     table = ShardTable.of(shards)
     content = table.encode()
-    record = TableRecord(bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
-    fields |= {"scalars": scalars, "files": tuple(files), "shard_table": record}
+    fields |= {"scalars": scalars, "files": tuple(files), "shard_table": TableRecord.of(content)}
     manifest = Manifest.with_table(table, folder, **fields | changes)
-    (folder / TABLE).write_bytes(content)
+    (folder / TABLE).write_bytes(b"".join(content))
     (folder / MANIFEST).write_bytes(manifest.encode())
     return manifest
 
