@@ -139,7 +139,7 @@ class ShardTable:
 
     def encode(self) -> list[memoryview]:
         """The file's content, in parts that are no copies. Deterministic."""
-        parts = {name: memoryview(column).cast("B") for name, column in self.columns.items()}
+        parts = {name: column.data.cast("B") for name, column in self.columns.items()}
         parts |= {"tensors": memoryview(self.tensors), "boxes": memoryview(self.boxes)}
         header, end = dict[str, Any](), 0
         for name, part in parts.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pipeline.engine.torch_state import kept_buffers
+from pipeline.engine.parameter_state import kept_buffers
 from support.tiny import recipe, resolve
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
