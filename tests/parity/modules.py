@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pipeline.engine.parameter_state import kept_buffers
 from support.tiny import recipe, resolve
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -17,6 +16,7 @@ from pipeline.assemble import build_engine, build_eval_loader, build_loader
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.engine.normalize import mean_loss
+from pipeline.engine.parameter_state import kept_buffers
 from pipeline.evaluation import evaluate
 from pipeline.objectives import build_objective
 from pipeline.training import seed_step
