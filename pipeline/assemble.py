@@ -288,6 +288,7 @@ def describe_workload(
         samples_per_step=resolved.plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
+        means=objective.means,
         num_workers=config.loader.num_workers,
         flops_per_sample=None if length is None or cost is None else length * cost,
         peak_flops=peak_flops(name, engine.precision, resolved.tf32),

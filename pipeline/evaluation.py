@@ -10,7 +10,7 @@ from pipeline.data.loader import EvalLoader
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluates
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.objectives import Objective
 
 
@@ -46,17 +46,16 @@ def evaluate(
     everyones = job.all_reduce_sum(torch.stack(list(sums.values())))  # (sets, keys)
     by_name = dict(zip(loader.names, everyones, strict=True))
     total = torch.stack([by_name[name] for name in loader.total]).sum(dim=0)
-    row = _means("eval/", dict(zip(keys, total, strict=True)))
+    row = _means("eval/", dict(zip(keys, total, strict=True)), objective)
     if objective.unit == "tokens":
         row["eval/perplexity"] = math.exp(min(row["eval/loss"], 700.0))
     if len(by_name) > 1:
         for name, values_of_set in by_name.items():
-            row |= _means(f"eval/{name}/", dict(zip(keys, values_of_set, strict=True)))
+            row |= _means(f"eval/{name}/", dict(zip(keys, values_of_set, strict=True)), objective)
     return row
 
 
-def _means(prefix: str, sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    row = {f"{prefix}loss": float(mean_loss(sums["loss"], sums["count"]))}
-    if "correct" in sums:
-        row[f"{prefix}accuracy"] = float(sums["correct"] / sums["samples"])
-    return row
+def _means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
+    further = further_means(sums, objective.means)
+    means = {"loss": float(mean_loss(sums["loss"], sums["count"])), **further}
+    return {f"{prefix}{name}": mean for name, mean in means.items()}

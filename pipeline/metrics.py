@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from pipeline.data.starvation import Starvation
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import StepResult
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.errors import NonFiniteLossError
 from pipeline.objectives import Batch, LossSum, Objective
 
@@ -43,6 +43,8 @@ class Workload:
     """Dense peak of one device in the run's precision, FLOP/s."""
     num_workers: int = 0
     """Processes that read data for one rank."""
+    means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """What the objective reports besides its loss; see Objective.means."""
 
 
 class Meters:
@@ -129,8 +131,10 @@ class Meters:
         result = self._last
         assert result is not None, "summary before the first step"
         data_seconds = self._data_wait.take()
-        total, own = self._from_all(result.loss_sum, data_seconds + self._forward.take())
-        row = {"train/loss": float(mean_loss(total, result.global_count))}
+        shares = {"loss": result.loss_sum, **result.extras}
+        sums, own = self._from_all(shares, data_seconds + self._forward.take())
+        row = {"train/loss": float(mean_loss(sums["loss"], result.global_count))}
+        row |= {f"train/{name}": mean for name, mean in further_means(sums, self._workload.means).items()}
         if result.grad_norm is not None:
             row["train/grad_norm"] = float(result.grad_norm)
         if result.loss_scale is not None:
@@ -157,17 +161,17 @@ class Meters:
         self._restart()
         return row
 
-    def _from_all(self, loss_sum: Tensor, own_seconds: float) -> tuple[Tensor, list[float]]:
-        """The loss over all ranks, and every rank's own seconds a step, by one collective."""
-        if self._stragglers is None:
-            return self._job.all_reduce_sum(loss_sum.to(torch.float64)), []
+    def _from_all(
+        self, shares: Mapping[str, Tensor], own_seconds: float
+    ) -> tuple[dict[str, Tensor], list[float]]:
+        """The step's sums over all ranks, and every rank's own seconds a step, by one collective."""
         ranks = self._job.ranks
-        sums = torch.zeros(1 + ranks.world_size, dtype=torch.float64)
-        sums[1 + ranks.rank] = own_seconds / self._steps
-        sums = sums.to(loss_sum.device)
-        sums[0] = loss_sum
-        self._job.all_reduce_sum(sums)
-        return sums[0], sums[1:].tolist()
+        seconds = torch.zeros(0 if self._stragglers is None else ranks.world_size, dtype=torch.float64)
+        if self._stragglers is not None:
+            seconds[ranks.rank] = own_seconds / self._steps
+        own = torch.stack([share.to(torch.float64) for share in shares.values()])
+        sums = self._job.all_reduce_sum(torch.cat([own, seconds.to(own.device)]))
+        return dict(zip(shares, sums, strict=False)), sums[len(shares) :].tolist()
 
     def _what_was_skipped(self, skipped: int, scale: float | None) -> str:
         line = f"{skipped} of {self._steps} steps skipped: the gradient was infinite or NaN"
@@ -248,7 +252,7 @@ class TimedObjective:
         self._objective = objective
         self._span = span
         self.unit = objective.unit
-        self.extra_keys = objective.extra_keys
+        self.extra_keys, self.means = objective.extra_keys, objective.means
 
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count."""
@@ -257,6 +261,16 @@ class TimedObjective:
     def inputs(self, model: Callable[..., Any], batch: Batch) -> frozenset[str]:
         """See Objective.inputs."""
         return self._objective.inputs(model, batch)
+
+    def prepare_step(
+        self,
+        model: Callable[..., Any],
+        micro_batches: Sequence[Batch],
+        to_device: Callable[[Batch], Batch],
+        all_reduce_sum: Callable[[Tensor], Tensor],
+    ) -> None:
+        """See Objective.prepare_step."""
+        self._objective.prepare_step(model, micro_batches, to_device, all_reduce_sum)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""

@@ -46,7 +46,7 @@ from pipeline.engine.state import State
 from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section, cut_parameters
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.unused import GradientWatch, warn_of_unused
-from pipeline.objectives import Batch, LossSum, Objective
+from pipeline.objectives import Batch, LossSum, Objective, added, refuse_router
 from pipeline.optim import parameter_groups
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class DeepSpeedEngine(DeepSpeedState):
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_optimizer(groups, optimizer, config)
         if split.tensor_parallel > 1:
+            refuse_router(model, "tensor parallelism")
             complete_tensor_section(config, model)
         mpu = parallel_state(split)
         self._sequence: SequenceParallel | None = None
@@ -172,14 +173,18 @@ class DeepSpeedEngine(DeepSpeedState):
         for group in self._zero_optimizer.param_groups:
             group["lr"] = learning_rate
         skipped_before = engine.skipped_steps
-        loss_sum = torch.zeros((), device=self.device)
+        with self._autocast():
+            objective.prepare_step(
+                engine, micro_batches, lambda b: self._part_on_device(b, objective), self._job.all_reduce_sum
+            )
+        losses: list[LossSum] = []
         for cpu_batch in micro_batches:
             with self._autocast():
                 loss = objective(engine, self._part_on_device(cpu_batch, objective))
             check_gradient(loss)
-            engine.backward(loss.loss_sum * (scale * own_loss_scale), scale_wrt_gas=False)
+            engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
             engine.step()
-            loss_sum += loss.loss_sum.detach()
+            losses.append(loss.detached())
         self._buffers.share()
         if self._watch is not None:
             warn_of_unused(self._watch.unused())
@@ -196,8 +201,10 @@ class DeepSpeedEngine(DeepSpeedState):
             skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
             grad_norm = self._norm
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        share = loss_sum / self._split.tensor_parallel  # each rank of a tensor group computed all of it
-        return StepResult(share, totals[0], grad_norm, skipped, totals[1], scale_now)
+        total = added(losses, objective.extra_keys, self.device)
+        alike = self._split.tensor_parallel  # each rank of a tensor group computed all of it
+        extras = {key: value / alike for key, value in total.extras.items()}
+        return StepResult(total.loss_sum / alike, totals[0], grad_norm, skipped, totals[1], scale_now, extras)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self._float_dtype) if self._is_autocast else nullcontext()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -31,6 +31,8 @@ class StepResult:
     """Sum over ranks of their stop and save flags; see distributed.stopping."""
     loss_scale: float | None
     """fp16 only."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's share of the objective's further sums, as `loss_sum` is."""
 
 
 class Evaluates(Protocol):

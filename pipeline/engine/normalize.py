@@ -5,6 +5,8 @@ Every token counts once, however it fell into micro-batches and ranks. A mean of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,19 @@ def backward_scale(global_count: Tensor, averaged_over: int) -> Tensor:
 def mean_loss(loss_sum: Tensor, count: Tensor) -> Tensor:
     """The token (or sample) mean that is logged, from sums over all ranks, in fp64."""
     return loss_sum.to(torch.float64) / _or_one(count.to(torch.float64))
+
+
+def further_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[str, str]]) -> dict[str, float]:
+    """An objective's further metrics from its further sums over all ranks; none of what was not counted.
+
+    Args:
+        means: See Objective.means.
+    """
+    return {
+        name: float(mean_loss(sums[part], sums[whole]))
+        for name, (part, whole) in means.items()
+        if sums[whole]
+    }
 
 
 def _or_one(count: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from pipeline.engine.stages import Stages, cut_points
 from pipeline.engine.state import State
 from pipeline.errors import DataError
 from pipeline.models.staging import LayeredModel, model_output
-from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
+from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_adamw, parameter_groups
 
 INPUT_KEYS = ("input_ids", "position_ids")
@@ -59,7 +59,9 @@ class PipelineEngine(DeepSpeedState):
 
         Raises:
             ModelError: fewer blocks than stages.
+            ConfigError: a mixture whose routers are to be balanced.
         """
+        refuse_router(model, "pipeline stages")
         self.device = job.device
         self.precision = split.precision
         self.num_parameters = model.num_parameters
@@ -140,7 +142,8 @@ class PipelineEngine(DeepSpeedState):
         if self._own_norm and self.precision == "fp32":
             skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        return StepResult(self._last.total(self.device), totals[0], norm, skipped, totals[1], scale_now)
+        total = added(self._last.losses, objective.extra_keys, self.device)  # 0 before the last stage
+        return StepResult(total.loss_sum, totals[0], norm, skipped, totals[1], scale_now, total.extras)
 
     def _on_device(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
         """What PipelineEngine takes: the first stage's inputs, and for the last stage the whole batch."""
@@ -187,10 +190,7 @@ class PipelineEngine(DeepSpeedState):
         self._engine.eval_batch(
             self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
         )
-        if self._last.losses:
-            return self._last.losses[0]
-        zero = torch.zeros((), device=self.device)
-        return LossSum(zero, zero, dict.fromkeys(objective.extra_keys, zero))
+        return added(self._last.losses, objective.extra_keys, self.device)
 
     def _state(self) -> State:
         return stage_state(self._zero_optimizer, self.module, (self.dp_rank, self.dp_world_size))
@@ -214,12 +214,8 @@ class _LastStage:
     def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
         assert self._objective is not None
         loss = self._objective(lambda *_, **__: model_output(logits), batch)
-        self.losses.append(LossSum(loss.loss_sum.detach(), loss.count, loss.extras))
-        return loss.loss_sum * self._scale
-
-    def total(self, device: torch.device) -> Tensor:
-        """The micro-batches' sums added up, unscaled; 0 on the stages before the last."""
-        return torch.stack([torch.zeros((), device=device), *(loss.loss_sum for loss in self.losses)]).sum()
+        self.losses.append(loss.detached())
+        return loss.minimised * self._scale
 
 
 def _for_stages(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:

@@ -29,7 +29,7 @@ from pipeline.engine.state import restore
 from pipeline.engine.unused import listed, warn_of_unused
 from pipeline.errors import ModelError
 from pipeline.models.batch_norm import num_batch_norms
-from pipeline.objectives import Batch, LossSum, Objective
+from pipeline.objectives import Batch, LossSum, Objective, added
 from pipeline.optim import build_adamw, parameter_groups
 from pipeline.shards import Scalars, Shard, ShardSource
 
@@ -83,15 +83,22 @@ class TorchEngine:
         totals = self._job.all_reduce_sum(count_and_flags(micro_batches, objective, flags, self.device))
         scale = backward_scale(totals[0], self.dp_world_size).float()
         self._optimizer.zero_grad(set_to_none=True)
-        loss_sum = torch.zeros((), device=self.device)
+        with self._autocast():
+            objective.prepare_step(
+                self._replicas,
+                micro_batches,
+                lambda b: self._on_device(b, objective),
+                self._job.all_reduce_sum,
+            )
+        losses: list[LossSum] = []
         for index, cpu_batch in enumerate(micro_batches):
             batch = self._on_device(cpu_batch, objective)
             with self._reduced_after(index == len(micro_batches) - 1):
                 with self._autocast():
                     loss = objective(self._replicas if self._ddp is None else self._ddp.wrapper, batch)
                 check_gradient(loss)
-                (loss.loss_sum * scale).backward()
-            loss_sum += loss.loss_sum.detach()
+                (loss.minimised * scale).backward()
+            losses.append(loss.detached())
         self._look_for_unused()
         self._buffers.share()
         for group in self._optimizer.param_groups:
@@ -99,7 +106,8 @@ class TorchEngine:
         grad_norm = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
         self._optimizer.step()
         skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
-        return StepResult(loss_sum, totals[0], grad_norm, skipped, totals[1], None)
+        total = added(losses, objective.extra_keys, self.device)
+        return StepResult(total.loss_sum, totals[0], grad_norm, skipped, totals[1], None, total.extras)
 
     def _reduced_after(self, is_last: bool) -> AbstractContextManager[Any]:
         """Around a forward and backward: gradients are summed over ranks after the last one only."""

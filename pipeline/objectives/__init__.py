@@ -7,10 +7,11 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.importing import import_object
 from pipeline.objectives.cross_entropies import CausalLM, Classification
-from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum, Objective
+from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum, Objective, added
 from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.outputs import logits_of, loss_of
 from pipeline.objectives.own import Custom, ModelLoss
+from pipeline.objectives.router import refuse_router
 
 __all__ = [
     "TARGET_KEYS",
@@ -22,9 +23,11 @@ __all__ = [
     "ModelCall",
     "ModelLoss",
     "Objective",
+    "added",
     "build_objective",
     "logits_of",
     "loss_of",
+    "refuse_router",
 ]
 
 

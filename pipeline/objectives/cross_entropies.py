@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from pipeline.objectives.interface import Batch, LossSum
 from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels, wrong_label
 from pipeline.objectives.model_call import Caller, ModelCall
 from pipeline.objectives.outputs import logits_of
+from pipeline.objectives.router import balance_sum, router_logits_of, router_of, tokens_per_expert
+
+
+def _itself(tokens_E: Tensor) -> Tensor:
+    return tokens_E
+
 
 LABELS = ("labels", "label", "targets", "target")
 
@@ -25,21 +31,27 @@ class CausalLM(Caller):
 
     A batch holds `input_ids` (B, T) and either `shift_labels` (B, T), where position t holds the token after
     t, or `labels` (B, T) aligned with the inputs, as transformers has them.
+
+    Where the config of a mixture of experts asks for `output_router_logits`, the routers' load-balancing loss
+    over the counted tokens of the global batch is minimised too; see router.py.
     """
 
     unit = "tokens"
-    extra_keys: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ("router_aux_loss", "routed_tokens")
+    means: Mapping[str, tuple[str, str]] = {"router_aux_loss": ("router_aux_loss", "routed_tokens")}
 
     def __init__(self, call: ModelCall | None = None):
         super().__init__(call)
         self._told = FirstCount()
+        self._of_global_batch: Callable[[Tensor], Tensor] = _itself
 
     def count(self, batch: Batch) -> Tensor:
         return self._told((self._labels(batch) != IGNORE_INDEX).sum(), "labels")
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         labels_BT = self._labels(batch)
-        logits_BTV = logits_of(self._call(model, batch))
+        output = self._call(model, batch)
+        logits_BTV = logits_of(output)
         if logits_BTV.shape[:-1] != labels_BT.shape:
             raise ModelError(
                 f"objective causal_lm wants logits (samples, tokens, vocabulary): the model returned "
@@ -47,7 +59,46 @@ class CausalLM(Caller):
             )
         check_labels(batch, "shift_labels" if "shift_labels" in batch else "labels", logits_BTV.shape[-1])
         loss_sum = cross_entropy_sum(logits_BTV.flatten(0, 1), labels_BT.flatten())
-        return LossSum(loss_sum, (labels_BT != IGNORE_INDEX).sum())
+        counted_BT = labels_BT != IGNORE_INDEX
+        count, none = counted_BT.sum(), torch.zeros((), device=loss_sum.device)
+        router, layers = router_of(model), router_logits_of(output)
+        if router is None or not layers or not torch.is_grad_enabled():
+            return LossSum(loss_sum, count, dict.fromkeys(self.extra_keys, none))
+        tokens_E = self._of_global_batch(tokens_per_expert(layers, counted_BT, router))
+        balance = balance_sum(layers, counted_BT, router, tokens_E)
+        extras = {"router_aux_loss": balance.detach(), "routed_tokens": count}
+        return LossSum(loss_sum, count, extras, router.coefficient * balance)
+
+    def prepare_step(
+        self,
+        model: Callable[..., Any],
+        micro_batches: Sequence[Batch],
+        to_device: Callable[[Batch], Batch],
+        all_reduce_sum: Callable[[Tensor], Tensor],
+    ) -> None:
+        """See Objective.prepare_step: where a mixture's tokens go.
+
+        With several micro-batches it takes one more forward of each, with the same random numbers, since all
+        of them must be known before the first backward.
+        """
+        self._of_global_batch = all_reduce_sum
+        router = router_of(model)
+        if router is None or len(micro_batches) == 1:
+            return
+        tokens_E = torch.zeros(())
+        device = (
+            next(model.parameters()).device if isinstance(model, torch.nn.Module) else torch.device("cpu")
+        )
+        on_gpu = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(on_gpu):
+            for batch in map(to_device, micro_batches):
+                layers = router_logits_of(self._call(model, batch))
+                if not layers:
+                    return
+                counted_BT = self._labels(batch) != IGNORE_INDEX
+                tokens_E = tokens_E.to(counted_BT.device) + tokens_per_expert(layers, counted_BT, router)
+        all_reduce_sum(tokens_E)
+        self._of_global_batch = lambda _: tokens_E
 
     @staticmethod
     def _labels(batch: Batch) -> Tensor:
@@ -72,6 +123,7 @@ class Classification(Caller):
 
     unit = "samples"
     extra_keys: tuple[str, ...] = ("correct", "samples")
+    means: Mapping[str, tuple[str, str]] = {"accuracy": ("correct", "samples")}
 
     def __init__(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 Batch = Mapping[str, Any]
@@ -22,7 +23,29 @@ class LossSum:
     count: Tensor
     """Tokens or samples (or their weights) the loss is the sum over."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """Further sums over the same count, such as `correct`."""
+    """Further sums, such as `correct`; see Objective.means."""
+    penalty_sum: Tensor | None = None
+    """What is minimised besides, divided by the same count; no part of the loss that is logged."""
+
+    @property
+    def minimised(self) -> Tensor:
+        """What goes into backward."""
+        return self.loss_sum if self.penalty_sum is None else self.loss_sum + self.penalty_sum
+
+    def detached(self) -> LossSum:
+        """The sums without their graph."""
+        extras = {key: value.detach() for key, value in self.extras.items()}
+        return LossSum(self.loss_sum.detach(), self.count, extras)
+
+
+def added(losses: Sequence[LossSum], extra_keys: Sequence[str], device: torch.device) -> LossSum:
+    """The micro-batches' sums added up; 0 where there is none. Penalties are left out."""
+    none, zero = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)
+    loss_sum = sum((loss.loss_sum for loss in losses), none)
+    count = sum((loss.count for loss in losses), zero)
+    return LossSum(
+        loss_sum, count, {key: sum((loss.extras[key] for loss in losses), zero) for key in extra_keys}
+    )
 
 
 class Objective(Protocol):
@@ -32,6 +55,8 @@ class Objective(Protocol):
     """What is counted: `tokens` or `samples`."""
     extra_keys: tuple[str, ...]
     """Names of the further sums in LossSum.extras."""
+    means: Mapping[str, tuple[str, str]]
+    """Metric -> which further sum is divided by which, both over the global batch: a row's further keys."""
 
     def count(self, batch: Batch) -> Tensor:
         """The micro-batch's count (0-dim), from the batch alone: it is needed before the first backward."""
@@ -39,6 +64,22 @@ class Objective(Protocol):
 
     def inputs(self, model: Callable[..., Any], batch: Batch) -> frozenset[str]:
         """The entries of the batch that go to the model."""
+        ...
+
+    def prepare_step(
+        self,
+        model: Callable[..., Any],
+        micro_batches: Sequence[Batch],
+        to_device: Callable[[Batch], Batch],
+        all_reduce_sum: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Before a training step's first forward: what the loss must know of the global batch. Collective
+        where it needs something.
+
+        Args:
+            to_device: Brings a micro-batch to the model's device.
+            all_reduce_sum: The sum over the ranks that the batch is divided among.
+        """
         ...
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
@@ -157,12 +157,24 @@ def _refuse_unusable(signature: inspect.Signature, batch: Batch, kinds: dict[str
 class Caller:
     """What all objectives have: the way to the model."""
 
+    extra_keys: tuple[str, ...] = ()
+    means: Mapping[str, tuple[str, str]] = {}
+
     def __init__(self, call: ModelCall | None = None) -> None:
         self._call = call or ModelCall()
 
     def inputs(self, model: Callable[..., Any], batch: Batch) -> frozenset[str]:
         """See Objective.inputs."""
         return self._call.entries(model, batch)
+
+    def prepare_step(
+        self,
+        model: Callable[..., Any],
+        micro_batches: Sequence[Batch],
+        to_device: Callable[[Batch], Batch],
+        all_reduce_sum: Callable[[Tensor], Tensor],
+    ) -> None:
+        """See Objective.prepare_step: nothing."""
 
 
 class _Plan:

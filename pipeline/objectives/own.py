@@ -36,7 +36,6 @@ class Custom(Caller):
     """
 
     unit = "samples"
-    extra_keys: tuple[str, ...] = ()
 
     def __init__(self, function: Callable[..., Tensor], call: ModelCall | None = None):
         self.function = function
@@ -127,7 +126,6 @@ class ModelLoss(Caller):
     """The loss the model computes itself, from inputs and targets: its mean over the batch's samples."""
 
     unit = "samples"
-    extra_keys: tuple[str, ...] = ()
 
     def __init__(self, call: ModelCall | None = None):
         super().__init__(call or ModelCall(with_targets=True))
