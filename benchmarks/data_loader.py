@@ -43,7 +43,11 @@ class MappedPart:
 
     tokens: Any
     ends: Any
-    learned: None = None
+    loss_mask: None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from pipeline.assemble import assemble
 from pipeline.checkpoint.folders import steps_in
 from pipeline.data import DataBundle, prepare_data
 from pipeline.data.digest import check_same_data
+from pipeline.distributed.open_files import raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Limits
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
@@ -51,6 +52,7 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         deepspeed: The configuration on the device that there most likely is, for DeepSpeed's own validation.
     """
     log_to_console(ranks)
+    raise_open_files_limit(ranks.world_size)
     job: Job | None = None
     waits = settings.config.distributed
     try:

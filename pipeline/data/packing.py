@@ -5,9 +5,11 @@ Shapes: B rows, T = sequence_length. What a batch holds is said under `PackedDat
 
 from __future__ import annotations
 
+import resource
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +21,13 @@ from torch.utils.data import Dataset
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.best_fit import Ints, best_fit, cut_documents
 from pipeline.data.bundle import Batch, JoinedDataset
+
+MOST_OPEN = 512  # parts of a data set: 16 GB of JSONL
+
+
+def parts_kept_open() -> int:
+    """How many parts a data set keeps mapped, the last used ones: a descriptor or two each."""
+    return max(8, min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64))
 
 
 class TokenPart(Protocol):
@@ -33,12 +42,15 @@ class TokenPart(Protocol):
         """(documents,) int64: where each document ends, increasing."""
 
     @property
-    def learned(self) -> NDArray[Any] | None:
-        """(n,), 0 where a token is read and not learned; None: all are learned."""
+    def loss_mask(self) -> NDArray[Any] | None:
+        """(n,), 1 where a token counts in the loss, else 0; None: all count."""
+
+    @property
+    def num_tokens(self) -> int: ...
 
 
 class TokenStore(Protocol):
-    """Parts that can be sent to another process and are mapped there."""
+    """Parts that can be sent to another process and are mapped there, each time an array is asked for."""
 
     @property
     def parts(self) -> Sequence[TokenPart]: ...
@@ -48,7 +60,7 @@ class PackedDataset(Dataset[Batch]):
     """Map-style; `__getitems__` returns a batch of `input_ids` and `shift_labels`, both (B, T) int64.
 
     Position t of `shift_labels` is the token that comes after position t, or -100 where nothing is to be
-    predicted: behind a document's end, in padding, and where the token is not one to be learned. With
+    predicted: behind a document's end, in padding, and where the token counts in no loss. With
     separate documents there are also `position_ids` (B, T) int64, which start from 0 at every document and
     at the padding; models keep documents apart by them.
 
@@ -74,12 +86,15 @@ class PackedDataset(Dataset[Batch]):
         self._map()
 
     def _map(self) -> None:
-        parts = self.store.parts
+        self._parts = self.store.parts
+        self._open = lru_cache(parts_kept_open())(self._open_part)
+
+    def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+        """Tokens and loss mask of a part, mapped."""
+        part = self._parts[number]
+        mask = part.loss_mask
         # Plain arrays: slices of numpy's memmap class are slow.
-        self._tokens = [np.asarray(part.tokens) for part in parts]
-        masks = [part.learned for part in parts]
-        self._learned = [np.asarray(mask).view(np.bool_) for mask in masks if mask is not None]
-        assert len(self._learned) in (0, len(parts)), "a mask for all parts, or for none"
+        return np.asarray(part.tokens), None if mask is None else np.asarray(mask).view(np.bool_)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -94,7 +109,7 @@ class PackedDataset(Dataset[Batch]):
         return {key: rows[0] for key, rows in self.__getitems__([index]).items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        mapped = ("_tokens", "_windows", "_learned")  # each process maps the files itself
+        mapped = ("_parts", "_open")  # each process maps the files itself
         return {key: value for key, value in self.__dict__.items() if key not in mapped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,20 +140,18 @@ class Stream(PackedDataset):
         self, store: TokenStore, sequence_length: int, separate_documents: bool, end_id: int
     ) -> None:
         super().__init__(store, sequence_length, separate_documents, end_id)
-        self._first = _offsets([len(windows) for windows in self._windows])  # row of each part
+        counts = [max(0, part.num_tokens - 1) // sequence_length for part in self._parts]
+        self._first = _offsets(counts)  # row of each part
 
-    def _map(self) -> None:
-        super()._map()
+    def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+        """As above, in windows (rows of the part, T + 1) that overlap by one; no copy."""
+        tokens, mask = super()._open_part(number)
+        return self._windows(tokens), None if mask is None else self._windows(mask)
+
+    def _windows(self, values: NDArray[Any]) -> NDArray[Any]:
         size = self.sequence_length
-        self._windows = [  # each (rows of the part, T + 1), overlapping by one; no copy
-            as_strided(
-                tokens,
-                (max(0, len(tokens) - 1) // size, size + 1),
-                (size * tokens.itemsize, tokens.itemsize),
-                writeable=False,
-            )
-            for tokens in self._tokens
-        ]
+        shape = max(0, len(values) - 1) // size, size + 1
+        return as_strided(values, shape, (size * values.itemsize, values.itemsize), writeable=False)
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -149,26 +162,31 @@ class Stream(PackedDataset):
         rows = np.array(indices, dtype=np.int64)
         parts = self._first.searchsorted(rows, side="right") - 1
         rows -= self._first[parts]
-        windows = self._rows(parts, rows)  # (B, T + 1), the one read of the files
+        windows, in_loss = self._rows(parts, rows)  # each (B, T + 1), the one read of the files
         pair = np.empty((2, len(rows), size), dtype=np.int64)
         pair[0] = windows[:, :-1]
         pair[1] = windows[:, 1:]
-        if self._learned:
-            for labels, part, start in zip(pair[1], parts, rows * size, strict=True):
-                labels[~self._learned[part][start + 1 : start + size + 1]] = IGNORE_INDEX
+        if in_loss is not None:
+            pair[1][~in_loss[:, 1:]] = IGNORE_INDEX
         if not self.separate_documents:
             return self._batch(pair, None)
         ends = np.flatnonzero(windows[:, :-1] == self.end_id)  # places of the batch that end a document
         pair[1].reshape(-1)[ends] = IGNORE_INDEX
         return self._batch(pair, ends + 1)
 
-    def _rows(self, parts: Ints, rows: Ints) -> NDArray[Any]:
-        if len(self._windows) == 1:
-            return self._windows[0][rows]
-        windows = np.empty((len(rows), self.sequence_length + 1), dtype=self._tokens[0].dtype)
+    def _rows(self, parts: Ints, rows: Ints) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+        """Copies: a batch of rows of as many parts keeps none of them open."""
+        tokens, mask = self._open(int(parts[0]))
+        if len(self._parts) == 1:
+            return tokens[rows], None if mask is None else mask[rows]
+        windows = np.empty((len(rows), self.sequence_length + 1), dtype=tokens.dtype)
+        in_loss = None if mask is None else np.ones(windows.shape, dtype=np.bool_)
         for index, (part, row) in enumerate(zip(parts.tolist(), rows.tolist(), strict=True)):
-            windows[index] = self._windows[part][row]
-        return windows
+            tokens, mask = self._open(part)
+            windows[index] = tokens[row]
+            if in_loss is not None and mask is not None:
+                in_loss[index] = mask[row]
+        return windows, in_loss
 
 
 class JoinedStream(Stream):
@@ -211,10 +229,10 @@ class Bins(PackedDataset):
     ) -> None:
         super().__init__(store, sequence_length, separate_documents, end_id)
         self.pad_id = end_id
-        self._first = _offsets([len(tokens) for tokens in self._tokens])  # they run on from part to part
+        self._first = _offsets([part.num_tokens for part in self._parts])  # they run on from part to part
         cut = [
             cut_documents(np.asarray(part.ends), sequence_length, int(first))
-            for part, first in zip(store.parts, self._first, strict=False)
+            for part, first in zip(self._parts, self._first, strict=False)
         ]
         self._starts = np.concatenate([np.empty(0, np.int64), *(pieces.starts for pieces in cut)])
         self._lengths = np.concatenate([np.empty(0, np.int32), *(pieces.lengths for pieces in cut)])
@@ -255,12 +273,12 @@ class Bins(PackedDataset):
         inputs, labels = pair.reshape(2, -1)
         table = np.stack([parts, starts, places, lengths, predicted], axis=1).tolist()
         for part, start, place, length, followed in table:
-            tokens = self._tokens[part]
+            tokens, mask = self._open(part)
             inputs[place : place + length] = tokens[start : start + length]
             target = tokens[start + 1 : start + 1 + followed]
-            if self._learned:
-                is_learned = self._learned[part][start + 1 : start + 1 + followed]
-                labels[place : place + followed] = np.where(is_learned, target.astype(np.int64), IGNORE_INDEX)
+            if mask is not None:
+                in_loss = mask[start + 1 : start + 1 + followed]
+                labels[place : place + followed] = np.where(in_loss, target.astype(np.int64), IGNORE_INDEX)
             else:
                 labels[place : place + followed] = target
         if not self.separate_documents:

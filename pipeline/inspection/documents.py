@@ -86,7 +86,7 @@ def lengths_of(stores: Iterable[Store]) -> Lengths:
 
 def hashes_of(stores: Iterable[Store]) -> NDArray[np.uint64]:
     """The hash of each document, sorted; equal documents have equal ones."""
-    parts = [np.asarray(part.hashes) for store in stores for part in store.parts]
+    parts = [np.array(part.hashes) for store in stores for part in store.parts]  # copies: none stays mapped
     hashes = np.concatenate([np.empty(0, np.uint64), *parts])
     hashes.sort()
     return hashes
@@ -113,25 +113,25 @@ class RowCounts:
         rows: Samples for the model.
         places: rows x sequence_length.
         padded: Places that hold no token of a document.
-        learned: Places whose next token counts in the loss.
+        in_loss: Places whose next token counts in the loss.
         documents_cut: Documents in more than one row; None where rows are cut wherever they are full.
     """
 
     rows: int
     places: int
     padded: int
-    learned: int
+    in_loss: int
     documents_cut: int | None
 
 
 def count_rows(rows: Rows, advance: Callable[[int], object]) -> RowCounts:
     """Looks at the labels of every row; `advance` is called with the number of rows done."""
     at_once = max(1, PLACES_AT_ONCE // rows.sequence_length)
-    learned = 0
+    in_loss = 0
     for first in range(0, len(rows), at_once):
         indices = range(first, min(first + at_once, len(rows)))
-        learned += int((rows.__getitems__(indices)["shift_labels"] != IGNORE_INDEX).sum())
+        in_loss += int((rows.__getitems__(indices)["shift_labels"] != IGNORE_INDEX).sum())
         advance(len(indices))
     places = len(rows) * rows.sequence_length
     padded = round(rows.padding_share * places)
-    return RowCounts(len(rows), places, padded, learned, rows.documents_cut)
+    return RowCounts(len(rows), places, padded, in_loss, rows.documents_cut)

@@ -111,7 +111,7 @@ def show_rows(screen: Screen, datasets: Mapping[str, Rows], sequence_length: int
             rows=sum(counts.rows for counts in counted),
             places=sum(counts.places for counts in counted),
             padded=sum(counts.padded for counts in counted),
-            learned=sum(counts.learned for counts in counted),
+            in_loss=sum(counts.in_loss for counts in counted),
             documents_cut=sum(known) if known else None,
         )
         table.append(["together", *_row_cells(total)])
@@ -123,7 +123,7 @@ def _row_cells(counts: RowCounts) -> list[str]:
     return [
         f"{counts.rows:,}",
         percent(counts.padded, counts.places),
-        percent(counts.learned, counts.places - counts.padded),
+        percent(counts.in_loss, counts.places - counts.padded),
         "wherever a row is full" if counts.documents_cut is None else f"{counts.documents_cut:,}",
     ]
 

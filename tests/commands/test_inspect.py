@@ -36,7 +36,11 @@ class MemoryPart:
     tokens: np.ndarray
     ends: np.ndarray
     hashes: np.ndarray
-    learned: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
+
+    @property
+    def num_tokens(self):
+        return len(self.tokens)
 
 
 @dataclass
@@ -110,7 +114,7 @@ def test_rows_are_counted(packing, learned_share, lengths, size):
     counts = count_rows(rows, done.append)
     every = [rows[i] for i in range(len(rows))]
     assert (counts.rows, sum(done), counts.places) == (len(rows), len(rows), len(rows) * size)
-    assert counts.learned == sum(int((row["shift_labels"] != -100).sum()) for row in every)
+    assert counts.in_loss == sum(int((row["shift_labels"] != -100).sum()) for row in every)
     assert counts.padded == sum(int((row["input_ids"] == PAD).sum()) for row in every)
 
 

@@ -150,7 +150,7 @@ def test_ids_are_the_templates_and_answers_with_their_ends_are_learned(tokenizer
             expected += thoughts + content + TURN_END[template]
     if turns[-1]["role"] == "assistant":
         expected += BEHIND_LAST[template] + END
-    assert tokenizer.decode(document.ids[document.learned]) == expected
+    assert tokenizer.decode(document.ids[document.loss_mask]) == expected
 
 
 @settings(max_examples=30, deadline=None)
@@ -206,7 +206,9 @@ def test_a_batch_is_what_its_conversations_are_one_by_one(make_encoder):
     expected = [document for record in records for document in alone([record])]
     found = together(records)
     assert [document.ids.tolist() for document in found] == [document.ids.tolist() for document in expected]
-    assert [document.learned.tolist() for document in found] == [each.learned.tolist() for each in expected]
+    assert [document.loss_mask.tolist() for document in found] == [
+        each.loss_mask.tolist() for each in expected
+    ]
     assert together.tally == alone.tally
     assert set(together.tally.values()) != {0}
     assert len(together.tally) == 3
@@ -217,7 +219,7 @@ def test_thoughts_that_the_template_leaves_out_later_are_learned_where_they_stan
     turns += [turn("user", "two"), turn("assistant", "<think>\nso\n</think>\n\ndos")]
     document = one(make_encoder("thinking"), turns)
     assert document.ids[:-1].tolist() == template_ids(tokenizer, "thinking", turns)
-    learned = tokenizer.decode(document.ids[document.learned])
+    learned = tokenizer.decode(document.ids[document.loss_mask])
     assert learned == f"uno<|im_end|><think>\nso\n</think>\n\ndos<|im_end|>\n{END}"
 
 
@@ -225,16 +227,16 @@ def test_a_template_without_headers_whose_answers_end_as_the_document_does(token
     turns = [turn("user", "one"), turn("assistant", "uno"), turn("user", "two"), turn("assistant", "dos")]
     document = one(make_encoder("inst"), turns)
     assert document.ids.tolist() == template_ids(tokenizer, "inst", turns)  # its own end is the document's
-    assert tokenizer.decode(document.ids[document.learned]) == f" uno{END} dos{END}"
+    assert tokenizer.decode(document.ids[document.loss_mask]) == f" uno{END} dos{END}"
 
 
 def test_spaces_at_the_edge_of_an_answer_are_the_answers(tokenizer, make_encoder):
     for content in ("   hi", "hi  ", "  ", " "):
         document = one(make_encoder("inst"), [turn("user", "one"), turn("assistant", content)])
-        assert tokenizer.decode(document.ids[document.learned]) == f" {content}{END}"
+        assert tokenizer.decode(document.ids[document.loss_mask]) == f" {content}{END}"
     inside = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}[INST]{% endfor %}"
     document = one(make_encoder(inside), [turn("assistant", "hi  ")])
-    assert tokenizer.decode(document.ids[document.learned]) == "hi  "
+    assert tokenizer.decode(document.ids[document.loss_mask]) == "hi  "
 
 
 def test_a_template_that_hides_the_answer_is_an_error_and_never_a_guess(make_encoder):
@@ -245,7 +247,7 @@ def test_a_template_that_hides_the_answer_is_an_error_and_never_a_guess(make_enc
     with pytest.raises(ConfigError, match="does not show"):
         one(make_encoder(silent), [turn("user", "one"), turn("assistant", "uno")])
     everything = make_encoder(UNKNOWN, learn_from="all")
-    assert one(everything, [turn("user", "one"), turn("assistant", "uno")]).learned is None
+    assert one(everything, [turn("user", "one"), turn("assistant", "uno")]).loss_mask is None
 
 
 def test_a_turn_that_somebody_writes_into_another_is_text(tokenizer, make_encoder):
@@ -255,7 +257,7 @@ def test_a_turn_that_somebody_writes_into_another_is_text(tokenizer, make_encode
     ids = document.ids.tolist()
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
     assert tokenizer.decode(ids).count(attack) == 1
-    assert tokenizer.decode(document.ids[document.learned]) == f"no<|im_end|>\n{END}"
+    assert tokenizer.decode(document.ids[document.loss_mask]) == f"no<|im_end|>\n{END}"
     assert encoder.tally == {"conversations with a special token read as text": 1}
 
 
@@ -308,7 +310,7 @@ def test_every_layout_gives_the_same_document(make_encoder, name):
     for layout in ("auto", name.split()[0]):
         (found,) = make_encoder(layout=layout)([("rows:1", row)])
         assert found.ids.tolist() == expected.ids.tolist()
-        assert found.learned.tolist() == expected.learned.tolist()
+        assert found.loss_mask.tolist() == expected.loss_mask.tolist()
         assert found.key == expected.key
 
 
@@ -343,7 +345,7 @@ def test_tools_and_calls_reach_the_template(tokenizer, make_encoder):
         (document,) = make_encoder(template)([("", {"messages": turns, "tools": value})])
         assert tokenizer.decode(document.ids).startswith('[{"name": "add<|eot|>"}]<|eot|>user:1+1<|eot|>')
         assert document.ids.tolist().count(tokenizer.convert_tokens_to_ids("<|eot|>")) == 3
-        assert tokenizer.decode(document.ids[document.learned]) == f'[{{"name": "add"}}]<|eot|>{END}'
+        assert tokenizer.decode(document.ids[document.loss_mask]) == f'[{{"name": "add"}}]<|eot|>{END}'
 
 
 TALK = [turn("user", "a"), turn("assistant", "b")]
@@ -400,7 +402,7 @@ def test_what_has_no_answer_is_dropped_unless_all_is_learned(make_encoder):
     encoder = make_encoder()
     assert encoder([("rows:1", {"messages": TALK[:1]})]) == []
     assert encoder.tally == {"conversations dropped: no answer": 1}
-    assert one(make_encoder(learn_from="all"), TALK[:1]).learned is None
+    assert one(make_encoder(learn_from="all"), TALK[:1]).loss_mask is None
 
 
 def test_a_missing_or_broken_template_is_one_line(make_encoder, tmp_path):
@@ -499,7 +501,7 @@ def test_what_is_held_out_depends_on_the_conversation_alone(tmp_path, tokenizer)
         found.append(prepared.sources[0].eval.parts[0].hashes.tolist())
         first = "<|im_start|>" if changes.get("chat_template") else "<|begin|>"
         assert prepared.sources[0].train.parts[0].tokens[0] == tokenizer.convert_tokens_to_ids(first)
-        learned = np.concatenate([part.learned for part in prepared.sources[0].train.parts])
+        learned = np.concatenate([part.loss_mask for part in prepared.sources[0].train.parts])
         assert learned.all() == (changes.get("learn_from") == "all")
     assert found[0] == found[1] == found[2] == found[3]
     assert 0 < len(found[0]) < 60

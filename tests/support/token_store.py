@@ -14,7 +14,11 @@ class Part:
 
     tokens: NDArray[Any]
     ends: NDArray[Any]
-    learned: NDArray[Any] | None = None
+    loss_mask: NDArray[Any] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass

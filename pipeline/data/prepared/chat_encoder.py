@@ -1,4 +1,4 @@
-"""Conversations -> tokens, and which of them are learned: what the assistant says, up to the end of its turn.
+"""Conversations -> tokens and their loss mask: what the assistant says counts, up to the end of its turn.
 
 The ids are those of the tokenizer's own chat template. A special token that somebody wrote in a conversation
 is text, as a user could else open a turn of the assistant. An answer is kept whole or left out, and counted.
@@ -53,8 +53,8 @@ class ChatEncoder:
     """Records with a conversation each -> documents.
 
     A document is the text of the template, and the end-of-document token where that is not its end already.
-    The end is learned with the last answer it follows, and so is white space between the two: a model whose
-    turns have no end of their own learns to stop.
+    The end counts in the loss with the last answer it follows, and so does white space between the two: a
+    model whose turns have no end of their own learns to stop.
 
     A conversation that the template refuses is a bad record, as is a row without one. Counted in the tally:
     SHORTENED, TOO_LONG, NO_ANSWER and ESCAPED.
@@ -114,7 +114,7 @@ class ChatEncoder:
         return [self._document(*each) for each in zip(documents, self._find_answers(documents), strict=True)]
 
     def _find_answers(self, written: list[_Written]) -> Sequence[Spans | None]:
-        """Where the assistant speaks in each; None: all of it is learned."""
+        """Where the assistant speaks in each; None: all of it counts in the loss."""
         if self._config.learn_from == "all":
             return [None] * len(written)
         return self._template.find_answers([(each.where, each.conversation, each.text) for each in written])
@@ -236,11 +236,11 @@ class ChatEncoder:
         if spans is None:
             return Document(row, None, written.key)
         starts, ends = np.array(written.offsets, dtype=np.int64).reshape(-1, 2).T
-        learned = np.zeros(len(row), dtype=np.bool_)
+        loss_mask = np.zeros(len(row), dtype=np.bool_)
         behind = 0
         for start, end in spans:  # a token that is partly in the answer is the answer's
             first, behind = int(ends.searchsorted(start, "right")), int(starts.searchsorted(end, "left"))
-            learned[first:behind] = True
+            loss_mask[first:behind] = True
         if not is_ended and not written.text[spans[-1][1] :].strip():
-            learned[behind:] = True
-        return Document(row, learned, written.key)
+            loss_mask[behind:] = True
+        return Document(row, loss_mask, written.key)

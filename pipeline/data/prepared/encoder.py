@@ -30,12 +30,12 @@ class Document:
 
     Attributes:
         ids: (n,) unsigned integers, the end-of-document token included.
-        learned: (n,) bool, which tokens count in the loss; None: all.
+        loss_mask: (n,) bool, which tokens count in the loss; None: all.
         key: What its hash is made of, by which it is held out and duplicates are found.
     """
 
     ids: NDArray[Any]
-    learned: NDArray[np.bool_] | None
+    loss_mask: NDArray[np.bool_] | None
     key: bytes
 
 

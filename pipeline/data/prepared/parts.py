@@ -115,7 +115,7 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
     encoder.tally.clear()
     records = read_records(task.part, tally) if is_chat else read_texts(task.part, tally)
     with writing_to(task.cache_dir, task.label):
-        writer = PartWriter(task.folder, settings.dtype, has_learned=is_chat)
+        writer = PartWriter(task.folder, settings.dtype, has_loss_mask=is_chat)
     try:
         size = 0
         for batch in batches(records, BATCH_CHARACTERS):

@@ -69,22 +69,23 @@ class _File:
 class PartWriter:
     """Fills the folder of a part: `append` batches, then `finish`, or `abandon` at any time.
 
-    `tokens` are ids, `ends` int64 the offset behind each document, `hashes` uint64, `learned` uint8 a token.
+    `tokens` are ids, `ends` int64 the offset behind each document, `hashes` uint64, `learned` uint8
+    the loss mask, which has kept the name that it has on disks.
 
     Args:
         folder: Where the part will be; its lock is held.
         dtype: Of the ids.
-        has_learned: There is a file `learned` too.
+        has_loss_mask: There is a file `learned` too.
     """
 
-    def __init__(self, folder: Path, dtype: np.dtype[Any], has_learned: bool) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype[Any], has_loss_mask: bool) -> None:
         self._folder = folder
         self._dtype = dtype
-        self._has_learned = has_learned
+        self._has_loss_mask = has_loss_mask
         self._temporary = begin_folder(folder)
         self._documents = dict.fromkeys(SPLITS, 0)
         self._tokens = dict.fromkeys(SPLITS, 0)
-        arrays = ["tokens", "ends", "hashes"] + ["learned"] * has_learned
+        arrays = ["tokens", "ends", "hashes"] + ["learned"] * has_loss_mask
         self._files: dict[str, _File] = {}
         for name in (f"{split}.{array}" for split in SPLITS for array in arrays):
             self._files[name] = _File(self._temporary / name)
@@ -104,9 +105,9 @@ class PartWriter:
         self._files[f"{split}.tokens"].append(tokens)
         self._files[f"{split}.ends"].append(ends.astype("<i8", copy=False))
         self._files[f"{split}.hashes"].append(hashes)
-        if self._has_learned:
+        if self._has_loss_mask:
             each = [
-                np.ones(len(document.ids), np.uint8) if document.learned is None else document.learned
+                np.ones(len(document.ids), np.uint8) if document.loss_mask is None else document.loss_mask
                 for document in documents
             ]
             self._files[f"{split}.learned"].append(np.concatenate(each).astype(np.uint8, copy=False))
@@ -123,7 +124,7 @@ class PartWriter:
             "dtype": self._dtype.str,
             "documents": self._documents,
             "tokens": self._tokens,
-            "has_learned": self._has_learned,
+            "has_learned": self._has_loss_mask,
             "files": files,
         }
         write_json(self._temporary / INDEX, index)

@@ -1,10 +1,13 @@
-"""Tokens of prepared parts, mapped from disk; counts come from the indexes, without touching a token."""
+"""Tokens of prepared parts, mapped from disk; counts come from the indexes, without touching a token.
+
+Nothing is kept open here: a map takes a file descriptor, and a terabyte of text is 30,000 parts.
+"""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TokenPart:
-    """One split of one prepared part. Arrays are mapped when they are first asked for, and read-only.
+    """One split of one prepared part. Arrays are mapped anew each time they are asked for, and read-only.
 
     Args:
         folder: Of the part.
@@ -33,27 +36,27 @@ class TokenPart:
         self.num_documents: int = index["documents"][split]
         self.num_tokens: int = index["tokens"][split]
         self._dtype = np.dtype(index["dtype"])
-        self._has_learned: bool = index["has_learned"]
+        self.has_loss_mask: bool = index["has_learned"]  # as the files call it
 
-    @cached_property
+    @property
     def tokens(self) -> NDArray[Any]:
         """(n,) uint16 or uint32, each document with its end-of-document token."""
         return self._map("tokens", self._dtype, self.num_tokens)
 
-    @cached_property
+    @property
     def ends(self) -> NDArray[np.int64]:
         """(documents,) offset behind the last token of each document."""
         return self._map("ends", np.dtype("<i8"), self.num_documents)
 
-    @cached_property
+    @property
     def hashes(self) -> NDArray[np.uint64]:
         """(documents,) equal for equal documents."""
         return self._map("hashes", np.dtype("<u8"), self.num_documents)
 
-    @cached_property
-    def learned(self) -> NDArray[np.uint8] | None:
-        """(n,) 0 where a token is read and not learned; None: all are learned."""
-        return self._map("learned", np.dtype("u1"), self.num_tokens) if self._has_learned else None
+    @property
+    def loss_mask(self) -> NDArray[np.uint8] | None:
+        """(n,) 1 where a token counts in the loss; None: all count."""
+        return self._map("learned", np.dtype("u1"), self.num_tokens) if self.has_loss_mask else None
 
     def _map(self, name: str, dtype: np.dtype[Any], length: int) -> NDArray[Any]:
         path = self.folder / f"{self.split}.{name}"
@@ -61,7 +64,9 @@ class TokenPart:
             # memmap's own class is slow to slice
             return np.memmap(path, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
         except (OSError, ValueError) as error:
-            raise DataError(f"prepared data {path} cannot be read ({error}); start again") from None
+            is_full = isinstance(error, OSError) and error.errno == errno.EMFILE
+            todo = "raise the limit of open files (ulimit -n)" if is_full else "start again"
+            raise DataError(f"prepared data {path} cannot be read ({error}); {todo}") from None
 
 
 class TokenStore:
@@ -95,12 +100,9 @@ class TokenStore:
         return sum(part.num_documents for part in self._parts)
 
     @property
-    def has_learned(self) -> bool:
-        """Whether some tokens are read and not learned."""
-        return any(part._has_learned for part in self._parts)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.folders, self.split)  # what is mapped stays here
+    def has_loss_mask(self) -> bool:
+        """Whether some tokens may count in no loss."""
+        return any(part.has_loss_mask for part in self._parts)
 
 
 @dataclass(frozen=True)

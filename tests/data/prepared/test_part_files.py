@@ -23,13 +23,13 @@ FACTS = {"identity": {"format": FORMAT_VERSION}}
 keys = st.lists(st.binary(max_size=12), max_size=30)
 
 
-def document(key: bytes, with_learned: bool) -> Document:
+def document(key: bytes, with_loss_mask: bool) -> Document:
     ids = np.frombuffer(key + b"\xff", dtype=np.uint8).astype(np.uint16)
-    return Document(ids, ids % 2 == 0 if with_learned else None, key)
+    return Document(ids, ids % 2 == 0 if with_loss_mask else None, key)
 
 
-def write(folder: Path, documents: list[Document], cuts: list[int], learned: bool) -> dict[str, bytes]:
-    writer = PartWriter(folder, np.dtype("<u2"), learned)
+def write(folder: Path, documents: list[Document], cuts: list[int], with_mask: bool) -> dict[str, bytes]:
+    writer = PartWriter(folder, np.dtype("<u2"), with_mask)
     bounds = [0, *sorted(cut % (len(documents) + 1) for cut in cuts), len(documents)]
     for start, end in itertools.pairwise(bounds):
         writer.append(documents[start:end], 0.5)
@@ -58,9 +58,9 @@ def test_documents_come_back_and_batches_leave_no_trace(keys, cuts, learned):
             assert [row.tolist() for row in rows] == [each.ids.tolist() for each in expected]
             assert part.hashes.tolist() == hash_documents(expected).tolist()
             if learned:
-                assert part.learned.tolist() == [int(v) for each in expected for v in each.learned]
+                assert part.loss_mask.tolist() == [int(v) for each in expected for v in each.loss_mask]
             else:
-                assert part.learned is None
+                assert part.loss_mask is None
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.floats(0, 1))

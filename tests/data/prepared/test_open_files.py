@@ -1,0 +1,68 @@
+"""However many parts there are, few files are open at once: 1,024 may be, and a terabyte is 30,000 parts."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import traceback
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+
+from pipeline.data.packing import JoinedStream, pack
+from pipeline.data.prepared.encoder import Document
+from pipeline.data.prepared.split_files import PartWriter
+from pipeline.data.prepared.store import TokenStore
+from pipeline.inspection.documents import hashes_of, lengths_of
+
+PARTS = 300
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("parts")
+    made = []
+    for number in range(PARTS):
+        ids = np.arange(number, number + 40, dtype=np.uint16)
+        writer = PartWriter(root / str(number), np.dtype("<u2"), has_loss_mask=True)
+        writer.append([Document(ids, ids % 3 != 0, str(number).encode())], 0.0)
+        writer.finish({"identity": {"format": 1}})
+        made.append(root / str(number))
+    return made
+
+
+def everything_of(folders) -> list[int]:
+    """What is in all rows of all ways to fill them, and the documents' counts, as sums."""
+    store = TokenStore(folders, "train")
+    found = [len(hashes_of([store])), lengths_of([store]).tokens]
+    streams = [
+        pack(TokenStore(half, "train"), "concatenate", 8, True, 9) for half in (folders[::2], folders[1::2])
+    ]
+    datasets = [pack(store, packing, 8, True, 9) for packing in ("concatenate", "best_fit", "none")]
+    for dataset in [*datasets, JoinedStream(streams), pickle.loads(pickle.dumps(datasets[0]))]:
+        order = np.random.default_rng(0).permutation(len(dataset)).tolist()
+        for start in range(0, len(order), 50):
+            batch = dataset.__getitems__(order[start : start + 50])
+            found += [int(tensor.sum()) for tensor in batch.values()]
+    return found
+
+
+def under_a_limit(folders, connection) -> None:
+    try:
+        limit = len(os.listdir("/proc/self/fd")) + 120
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        connection.send(everything_of(folders))
+    except BaseException:
+        connection.send(traceback.format_exc())
+
+
+def test_more_parts_than_files_may_be_open(folders):
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=under_a_limit, args=(folders, theirs))
+    process.start()
+    found = ours.recv()
+    process.join()
+    assert found == everything_of(folders)

@@ -1,0 +1,43 @@
+"""The soft limit of open files is raised to the hard one, and one that is too low is told of beforehand."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from multiprocessing import get_context
+
+import pytest
+
+from pipeline.distributed.open_files import raise_open_files_limit
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def raise_it(connection, limits, world_size) -> None:
+    handler = Lines()
+    logging.getLogger("pipeline").addHandler(handler)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    raise_open_files_limit(world_size)
+    connection.send((resource.getrlimit(resource.RLIMIT_NOFILE), handler.lines))
+
+
+@pytest.mark.parametrize(("hard", "world_size", "is_told"), [(900, 8, False), (900, 200, True)])
+def test_the_limit_is_raised(hard, world_size, is_told):
+    ours, theirs = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=raise_it, args=(theirs, (256, hard), world_size))
+    process.start()
+    limits, lines = ours.recv()
+    process.join()
+    assert limits == (hard, hard)
+    assert bool(lines) == is_told
+    if is_told:
+        (line,) = lines
+        assert "may open 900 files" in line
+        assert "200 ranks opens about 1400" in line
