@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,38 +22,15 @@ from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.best_fit import Ints, best_fit, cut_documents
 from pipeline.data.bundle import Batch, JoinedDataset
 
+if TYPE_CHECKING:
+    from pipeline.data.prepared.store import TokenPart, TokenStore
+
 MOST_OPEN = 512  # parts of a data set: 16 GB of JSONL
 
 
 def parts_kept_open() -> int:
     """How many parts a data set keeps mapped, the last used ones: a descriptor or two each."""
     return max(8, min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64))
-
-
-class TokenPart(Protocol):
-    """Documents one behind the other."""
-
-    @property
-    def tokens(self) -> NDArray[Any]:
-        """(n,) unsigned integers, each document with its end-of-document token."""
-
-    @property
-    def ends(self) -> NDArray[Any]:
-        """(documents,) int64: where each document ends, increasing."""
-
-    @property
-    def loss_mask(self) -> NDArray[Any] | None:
-        """(n,), 1 where a token counts in the loss, else 0; None: all count."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-class TokenStore(Protocol):
-    """Parts that can be sent to another process and are mapped there, each time an array is asked for."""
-
-    @property
-    def parts(self) -> Sequence[TokenPart]: ...
 
 
 class PackedDataset(Dataset[Batch]):
@@ -77,7 +54,7 @@ class PackedDataset(Dataset[Batch]):
     is_deterministic = True  # draws no random numbers
 
     def __init__(
-        self, store: TokenStore, sequence_length: int, separate_documents: bool, end_id: int
+        self, store: TokenStore | JoinedStore, sequence_length: int, separate_documents: bool, end_id: int
     ) -> None:
         self.store = store
         self.sequence_length = sequence_length
@@ -137,7 +114,7 @@ class Stream(PackedDataset):
     """
 
     def __init__(
-        self, store: TokenStore, sequence_length: int, separate_documents: bool, end_id: int
+        self, store: TokenStore | JoinedStore, sequence_length: int, separate_documents: bool, end_id: int
     ) -> None:
         super().__init__(store, sequence_length, separate_documents, end_id)
         counts = [max(0, part.num_tokens - 1) // sequence_length for part in self._parts]
@@ -195,13 +172,15 @@ class JoinedStream(Stream):
     def __init__(self, datasets: Sequence[Stream]) -> None:
         self.datasets = datasets
         first = datasets[0]
-        store = _JoinedStore([dataset.store for dataset in datasets])
+        store = JoinedStore([dataset.store for dataset in datasets])
         super().__init__(store, first.sequence_length, first.separate_documents, first.end_id)
 
 
 @dataclass(frozen=True)
-class _JoinedStore:
-    stores: Sequence[TokenStore]
+class JoinedStore:
+    """The parts of several stores."""
+
+    stores: Sequence[TokenStore | JoinedStore]
 
     @property
     def parts(self) -> Sequence[TokenPart]:
