@@ -16,7 +16,7 @@ from pipeline.__main__ import main as pipeline
 from pipeline.cli import main as train
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
-from pipeline.launching.arguments import split_arguments
+from pipeline.launching.environment import split_arguments
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(

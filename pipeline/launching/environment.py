@@ -1,4 +1,4 @@
-"""What of this shell's environment reaches the nodes, and how a rank takes it up.
+"""What of this shell's environment and arguments reaches the nodes, and how a rank takes it up.
 
 It travels through ssh's standard input into a file of mode 600: what pdsh is given stands on command lines
 and in logs, and is expanded by a shell on the node.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.errors import LaunchError
-from pipeline.launching.arguments import is_plain
 
 PREFIXES = (
     *("WANDB_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_"),
@@ -30,6 +30,25 @@ EARLY_PREFIX = "PYTHON"
 EARLY = ("LD_LIBRARY_PATH",)
 # What deepspeed sends to the nodes by itself, in double quotes, which a shell looks into.
 SENT_BY_DEEPSPEED = ("MLFLOW", "MV2", "UCX", "NCCL")
+# pdsh hands a line to a shell on every node, after putting its own words in place of %h, %n and %u.
+PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
+TRAINING_OPTIONS = ("--deepspeed", "--config", "--dry-run", "--world-size", "--no-import-paths")
+
+
+def is_plain(text: str) -> bool:
+    """Whether no shell, and no pdsh, makes something else of it."""
+    return PLAIN.fullmatch(text) is not None
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the launcher's, train.py's): those begin at --deepspeed, --config, a key=value, or after --."""
+    for number, argument in enumerate(arguments):
+        if argument == "--":
+            return list(arguments[:number]), list(arguments[number + 1 :])
+        name, equals, _ = argument.partition("=")
+        if name in TRAINING_OPTIONS or (equals and not argument.startswith("-")):
+            return list(arguments[:number]), list(arguments[number:])
+    return list(arguments), []
 
 
 def choose_environment(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import CommandLine, LaunchError, report_errors
-from pipeline.launching.arguments import split_arguments
+from pipeline.launching.environment import split_arguments
 from pipeline.launching.hostfile import Host, Selection, choose_devices
 from pipeline.launching.multi_node import TRAIN, program
 from pipeline.launching.node_agent import local_command

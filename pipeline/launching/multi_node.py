@@ -21,8 +21,13 @@ from typing import Any, NoReturn
 
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import LaunchError, report_errors
-from pipeline.launching.arguments import is_plain, split_arguments
-from pipeline.launching.environment import choose_environment, early_variables, launcher_environment
+from pipeline.launching.environment import (
+    choose_environment,
+    early_variables,
+    is_plain,
+    launcher_environment,
+    split_arguments,
+)
 from pipeline.launching.hostfile import Devices, Selection, choose_devices, read_hostfile
 from pipeline.launching.node_agent import SSH_OPTIONS, ssh_command
 from pipeline.launching.supervise import Node, Supervisor

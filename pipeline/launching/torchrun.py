@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeline.distributed.ranks import is_port
 from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
-from pipeline.launching.arguments import split_arguments
+from pipeline.launching.environment import split_arguments
 from pipeline.launching.multi_node import TRAIN, program
 
 RESTARTS = 3

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import LaunchError
-from pipeline.launching.arguments import split_arguments
 from pipeline.launching.environment import (
     choose_environment,
     launcher_environment,
+    split_arguments,
     take_up,
     write_document,
 )

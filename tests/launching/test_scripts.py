@@ -19,7 +19,7 @@ from pipeline.config.settings import load_settings
 from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
 from pipeline.errors import LaunchError
 from pipeline.launching import multi_gpu, torchrun
-from pipeline.launching.arguments import split_arguments
+from pipeline.launching.environment import split_arguments
 from pipeline.launching.hostfile import read_hostfile
 from pipeline.launching.torchrun import check_sizes, command
 
