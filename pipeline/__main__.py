@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare
-from pipeline.distributed.machine import raise_open_files
+from pipeline.distributed.open_files import raise_open_files_limit
 from pipeline.errors import CommandLine
 
 COMMANDS = {
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "overrides" not in arguments or "=" not in argument or argument.startswith("-"):
             parser.error(f"unrecognized argument {argument}")
         arguments.overrides.append(argument)  # an override after an option
-    raise_open_files()
+    raise_open_files_limit()
     return COMMANDS[arguments.command].run(arguments)
 
 

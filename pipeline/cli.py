@@ -18,7 +18,6 @@ from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.own_code import OPTION
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
-from pipeline.distributed.machine import raise_open_files
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks, write_exit_code
 from pipeline.distributed.signals import Terminated, reports_own_exit, terminable
@@ -67,7 +66,6 @@ def _positive(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns the process's exit code."""
-    raise_open_files()
     ranks = Ranks(0, 0, 1, 1)
     try:
         handed_over = take_up(os.environ)

@@ -52,7 +52,7 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         deepspeed: The configuration on the device that there most likely is, for DeepSpeed's own validation.
     """
     log_to_console(ranks)
-    raise_open_files_limit(ranks.world_size)
+    raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
     job: Job | None = None
     waits = settings.config.distributed
     try:

@@ -1,4 +1,4 @@
-"""This machine: which one it is, what became of its processes, what memory and files this one may take.
+"""This machine: which one it is, what became of its processes, and how much memory this one may take.
 
 The only reader of cgroups. Limits of version 1 and 2 count, this process's own and those of the groups around
 it: Slurm and Kubernetes set them on a job, not on the machine's root. Imports no torch.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import NamedTuple
 import psutil
 
 GIB = 2**30
-MOST_OPEN_FILES = 1 << 20  # what some systems call no limit, costs memory in programs that walk through it
 ROOT = Path("/")
 
 
@@ -42,21 +40,6 @@ def process_state(pid: int) -> str:
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return "gone"
     return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "there"
-
-
-def raise_open_files() -> int:
-    """Raises this process's limit of open files as far as it may itself; the limit then. Children inherit it.
-
-    The 1,024 that most systems begin with end with 200 ranks, or with 500 parts of prepared data.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= most:
-        return MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        return most
-    return soft
 
 
 @dataclass(frozen=True)

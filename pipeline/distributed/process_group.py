@@ -5,7 +5,6 @@ One process without DeepSpeed needs none; `Job` then answers for a world of one.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from contextlib import suppress
@@ -20,17 +19,12 @@ from torch.distributed import distributed_c10d
 from pipeline.config.split import Device
 from pipeline.distributed.cores import bind_cores
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.distributed.machine import raise_open_files
 from pipeline.distributed.progress import Limits, Progress
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
 from pipeline.distributed.rendezvous import rendezvous
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.distributed.watchdog_store import Failure, claim
 from pipeline.errors import LaunchError
-
-FILES_PER_RANK = 5  # a rank's connections to each other one: gloo's, of the groups that DeepSpeed makes too
-OTHER_FILES = 256
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -138,8 +132,6 @@ def start_job(
     if not distributed:
         return Job(ranks, device)
     complete_environment(ranks)
-    if ranks.is_main_process and (line := too_few_open_files(ranks.world_size, raise_open_files())):
-        log.warning("%s", line)
     # The backend is named per device so that CPU tensors can be reduced beside CUDA ones.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, everyone = rendezvous(ranks, timeout)
@@ -156,17 +148,6 @@ def start_job(
         device_id=device if device.type == "cuda" else None,
     )
     return Job(ranks, device, store, everyone)
-
-
-def too_few_open_files(world_size: int, allowed: int) -> str | None:
-    """What to say of a limit of open files that a job of so many ranks may not do with."""
-    needed = FILES_PER_RANK * world_size + OTHER_FILES
-    if allowed >= needed:
-        return None
-    return (
-        f"{allowed} open files a process are allowed here, and {world_size} ranks may need {needed}: raise "
-        "the hard limit (ulimit -Hn, LimitNOFILE= of the service, --ulimit nofile= of the container)"
-    )
 
 
 def _record_collectives(device: torch.device) -> None:

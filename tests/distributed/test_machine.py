@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from pipeline.distributed.machine import available_memory, kills, machine_id, memory_now, process_state
-from pipeline.distributed.process_group import too_few_open_files
 
 UNLIMITED = "9223372036854771712"  # version 1 has a number for it
 
@@ -124,44 +123,3 @@ def test_without_a_cgroup_it_is_the_machines(tmp_path):
         assert memory_now(tmp_path).limit == psutil.virtual_memory().total
         assert available_memory(tmp_path) > 0
         assert kills(tmp_path) == 0
-
-
-@pytest.mark.parametrize(("soft", "hard", "expected"), [(64, 512, 512), (512, 512, 512)])
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(soft, hard, expected):
-    code = f"""
-import resource, subprocess, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-from pipeline.distributed.machine import raise_open_files
-print(raise_open_files(), *resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
-subprocess.run(["sh", "-c", "ulimit -Sn"], check=True)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(n) for n in (expected, expected, hard, expected)]
-
-
-@pytest.mark.parametrize("command", [["-m", "pipeline", "checkpoints", "nowhere"], ["launch/train.py"]])
-def test_every_command_raises_it(command, tmp_path):
-    """Seen by a module that is loaded with the rest; the runs themselves end with an error."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2048))\n"
-        "atexit.register(lambda: print('files', *resource.getrlimit(resource.RLIMIT_NOFILE)))\n"
-    )
-    more = [] if "-m" in command else ["--config", str(tmp_path / "recipe.yaml")]
-    (tmp_path / "recipe.yaml").write_text("model: {kind: 'sitecustomize:nothing'}\n")
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, *command, *more],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "files 2048 2048" in done.stdout, done
-
-
-def test_a_limit_that_cannot_hold_the_job_is_told():
-    assert too_few_open_files(150, 1024) is None
-    assert "1024 open files a process are allowed here, and 200 ranks may need 1256" in too_few_open_files(
-        200, 1024
-    )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import subprocess
+import sys
 from multiprocessing import get_context
 
 import pytest
@@ -41,3 +44,16 @@ def test_the_limit_is_raised(hard, world_size, is_told):
         (line,) = lines
         assert "may open 900 files" in line
         assert "200 ranks opens about 1400" in line
+
+
+def test_every_command_raises_it(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2048))\n"
+        "atexit.register(lambda: print('files', *resource.getrlimit(resource.RLIMIT_NOFILE)))\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-m", "pipeline", "checkpoints", "nowhere"]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "files 2048 2048" in done.stdout, done
