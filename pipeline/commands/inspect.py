@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 HELP = "show what a recipe's data is, and what of it the model would be given"
 DESCRIPTION = """\
 Prepares the data of a recipe where that was not done, and shows it. Text: documents, lengths, exact copies,
-padding, and rows with the tokens marked that are learned. Images: classes, sizes, and a picture of some."""
+padding, and rows with the tokens marked that count in the loss. Images: classes, sizes, and a picture of
+some."""
 SHEET = 32  # images
 
 
@@ -79,21 +80,21 @@ def _inspect_text(
     samples: int,
 ) -> None:
     from pipeline.data.prepared import prepare_documents
-    from pipeline.inspection import inspect_text
+    from pipeline.inspection import text
 
     logging.getLogger("pipeline.data.prepared").setLevel(logging.WARNING)  # it has told its totals
     prepared = prepare_documents(data)  # it is there already: only opened again
     sources: Any = [*prepared.sources, *prepared.eval_sets]
-    lengths = inspect_text.show_documents(screen, sources)
-    inspect_text.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
+    lengths = text.show_documents(screen, sources)
+    text.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
     rows = _rows(bundle)
-    inspect_text.show_rows(screen, rows, data.sequence_length)
-    inspect_text.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
+    text.show_rows(screen, rows, data.sequence_length)
+    text.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
     if samples:
-        inspect_text.show_samples(screen, sources, samples, prepared.tokenizer)
+        text.show_samples(screen, sources, samples, prepared.tokenizer)
         batch = _first_batch(config, bundle, samples)
         pad_id = next((getattr(dataset, "pad_id", None) for dataset in rows.values()), None)
-        inspect_text.show_batch(screen, batch, prepared.tokenizer, pad_id)
+        text.show_batch(screen, batch, prepared.tokenizer, pad_id)
 
 
 def _rows(bundle: DataBundle) -> dict[str, Any]:
@@ -104,13 +105,13 @@ def _rows(bundle: DataBundle) -> dict[str, Any]:
 
 
 def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folder: Path) -> None:
-    from pipeline.inspection import inspect_images
+    from pipeline.inspection import images
 
-    inspect_images.show_classes(screen, bundle.train, list(bundle.eval.values()))
+    images.show_classes(screen, bundle.train, list(bundle.eval.values()))
     if isinstance(config.data, ImagesDataConfig):
-        inspect_images.show_files(screen, bundle.train, bundle.eval)
+        images.show_files(screen, bundle.train, bundle.eval)
     batch = _first_batch(config, bundle, min(SHEET, len(bundle.train)))  # type: ignore[arg-type]
-    inspect_images.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
+    images.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
 
 
 def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:

@@ -139,7 +139,7 @@ class TextDataConfig(DocumentsConfig):
 
 class ChatDataConfig(DocumentsConfig):
     """Conversations and instructions, written out by the tokenizer's chat template. What the assistant says
-    is learned, the rest is read."""
+    counts in the loss, the rest is context."""
 
     kind: Literal["chat"]
     layout: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = "auto"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import ConfigError
-from pipeline.inspection.documents import Lengths
+from pipeline.inspection.statistics import Lengths
 
 BINS = 48
 BAR = 40  # characters of the longest one

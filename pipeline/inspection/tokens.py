@@ -1,6 +1,6 @@
-"""Rows of tokens as text for the terminal: learned tokens stand out, in colour or in brackets.
+"""Rows of tokens as text for the terminal: tokens that count in the loss stand out, in colour or in brackets.
 
-A token is learned where it is a target: where the label of the place before it is not -100.
+A token counts where it is a target: where the label of the place before it is not -100.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.text import Text
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.errors import printable
 
-LEARNED, READ, MARK = "bold green", "dim", "cyan"
+IN_LOSS, CONTEXT, MARK = "bold green", "dim", "cyan"
 OPEN, CLOSE = "⟦", "⟧"
 MOST_TOKENS = 2048  # of one row
 MOST_CHARACTERS = 600  # of one document
@@ -25,10 +25,10 @@ MOST_CHARACTERS = 600  # of one document
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of one document that are all learned, or all only read."""
+    """Neighbouring tokens of one document that all count in the loss, or all do not."""
 
     ids: list[int]
-    is_learned: bool
+    in_loss: bool
     document: int
 
 
@@ -41,7 +41,7 @@ def split_row(
 ) -> tuple[list[Run], int]:
     """A row (T,) as runs, and how many places of it are padding.
 
-    The target of the last place is no input of this row, and ends the last run where it is learned.
+    The target of the last place is no input of this row, and ends the last run where it counts in the loss.
 
     Args:
         input_ids: (T,)
@@ -50,10 +50,10 @@ def split_row(
         end_id: The end-of-document token.
         pad_id: The token of padded places; None: nothing is padded.
     """
-    learned = np.concatenate([[False], labels != IGNORE_INDEX])  # (T + 1,)
+    in_loss = np.concatenate([[False], labels != IGNORE_INDEX])  # (T + 1,)
     ids = np.append(input_ids, labels[-1])
-    size = len(ids) if learned[-1] else len(ids) - 1
-    real = np.flatnonzero((ids[:size] != pad_id) | learned[:size])
+    size = len(ids) if in_loss[-1] else len(ids) - 1
+    real = np.flatnonzero((ids[:size] != pad_id) | in_loss[:size])
     filled = int(real[-1]) + 1 if len(real) else 0
     if position_ids is not None and filled < size:
         # Where the padding token ends documents too: padding starts at position 0, and an end does not.
@@ -66,7 +66,7 @@ def split_row(
     else:
         starts[:-1] = position_ids == 0
     documents = np.cumsum(starts[:size])
-    marked = zip(ids[:size].tolist(), learned[:size].tolist(), documents.tolist(), strict=True)
+    marked = zip(ids[:size].tolist(), in_loss[:size].tolist(), documents.tolist(), strict=True)
     runs = [
         Run([token for token, _, _ in group], bool(key[0]), int(key[1]))
         for key, group in groupby(marked, key=lambda entry: entry[1:])
@@ -75,15 +75,15 @@ def split_row(
 
 
 def show_row(runs: list[Run], padding: int, tokenizer: Any, is_coloured: bool) -> Text:
-    """The row's text: learned tokens green, others dim; without colours learned ones in double brackets."""
+    """The row's text: tokens in the loss green, others dim; without colours the former in double brackets."""
     text = Text()
     left = MOST_TOKENS
     for number, run in enumerate(runs):
         if number and run.document != runs[number - 1].document:
             text.append("\n--- next document ---\n", MARK)
         words = printable(tokenizer.decode(run.ids[:left]))
-        bracketed = run.is_learned and not is_coloured
-        text.append(f"{OPEN}{words}{CLOSE}" if bracketed else words, LEARNED if run.is_learned else READ)
+        bracketed = run.in_loss and not is_coloured
+        text.append(f"{OPEN}{words}{CLOSE}" if bracketed else words, IN_LOSS if run.in_loss else CONTEXT)
         left -= len(run.ids)
         if left <= 0:
             rest = sum(len(other.ids) for other in runs) - MOST_TOKENS
@@ -97,8 +97,8 @@ def show_row(runs: list[Run], padding: int, tokenizer: Any, is_coloured: bool) -
 def caption(is_coloured: bool) -> Text:
     """How to read `show_row`."""
     if is_coloured:
-        return Text.assemble(("learned", LEARNED), ", ", ("only read", READ))
-    return Text(f"learned: {OPEN}in double brackets{CLOSE}; the rest is only read")
+        return Text.assemble(("in the loss", IN_LOSS), ", ", ("context", CONTEXT))
+    return Text(f"in the loss: {OPEN}in double brackets{CLOSE}; the rest is context")
 
 
 def first_documents(parts: Any, number: int, tokenizer: Any) -> Iterator[tuple[int, str]]:

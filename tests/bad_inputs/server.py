@@ -39,7 +39,7 @@ def import_all() -> None:
     import pipeline.data.prepared
     import pipeline.data.prepared.chat_encoder
     import pipeline.engine.deepspeed_engine
-    import pipeline.inspection.inspect_text
+    import pipeline.inspection.text
     import pipeline.launching.multi_node
     import pipeline.running  # noqa: F401
 

@@ -16,15 +16,15 @@ from rich.console import Console
 
 from pipeline.__main__ import main
 from pipeline.data.packing import pack
-from pipeline.inspection.documents import (
+from pipeline.inspection.pictures import bars, draw_contact_sheet, draw_lengths, length_bars
+from pipeline.inspection.screen import Screen, percent
+from pipeline.inspection.statistics import (
     count_copies,
     count_rows,
     count_shared,
     hashes_of,
     lengths_of,
 )
-from pipeline.inspection.pictures import bars, draw_contact_sheet, draw_lengths, length_bars
-from pipeline.inspection.screen import Screen, percent
 from pipeline.inspection.tokens import first_documents, show_row, split_row
 
 END, PAD = 1, 2
@@ -137,15 +137,13 @@ def test_every_token_of_a_row_is_shown_as_the_loss_sees_it(
         shown = [token for run in runs for token in run.ids]
         whole = [*row["input_ids"], labels[-1]] if labels[-1] != -100 else [*row["input_ids"]]
         assert shown + [pad_id] * padding == whole
-        assert [token for run in runs if run.is_learned for token in run.ids] == labels[
-            labels != -100
-        ].tolist()
+        assert [token for run in runs if run.in_loss for token in run.ids] == labels[labels != -100].tolist()
         if separate or pad_id != END:
             assert padding == (0 if packing == "concatenate" else size - placed(rows, index))
         for before, after in itertools.pairwise(runs):
-            assert before.is_learned != after.is_learned or before.document != after.document
+            assert before.in_loss != after.in_loss or before.document != after.document
             if before.document != after.document and separate:
-                assert not after.is_learned  # the first token of a document is predicted from nothing
+                assert not after.in_loss  # the first token of a document is predicted from nothing
 
 
 def placed(rows, index):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import SourceConfig
 from pipeline.data.documents.digests import DigestCache
-from pipeline.data.documents.file_pieces import hash_file
+from pipeline.data.documents.pieces import hash_file
 from pipeline.data.documents.records import BadRecords, Piece, Record
 from pipeline.data.documents.saved import check_data_files, check_saved, read_entry
 from pipeline.data.documents.tables import ROWS_AT_ONCE, records_of

@@ -11,10 +11,10 @@ from itertools import islice
 
 from pipeline.config.data_schema import SourceConfig
 from pipeline.data.documents.digests import DigestCache
-from pipeline.data.documents.file_pieces import FilePiece, file_pieces
-from pipeline.data.documents.files import find_files
+from pipeline.data.documents.finding import find_files
 from pipeline.data.documents.hub import dataset_pieces
 from pipeline.data.documents.iterable import iterable_pieces
+from pipeline.data.documents.pieces import FilePiece, file_pieces
 from pipeline.data.documents.records import BAD_RECORDS, BadRecords, Piece, Record, text_of
 from pipeline.errors import DataError
 

@@ -35,7 +35,7 @@ from pipeline.data.prepared.plan import (
     unique_tasks,
 )
 from pipeline.data.prepared.pool import prepare_here, prepare_in_pool
-from pipeline.data.prepared.progress import PrepareProgress, format_bytes
+from pipeline.data.prepared.progress_bar import PrepareProgress, format_bytes
 from pipeline.data.prepared.store import Prepared, PreparedSource, TokenStore
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
 

@@ -15,7 +15,7 @@ from pipeline.data.packing import JoinedStream, pack
 from pipeline.data.prepared.encoder import Document
 from pipeline.data.prepared.split_files import PartWriter
 from pipeline.data.prepared.store import TokenStore
-from pipeline.inspection.documents import hashes_of, lengths_of
+from pipeline.inspection.statistics import hashes_of, lengths_of
 
 PARTS = 300
 

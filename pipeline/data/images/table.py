@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.config.loading import did_you_mean
 from pipeline.data.documents.saved import check_data_files, check_saved
-from pipeline.data.labelled_images import TAIL, LabelledImages, check_classes, check_known, key_of
+from pipeline.data.images.stored import TAIL, LabelledImages, check_classes, check_known, key_of
 from pipeline.errors import DataError, one_line
 from pipeline.foreign import IMAGE, read_plain
 

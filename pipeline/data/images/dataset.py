@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeline.config.data_schema import ImagesDataConfig
-from pipeline.data.augmentation import Augmentation
 from pipeline.data.bundle import Batch, DataBundle, collate_items
-from pipeline.data.image_decoding import decode_image, describe
-from pipeline.data.image_folder import find_folder_images
-from pipeline.data.image_rows import find_dataset_images
-from pipeline.data.labelled_images import LabelledImages
+from pipeline.data.images.augmentation import Augmentation
+from pipeline.data.images.decoding import decode_image, describe
+from pipeline.data.images.folder import find_folder_images
+from pipeline.data.images.stored import LabelledImages
+from pipeline.data.images.table import find_dataset_images
 from pipeline.errors import DataError
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

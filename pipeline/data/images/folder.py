@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.loading import did_you_mean
-from pipeline.data.labelled_images import TAIL, LabelledImages, check_classes, check_known, key_of
+from pipeline.data.images.stored import TAIL, LabelledImages, check_classes, check_known, key_of
 from pipeline.errors import DataError
 from pipeline.foreign import IMAGE, open_plain, read_plain
 

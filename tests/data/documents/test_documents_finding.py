@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from documents_support import write
 
-from pipeline.data.documents.files import find_files
+from pipeline.data.documents.finding import find_files
 from pipeline.errors import DataError
 
 

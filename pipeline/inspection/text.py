@@ -1,4 +1,4 @@
-"""Shows text and conversations: what was prepared, and what of it a model would be given and learn."""
+"""Shows text and conversations: what was prepared, what a model is given of it, what counts in the loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.data.batches import IGNORE_INDEX, Batch
-from pipeline.inspection.documents import (
+from pipeline.inspection.pictures import draw_lengths, length_bars
+from pipeline.inspection.screen import Screen, percent
+from pipeline.inspection.statistics import (
     Lengths,
     RowCounts,
     Rows,
@@ -21,8 +23,6 @@ from pipeline.inspection.documents import (
     hashes_of,
     lengths_of,
 )
-from pipeline.inspection.pictures import draw_lengths, length_bars
-from pipeline.inspection.screen import Screen, percent
 from pipeline.inspection.tokens import caption, first_documents, show_row, split_row
 
 
@@ -116,7 +116,7 @@ def show_rows(screen: Screen, datasets: Mapping[str, Rows], sequence_length: int
         )
         table.append(["together", *_row_cells(total)])
     screen.title(f"Training rows of {sequence_length:,} tokens")
-    screen.table(["source", "rows", "padding", "learned of what is not padding", "documents cut"], table)
+    screen.table(["source", "rows", "padding", "in the loss, of what is not padding", "documents cut"], table)
 
 
 def _row_cells(counts: RowCounts) -> list[str]:
@@ -152,7 +152,7 @@ def show_samples(screen: Screen, sources: Sequence[InspectedSource], number: int
 
 
 def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None) -> None:
-    """Rows as the model gets them, learned tokens marked; without `pad_id` nothing is padded."""
+    """Rows as the model gets them, tokens in the loss marked; without `pad_id` nothing is padded."""
     screen.title("The first rows of the run")
     screen.line(caption(screen.is_coloured))
     positions = batch.get("position_ids")
@@ -161,7 +161,6 @@ def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None)
     ):
         own = None if positions is None else positions[row].numpy()
         runs, padding = split_row(input_ids, labels, own, tokenizer.eos_token_id, pad_id)
-        screen.title(
-            f"row {row + 1}: {int((labels != IGNORE_INDEX).sum()):,} of {len(labels):,} tokens are learned"
-        )
+        counted = int((labels != IGNORE_INDEX).sum())
+        screen.title(f"row {row + 1}: {counted:,} of {len(labels):,} tokens count in the loss")
         screen.line(show_row(runs, padding, tokenizer, screen.is_coloured))

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.data.bundle import Batch
-from pipeline.data.image_decoding import describe
-from pipeline.inspection.documents import count_copies, count_shared
+from pipeline.data.images.decoding import describe
 from pipeline.inspection.pictures import bars, draw_contact_sheet
 from pipeline.inspection.screen import Screen, percent
+from pipeline.inspection.statistics import count_copies, count_shared
 
 MOST_CLASSES = 30  # shown one by one
 MOST_NAMED = 5
