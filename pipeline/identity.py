@@ -62,7 +62,8 @@ def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Differe
     """
     try:
         then = _identity(
-            read_yaml(path / "recipe.yaml")[0], json.loads(read_plain(path / "split.json", CONFIGURATION))
+            _with_defaults(read_yaml(path / "recipe.yaml")[0]),
+            json.loads(read_plain(path / "split.json", CONFIGURATION)),
         )
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"recipe.yaml or split.json in {path} cannot be read") from None
@@ -73,6 +74,15 @@ def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Differe
     ):  # the data is other for that very reason
         found = [difference for difference in found if difference.key != FINGERPRINT]
     return found
+
+
+def _with_defaults(recipe: Tree) -> Tree:
+    """A recipe written before there was some key means that key's default."""
+    try:
+        filled = yaml.load(recipe_yaml(RunConfig.model_validate(recipe)), Loader=Loader)
+    except ValueError:  # a value that is none any more: compared as it stands
+        return recipe
+    return filled if isinstance(filled, dict) else recipe
 
 
 def _compare(then: Any, now: Any, prefix: str = "") -> Iterator[Difference]:

@@ -1,37 +1,163 @@
-"""Parameter groups and the AdamW every engine uses.
+"""Parameter groups and the optimizers, the same for every engine.
 
-torch's fused AdamW everywhere: as fast as DeepSpeed's, builds nothing, and skips a non-finite step on the
-device (`found_inf`) without asking the host. Offloaded optimizer state is the engine's own matter.
+torch's fused kernels where there are any: as fast as DeepSpeed's, build nothing, and skip a non-finite step
+on the device (`found_inf`) without asking the host. Offloaded optimizer state is the engine's own matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from pipeline.config.schema import OptimizerConfig
-from pipeline.errors import ModelError
+from pipeline.config.schema import OptimizerConfig, ParameterGroupConfig
+from pipeline.errors import ConfigError, ModelError
+
+GroupKey = tuple[int, bool]
+"""(0, or the number of the group in optimizer.groups from 1 on; whether it is what of it does not decay)."""
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices decay; biases, norms and other vectors do not.
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """The trained parameters of a whole model in groups; see `assigned` and `grouped`.
 
     Raises:
+        ConfigError: a pattern of optimizer.groups matches nothing that is trained.
         ModelError: no parameter requires a gradient.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    named = list(named)
+    return grouped(named, assigned(named, config), config)
+
+
+def assigned(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> dict[str, GroupKey]:
+    """Name -> group of each parameter of a whole model that is trained.
+
+    Matrices decay; biases, norms and other vectors do not, where their group does not say so.
+
+    Raises:
+        ConfigError, ModelError: see `parameter_groups`.
+    """
+    # A ZeRO-3 parameter is empty between uses; ds_shape is its whole shape.
+    trained = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
     if not trained:
         raise ModelError("the model has no parameter that requires a gradient; nothing can be trained")
-    # A ZeRO-3 parameter is empty between uses; ds_shape is its whole shape.
-    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
-    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = config.groups or []
+    for number, group in enumerate(groups):
+        for pattern in group.patterns:
+            if not any(fnmatchcase(name, pattern) for name in trained):
+                raise ConfigError(_no_match(f"optimizer.groups.{number}.patterns", pattern, list(trained)))
+    keys: dict[str, GroupKey] = {}
+    for name, dimensions in trained.items():
+        number = next((i for i, group in enumerate(groups, 1) if _matches(name, group)), 0)
+        decays_all = number > 0 and groups[number - 1].weight_decay is not None
+        keys[name] = (number, dimensions < 2 and not decays_all)
+    return keys
+
+
+def _matches(name: str, group: ParameterGroupConfig) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in group.patterns)
+
+
+def _no_match(where: str, pattern: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+    return (
+        f"{where}: {pattern!r} matches no parameter that is trained; the nearest of {len(names)} are "
+        f"{', '.join(near)}"
+    )
+
+
+def grouped(
+    named: Iterable[tuple[str, nn.Parameter]], keys: Mapping[str, GroupKey], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """The groups that a model, or a part of it, has any of; `lr_factor` is what their rate is multiplied by.
+
+    Args:
+        named: Those that are not trained are left out.
+        keys: Of all names of the whole model that are trained.
+    """
+    members: dict[GroupKey, list[nn.Parameter]] = {key: [] for key in sorted(set(keys.values()))}
+    for name, p in named:
+        if p.requires_grad:
+            members[keys[name]].append(p)
+    groups = []
+    for (number, is_undecayed), parameters in members.items():
+        own = config.groups[number - 1] if config.groups and number else None
+        decay = config.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+        groups.append(
+            {
+                "params": parameters,
+                "weight_decay": 0.0 if is_undecayed else decay,
+                "lr_factor": 1.0 if own is None else own.learning_rate_factor,
+            }
+        )
     return [group for group in groups if group["params"]]
 
 
-def build_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the groups with the recipe's numbers."""
+def build_torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    """torch's own over the groups, with the recipe's numbers."""
+    if config.kind == "sgd":
+        sgd = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+        if config.momentum:
+            sgd.register_step_pre_hook(_start_at_rest)
+        return sgd
+    if config.kind == "adafactor":
+        return torch.optim.Adafactor(groups, lr=config.learning_rate)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:
+    """Momentum of zeros before a parameter's first step; torch (2.13) leaves it undefined if that is skipped.
+
+    The first step comes to the same: without dampening 0 + gradient is the gradient.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None and "momentum_buffer" not in optimizer.state[p]:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """Each group's rate: the schedule's times the group's own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_factor"]
+
+
+def skip_if_not_finite(optimizer: Optimizer, norm: Tensor) -> Tensor:
+    """Before a step: where the norm is not finite, no parameter and no state of the optimizer will move.
+
+    Fused kernels read `found_inf` on the device, the attribute that torch's GradScaler sets. What steps on
+    the host is waited for, and has the gradients taken away: torch's optimizers pass over what has none.
+
+    Returns:
+        1 where the step is skipped, else 0; 0-dim.
+    """
+    skipped = (~torch.isfinite(norm)).float()
+    if _reads_found_inf(optimizer):
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+    elif bool(skipped):
+        optimizer.zero_grad(set_to_none=True)
+    return skipped
+
+
+@contextmanager
+def at_rest(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
+    """Inside it a step moves nothing."""
+    if _reads_found_inf(optimizer):
+        optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
+        yield
+        del optimizer.found_inf  # type: ignore[attr-defined]
+        return
+    hook = optimizer.register_step_pre_hook(lambda stepped, *_: stepped.zero_grad(set_to_none=True))
+    yield
+    hook.remove()
+
+
+def _reads_found_inf(optimizer: Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # as GradScaler asks

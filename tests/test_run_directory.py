@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 import pytest
+import yaml
 from support.tiny import recipe
 
 from pipeline.config.loading import parse_override, set_dotted, validate_recipe
@@ -54,6 +55,17 @@ def left(folder: Path, *, finished: bool = False, **changes) -> Path:
         (directory.path / "summary.json").write_text("{}")
     lock.release()
     return directory.path
+
+
+def test_a_run_of_before_there_was_some_key_goes_on(tmp_path):
+    before = left(tmp_path)
+    written = yaml.safe_load((before / "recipe.yaml").read_text())
+    for section, key in (("optimizer", "kind"), ("optimizer", "momentum"), ("schedule", "kind")):
+        del written[section][key]
+    (before / "recipe.yaml").write_text(yaml.safe_dump(written))
+    directory, lock = open_run_directory(configured(tmp_path), SPLIT)
+    lock.release()
+    assert directory.path == before
 
 
 RATE = {"optimizer": {"learning_rate": 0.5}}

@@ -178,6 +178,32 @@ RULES = [
         lambda c: c.zero("offload_optimizer.device") == "nvme" and c.split.zero_stage < 3,
     ),
     Rule(
+        "`optimizer.kind: adafactor` with ZeRO 1 to 3, tensor parallelism or pipeline stages in bf16",
+        "it looks at the rows and columns of whole matrices, and those are cut up there",
+        "optimizer.kind: sgd, zero_optimization.stage 0, or plain PyTorch",
+        lambda c: (
+            c.config.optimizer.kind == "adafactor"
+            and (
+                c.split.zero_stage > 0
+                or c.split.tensor_parallel > 1
+                or (c.split.pipeline_stages > 1 and c.split.precision == "bf16")
+            )
+        ),
+    ),
+    Rule(
+        "`offload_optimizer.ratio` below 1, `super_offload` or `zenflow` with `optimizer.kind: sgd`",
+        "DeepSpeed steps with Adam there, whatever it was given",
+        "none of these keys, or optimizer.kind: adamw",
+        lambda c: (
+            c.config.optimizer.kind == "sgd"
+            and (
+                (c.offloads_optimizer and c.zero("offload_optimizer.ratio") not in (None, 1))
+                or bool(c.zero("offload_optimizer.super_offload"))
+                or bool(c.zero("zenflow"))
+            )
+        ),
+    ),
+    Rule(
         "`pipeline_read` or `pipeline_write` with NVMe",
         "DeepSpeed 0.19 runs out of its own buffers there",
         "neither key",

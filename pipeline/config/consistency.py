@@ -13,7 +13,7 @@ from pipeline.config.data_schema import (
     TextDataConfig,
 )
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
-from pipeline.config.schema import RunConfig, ScheduleConfig
+from pipeline.config.schema import OptimizerConfig, RunConfig, ScheduleConfig
 
 Contradiction = tuple[tuple[str, ...], str]
 """The dotted keys, the one that the message is about first, and the message."""
@@ -56,6 +56,7 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
     if isinstance(config.data, DocumentsConfig):
         yield from _of_documents(config.data)
     yield from _of_objective(config)
+    yield from _of_optimizer(config.optimizer)
     yield from _of_schedule(config.schedule)
 
 
@@ -151,6 +152,16 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
         ("data.kind", "model.kind"),
         f"data.kind {config.data.kind}: a {config.model.kind} model cannot be trained on it; use {wanted}",
     )
+
+
+def _of_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
+    unread = {"adamw": ("momentum",), "sgd": ("betas", "eps"), "adafactor": ("betas", "eps", "momentum")}
+    for name in unread[optimizer.kind]:
+        if getattr(optimizer, name) != OptimizerConfig.model_fields[name].default:
+            yield (
+                (f"optimizer.{name}", "optimizer.kind"),
+                f"optimizer.{name}: {optimizer.kind} does not read it; drop it, or change optimizer.kind",
+            )
 
 
 def _of_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:

@@ -53,15 +53,17 @@ def adopt_stated_numbers(
     """
     recipe, tree = copy.deepcopy(recipe), file.tree
     optimizer, scheduler = get_dotted(tree, "optimizer.type"), get_dotted(tree, "scheduler.type")
-    if optimizer is not None and str(optimizer).lower() not in ("adam", "adamw"):
+    if optimizer is not None and str(optimizer).lower() not in keys.OPTIMIZERS:
         raise ConfigError(
-            f"{file.at('optimizer.type')}: {optimizer!r}; this trainer builds AdamW (drop the section)"
+            f"{file.at('optimizer.type')}: {optimizer!r}; this trainer builds AdamW, SGD and Adafactor (drop "
+            "the section)"
         )
     if scheduler is not None and (not isinstance(scheduler, str) or scheduler not in keys.SCHEDULES):
         place = file.at("scheduler.type")
         raise ConfigError(f"{place}: {scheduler!r}; set schedule.kind in the recipe instead")
     _refuse_unread(file)
     stated = [(json_key, mine, get_dotted(tree, json_key)) for json_key, mine in keys.RECIPE_OWNS.items()]
+    stated.append(("optimizer.type", "optimizer.kind", keys.OPTIMIZERS.get(str(optimizer).lower())))
     stated.append(("scheduler.type", "schedule.kind", keys.SCHEDULES.get(scheduler or "")))
     adopted: dict[str, str] = {}
     for json_key, mine, value in stated:
@@ -71,7 +73,7 @@ def adopt_stated_numbers(
         if own is None:
             adopted[mine] = file.at(json_key)
             set_dotted(recipe, mine.split("."), value, adopted[mine])
-        elif own != value and isinstance(value, str) and json_key != "scheduler.type":
+        elif own != value and isinstance(value, str) and not json_key.endswith(".type"):
             wanted = "a whole number" if mine.endswith(("size", "steps")) else "a number"
             raise ConfigError(
                 f'{file.at(json_key)}: expected {wanted} or "auto", given {value!r}, which is a text; '
@@ -160,6 +162,9 @@ def resolve_deepspeed(file: JsonFile, config: RunConfig, plan: BatchPlan, precis
     filled["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
     filled["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
     filled["gradient_clipping"] = config.optimizer.max_grad_norm
+    if config.optimizer.kind != "adamw":
+        filled["zero_allow_untested_optimizer"] = True
+        filled["zero_force_ds_cpu_optimizer"] = False  # its kernel is Adam's
     zero = filled.setdefault("zero_optimization", {"stage": 0})
     for key, value in _zero_defaults(config).items():
         if zero.get(key) == "auto":

@@ -166,6 +166,7 @@ RECIPE_OWNS = {
     "optimizer.params.lr": "optimizer.learning_rate",
     "optimizer.params.betas": "optimizer.betas",
     "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.momentum": "optimizer.momentum",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
     "optimizer.params.max_grad_norm": "optimizer.max_grad_norm",
     "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
@@ -181,12 +182,17 @@ AS_BUILT: dict[str, tuple[Any, ...]] = {
     "optimizer.params.adam_w_mode": (True,),
     "optimizer.params.amsgrad": (False,),
     "optimizer.params.bias_correction": (True,),
+    "optimizer.params.dampening": (0,),
+    "optimizer.params.nesterov": (False,),
     "optimizer.params.torch_adam": (True, False),
     "scheduler.params.last_batch_iteration": (-1,),
     "scheduler.params.warmup_min_lr": (0,),
     "scheduler.params.warmup_min_ratio": (0,),
     "scheduler.params.warmup_type": ("linear",),
 }
+
+# DeepSpeed's optimizer, in any case -> the recipe's.
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adafactor": "adafactor"}
 
 # DeepSpeed's schedule -> the recipe's shape after warm-up.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

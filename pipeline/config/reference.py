@@ -77,7 +77,9 @@ def document() -> str:
 
 def _deepspeed() -> Iterator[str]:
     kinds = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in keys.SCHEDULES.items())
-    owned = [*keys.RECIPE_OWNS.items(), ("scheduler.type", "schedule.kind")]
+    optimizers = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in keys.OPTIMIZERS.items())
+    types = [("optimizer.type", "optimizer.kind"), ("scheduler.type", "schedule.kind")]
+    owned = [*keys.RECIPE_OWNS.items(), *types]
     yield "## The DeepSpeed JSON\n"
     yield _paragraph(
         "DeepSpeed's own keys, and three more. Every key of every section is checked before anything "
@@ -102,8 +104,8 @@ def _deepspeed() -> Iterator[str]:
     )
     yield _rows(("in the JSON", "in the recipe"), [(f"`{theirs}`", f"`{ours}`") for theirs, ours in owned])
     yield _paragraph(
-        f"As `schedule.kind`, {kinds}. Any other parameter of `optimizer` and `scheduler` is refused, unless "
-        "it says what is done here anyway."
+        f"As `optimizer.kind`, {optimizers} (in any case); as `schedule.kind`, {kinds}. Any other parameter "
+        "of `optimizer` and `scheduler` is refused, unless it says what is done here anyway."
     )
     yield "Taken, with a line, and read by nobody:\n"
     yield _rows(("key", "why"), [(f"`{key}`", text) for key, text in keys.IGNORED.items()])

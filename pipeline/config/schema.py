@@ -60,19 +60,42 @@ class BatchConfig(Closed):
     """Samples an optimizer step sees: micro x accumulation x data-parallel size."""
 
 
-class OptimizerConfig(Closed):
-    """AdamW (Loshchilov & Hutter 2019)."""
+class ParameterGroupConfig(Closed):
+    """Parameters with a learning rate or a weight decay of their own. One that several groups match belongs
+    to the first of them; all others have the optimizer's numbers."""
 
+    patterns: list[str] = Field(min_length=1)
+    """Shell patterns of names of the whole model's parameters, the same under every split: `*` stands for any
+    text, dots too. `*.embed_tokens.*`, `model.layers.[01].*`. Each must match a parameter that is trained."""
+    learning_rate_factor: float = Field(1.0, gt=0)
+    """The learning rate of these parameters, as a multiple of the schedule's."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Weight decay of all of these, vectors too. Default: `optimizer.weight_decay`, matrices only."""
+
+
+class OptimizerConfig(Closed):
+    """AdamW (Loshchilov & Hutter 2019), SGD with momentum or Adafactor (Shazeer & Stern 2018): torch's, the
+    same under every split."""
+
+    kind: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    """What is kept beside the weights: with `adamw` two numbers a parameter, with `sgd` one, with `adafactor`
+    one for each row and column of a matrix. `adafactor` needs whole matrices (plain PyTorch, ZeRO 0), and
+    waits for the device in every step."""
     learning_rate: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square."""
+    """Decay of the running means of the gradient and of its square (`adamw`)."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the denominator."""
+    """Added to the denominator (`adamw`)."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Share of the last update that goes into the next (`sgd`); 0: none, and nothing is kept."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay; matrices only (biases, norms and other vectors are left alone)."""
+    """Weight decay; matrices only (biases, norms and other vectors are left alone). Decoupled, but with `sgd`
+    it is added to the gradient, after clipping."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 turns clipping off."""
+    groups: list[ParameterGroupConfig] | None = None
+    """Parameters with a learning rate or a weight decay of their own, chosen by name."""
 
     @field_validator("betas", mode="before")
     @classmethod

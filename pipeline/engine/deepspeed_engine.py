@@ -47,7 +47,7 @@ from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tenso
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.unused import GradientWatch, warn_of_unused
 from pipeline.objectives import Batch, LossSum, Objective, added, refuse_router
-from pipeline.optim import parameter_groups
+from pipeline.optim import at_rest, parameter_groups, set_learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class DeepSpeedEngine(DeepSpeedState):
         self._own_guard = split.zero_stage == 0 and (split.precision == "fp32" or split.tensor_parallel > 1)
         if self._own_guard:
             config["gradient_clipping"] = 0.0
-        groups = parameter_groups(model.parameters(), optimizer.weight_decay)
+        groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_optimizer(groups, optimizer, config)
         if split.tensor_parallel > 1:
@@ -121,6 +121,7 @@ class DeepSpeedEngine(DeepSpeedState):
         self._places = cut_parameters(self.module) if cut else whole_parameters(self.module)
         self._is_part = [is_model_parallel_parameter(p) for p in self._parameters]
         self._norm: Tensor | None = None
+        self._skipped = torch.zeros((), device=self.device)
         if self._own_guard:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         if self._sequence is not None:
@@ -130,13 +131,12 @@ class DeepSpeedEngine(DeepSpeedState):
         self._watch: GradientWatch | None = GradientWatch(self.module.named_parameters())
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: ModuleType | None) -> None:
-        # At stage 0 in half precision DeepSpeed allocates Adam's state by a step with zero gradients, which
-        # would count as the first and decay the weights: the fused kernels skip it.
-        self._optimizer.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
-        self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=self._optimizer, config=config, mpu=mpu, dist_init_required=False
-        )
-        del self._optimizer.found_inf  # type: ignore[attr-defined]
+        # At stage 0 in half precision DeepSpeed allocates the optimizer's state by a step with zero
+        # gradients, which would count as the first and decay the weights.
+        with at_rest(self._optimizer, self.device):
+            self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
+                model=model, optimizer=self._optimizer, config=config, mpu=mpu, dist_init_required=False
+            )
         if self._is_autocast:
             # Read by the engine's forward alone, which on a GPU ends any autocast that it was not told of.
             self._engine._config.torch_autocast_enabled = True
@@ -170,8 +170,7 @@ class DeepSpeedEngine(DeepSpeedState):
         averaged_over = self.dp_world_size * self._split.sequence_parallel
         scale = backward_scale(totals[0], averaged_over).float()
         own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
-        for group in self._zero_optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         with self._autocast():
             objective.prepare_step(
@@ -198,8 +197,7 @@ class DeepSpeedEngine(DeepSpeedState):
         elif num_skipped:  # before the optimizer's hook
             grad_norm = math.inf
         else:
-            skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
-            grad_norm = self._norm
+            skipped, grad_norm = self._skipped, self._norm
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         total = added(losses, objective.extra_keys, self.device)
         alike = self._split.tensor_parallel  # each rank of a tensor group computed all of it
@@ -218,9 +216,10 @@ class DeepSpeedEngine(DeepSpeedState):
 
     def _clip_and_guard(self, *_: Any) -> None:
         if self._split.tensor_parallel > 1:
-            self._norm = clip_and_guard_parts(self._optimizer, self._is_part, self._max_grad_norm)
+            found = clip_and_guard_parts(self._optimizer, self._is_part, self._max_grad_norm)
         else:
-            self._norm = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
+            found = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
+        self._norm, self._skipped = found
 
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:

@@ -1,4 +1,4 @@
-"""Which optimizer steps under DeepSpeed: torch's fused AdamW, or DeepSpeed's CPU Adam for offloaded state."""
+"""Which optimizer steps under DeepSpeed: torch's fused ones, or DeepSpeed's CPU Adam for offloaded state."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import deepspeed
 import torch
 
 from pipeline.config.schema import OptimizerConfig
-from pipeline.optim import build_adamw
+from pipeline.optim import build_torch_optimizer
 
 
 def build_optimizer(
     groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """torch's fused AdamW; DeepSpeed's CPU Adam where the state lives in host memory.
+    """torch's; DeepSpeed's CPU Adam where AdamW's state lives in host memory.
 
     `native_ops.prepare_native_ops` has built it, or asked for torch's where it cannot be.
     """
@@ -23,7 +23,7 @@ def build_optimizer(
         return deepspeed.ops.adam.DeepSpeedCPUAdam(
             groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True
         )
-    return build_adamw(groups, optimizer)
+    return build_torch_optimizer(groups, optimizer)
 
 
 def take_steps_again(adam: torch.optim.Optimizer, steps: int) -> None:

@@ -29,12 +29,12 @@ from pipeline.engine.loss_scale import (
 )
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.pipeline_state import stage_state
-from pipeline.engine.stages import Stages, cut_points
+from pipeline.engine.stages import Stages, cut_points, stage_groups
 from pipeline.engine.state import State
 from pipeline.errors import DataError
 from pipeline.models.staging import LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective, added, refuse_router
-from pipeline.optim import build_adamw, parameter_groups
+from pipeline.optim import at_rest, build_torch_optimizer, set_learning_rate, skip_if_not_finite
 
 INPUT_KEYS = ("input_ids", "position_ids")
 
@@ -83,25 +83,23 @@ class PipelineEngine(DeepSpeedState):
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = Stages(model, bounds, self._last)
         self._whole_names = model.names()
-        trained = [p for p in module.parameters() if p.requires_grad]
-        groups = _two_groups(trained, self._optimizer_config.weight_decay)
+        groups = stage_groups(model, module, self._optimizer_config)
         # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
         self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
-        self._optimizer = build_adamw(groups, self._optimizer_config)
-        # In fp16 at stage 0 DeepSpeed allocates Adam's state by a step with zero gradients, which would count
-        # as the first and decay the weights: the fused kernels skip it.
-        self._optimizer.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
+        self._optimizer = build_torch_optimizer(groups, self._optimizer_config)
         config = copy.deepcopy(self._config)
         zero = config["zero_optimization"]
         # At ZeRO 1 a bucket is allocated whole in each step, by default half a billion elements.
-        held = sum(p.numel() for p in trained)
+        held = sum(p.numel() for group in groups for p in group["params"])
         zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", held)), held)
-        with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints the memory in use
+        # In fp16 at stage 0 DeepSpeed allocates the optimizer's state by a step with zero gradients: it would
+        # count as the first and decay the weights. Its bf16 optimizer prints the memory in use.
+        with redirect_stdout(io.StringIO()), at_rest(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
                 model=module, optimizer=self._optimizer, config=config, dist_init_required=False
             )
-        del self._optimizer.found_inf  # type: ignore[attr-defined]
         self._norm = torch.full((), torch.inf, device=self.device)
+        self._skipped = torch.zeros((), device=self.device)
         if self._own_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         go_on_at_the_minimum(self._zero_optimizer)
@@ -130,8 +128,7 @@ class PipelineEngine(DeepSpeedState):
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
         own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
         self._last.begin(objective, scale * own_loss_scale)
-        for group in self._zero_optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         self._norm = torch.full((), torch.inf, device=self.device)
         self._expect_shapes(micro_batches)
@@ -140,7 +137,7 @@ class PipelineEngine(DeepSpeedState):
         # A copy from the host would wait for the device.
         skipped = torch.full((), float(engine.skipped_steps - skipped_before), device=self.device)
         if self._own_norm and self.precision == "fp32":
-            skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
+            skipped = self._skipped
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         total = added(self._last.losses, objective.extra_keys, self.device)  # 0 before the last stage
         return StepResult(total.loss_sum, totals[0], norm, skipped, totals[1], scale_now, total.extras)
@@ -181,7 +178,7 @@ class PipelineEngine(DeepSpeedState):
         if self._optimizer_config.max_grad_norm > 0:
             max_norm = self._optimizer_config.max_grad_norm
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, self._norm)
-        self._optimizer.found_inf = (~torch.isfinite(self._norm)).float()  # type: ignore[attr-defined]
+        self._skipped = skip_if_not_finite(self._optimizer, self._norm)
 
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step. The last stage's share is all of it."""
@@ -233,12 +230,3 @@ def _for_stages(config: dict[str, Any], precision: str) -> tuple[dict[str, Any],
     if own_norm:
         config["gradient_clipping"] = 0.0
     return config, own_norm
-
-
-def _two_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """The parameter groups, two on every stage: DeepSpeed adds up norms over stages group by group."""
-    groups = parameter_groups(parameters, weight_decay)
-    if len(groups) == 1:
-        first = groups[0]["params"]
-        groups = [groups[0] | {"params": first[:1]}, groups[0] | {"params": first[1:]}]
-    return groups

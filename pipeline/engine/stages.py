@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import Tensor, nn
 
+from pipeline.config.schema import OptimizerConfig
 from pipeline.distributed.process_group import Job
-from pipeline.errors import ModelError
-from pipeline.models.staging import LayeredModel, tied_head
+from pipeline.errors import ConfigError, ModelError
+from pipeline.models.staging import Layer, LayeredModel, tied_head
+from pipeline.optim import assigned, grouped
 
 
 class Stages(PipelineModule):
@@ -90,6 +92,40 @@ def cut_points(
         units = partition_balanced(_by_block(weights, model), stages)
     inner = [model.first_block + int(unit) for unit in units[1:-1]]
     return [0, *inner, len(model.layers)]
+
+
+def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """A stage's parameter groups, as many on every stage: DeepSpeed adds up norms over stages group by group.
+
+    It drops an empty group, so a stage that lacks one has another in two.
+
+    Raises:
+        ConfigError: the stage has fewer parameters than there are groups; see also parameter_groups.
+    """
+    keys = assigned(_named(model.layers), config)
+    groups = grouped(_named(stage.modules()), keys, config)
+    wanted = len(set(keys.values()))
+    while len(groups) < wanted:
+        at = max(range(len(groups)), key=lambda index: len(groups[index]["params"]))
+        first, *rest = groups[at]["params"]
+        if not rest:
+            raise ConfigError(
+                f"optimizer.groups makes {wanted} groups of parameters, and a pipeline stage has "
+                f"{len(groups)} parameters; give fewer groups, or fewer pipeline.stages"
+            )
+        groups[at : at + 1] = [groups[at] | {"params": [first]}, groups[at] | {"params": rest}]
+    return groups
+
+
+def _named(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The layers' parameters under the names of the whole model; a tied one once."""
+    seen = set()
+    for layer in modules:
+        if isinstance(layer, Layer):
+            for name, p in layer.part.named_parameters():
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    yield f"{layer.name}.{name}", p
 
 
 def _by_block(weights: list[float], model: LayeredModel) -> list[float]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pipeline.engine.parameter_state import Places, whole_parameters
 from pipeline.engine.state import WHOLE, Place
 from pipeline.errors import ModelError
+from pipeline.optim import skip_if_not_finite
 from pipeline.shards import Box
 
 
@@ -44,14 +45,16 @@ def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
         )
 
 
-def clip_and_guard_parts(optimizer: torch.optim.Optimizer, is_part: list[bool], max_norm: float) -> Tensor:
+def clip_and_guard_parts(
+    optimizer: torch.optim.Optimizer, is_part: list[bool], max_norm: float
+) -> tuple[Tensor, Tensor]:
     """torch_engine.clip_and_guard over a tensor group: parts are added up, whole parameters count once.
 
     Args:
         is_part: Of each of the optimizer's parameters, whether this rank holds a part of it.
 
     Returns:
-        The global gradient norm before clipping, 0-dim. Collective; no host sync.
+        As clip_and_guard. Collective.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_first = groups.get_tensor_model_parallel_rank() == 0
@@ -65,8 +68,7 @@ def clip_and_guard_parts(optimizer: torch.optim.Optimizer, is_part: list[bool], 
     norm = square.sqrt()
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-    return norm
+    return norm, skip_if_not_finite(optimizer, norm)
 
 
 def cut_parameters(module: nn.Module) -> Places:

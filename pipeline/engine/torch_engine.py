@@ -30,7 +30,12 @@ from pipeline.engine.unused import listed, warn_of_unused
 from pipeline.errors import ModelError
 from pipeline.models.batch_norm import num_batch_norms
 from pipeline.objectives import Batch, LossSum, Objective, added
-from pipeline.optim import build_adamw, parameter_groups
+from pipeline.optim import (
+    build_torch_optimizer,
+    parameter_groups,
+    set_learning_rate,
+    skip_if_not_finite,
+)
 from pipeline.shards import Scalars, Shard, ShardSource
 
 log = logging.getLogger(__name__)
@@ -51,9 +56,9 @@ class TorchEngine:
         self.num_parameters = count_parameters(model)
         self._job = job
         self._max_grad_norm = optimizer.max_grad_norm
-        groups = parameter_groups(model.parameters(), optimizer.weight_decay)
+        groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
-        self._optimizer = build_adamw(groups, optimizer)
+        self._optimizer = build_torch_optimizer(groups, optimizer)
         self._ddp: _Reducing | None = None
         self._is_first_step = True
         self._buffers = ChangingBuffers(self.module)
@@ -101,11 +106,9 @@ class TorchEngine:
             losses.append(loss.detached())
         self._look_for_unused()
         self._buffers.share()
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        grad_norm = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
+        set_learning_rate(self._optimizer, learning_rate)
+        grad_norm, skipped = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
         self._optimizer.step()
-        skipped = self._optimizer.found_inf  # type: ignore[attr-defined]
         total = added(losses, objective.extra_keys, self.device)
         return StepResult(total.loss_sum, totals[0], grad_norm, skipped, totals[1], None, total.extras)
 
@@ -244,16 +247,15 @@ def without_gradient(module: nn.Module) -> list[str]:
 
 def clip_and_guard(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float
-) -> torch.Tensor:
-    """Clips the gradients and tells the fused optimizer on the device to skip a non-finite step.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clips the gradients and has the optimizer skip a non-finite step.
 
     Returns:
-        The global gradient norm before clipping, 0-dim. No host sync.
+        The global gradient norm before clipping, and 1 where the step is skipped, else 0; both 0-dim. No host
+        sync where the optimizer's kernels are fused.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    # torch's fused kernels read this attribute (the one GradScaler sets) and leave everything alone at 1.
-    optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-    return norm
+    return norm, skip_if_not_finite(optimizer, norm)

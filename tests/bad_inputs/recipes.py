@@ -146,6 +146,18 @@ TYPES = [
     key("eps zero", "optimizer.eps", 0, "given 0"),
     key("weight decay below zero", "optimizer.weight_decay", -0.1, "given -0.1"),
     key("a norm below zero", "optimizer.max_grad_norm", -1, "given -1"),
+    key("an unknown optimizer", "optimizer.kind", "adamW", "'sgd'", "given 'adamW'"),
+    key("momentum of AdamW", "optimizer.momentum", 0.5, "adamw does not read it"),
+    key("a group without a pattern", "optimizer.groups", [{"patterns": []}], "groups.0.patterns"),
+    key(
+        "a group at no rate", "optimizer.groups", [{"patterns": ["*"], "learning_rate_factor": 0}], "given 0"
+    ),
+    Case(
+        "a group of no parameter",
+        ["optimizer.groups.0.patterns: 'conv9.*' matches no parameter", "the nearest"],
+        base="digits",
+        recipe={"optimizer.groups": [{"patterns": ["conv9.*"]}]},
+    ),
     key("an unknown schedule", "schedule.kind", "cosin", "'cosine'", "given 'cosin'"),
     key("warm-up below zero", "schedule.warmup_steps", -1, "given -1"),
     key("a ratio above one", "schedule.min_learning_rate_ratio", 1.5, "given 1.5"),

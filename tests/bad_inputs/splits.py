@@ -95,7 +95,7 @@ VALUES = [
     split("compile in words in the file", {"compile": {"enabled": "yes"}}, "compile.enabled", "given 'yes'"),
     split("tf32 in words", {"tf32": {"enabled": "maybe"}}, "tf32.enabled", "'maybe'"),
     split(
-        "an optimizer that is not built", {"optimizer": {"type": "SGD"}}, "optimizer.type", "'SGD'", "AdamW"
+        "an optimizer that is not built", {"optimizer": {"type": "Lion"}}, "optimizer.type", "'Lion'", "AdamW"
     ),
     split(
         "a scheduler that is not built",

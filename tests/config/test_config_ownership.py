@@ -22,6 +22,7 @@ STATED = {
     "optimizer.params.lr": 1e-4,
     "optimizer.params.betas": [0.8, 0.99],
     "optimizer.params.eps": 1e-7,
+    "optimizer.params.momentum": 0.8,
     "optimizer.params.weight_decay": 0.01,
     "optimizer.params.max_grad_norm": 0.3,
     "scheduler.params.warmup_num_steps": 7,
@@ -96,6 +97,14 @@ def nested(dotted, value):
     return tree
 
 
+def stating(json_key):
+    """A JSON with this number; momentum is read by SGD alone."""
+    tree = nested(json_key, STATED[json_key])
+    if json_key == "optimizer.params.momentum":
+        tree["optimizer"]["type"] = "SGD"
+    return tree
+
+
 def as_yaml(dotted, value):
     return json.dumps(nested(dotted, value))[1:-1] + "\n"  # JSON is YAML
 
@@ -112,7 +121,7 @@ def test_these_tests_state_every_number_two_files_can_state():
 @pytest.mark.parametrize(("json_key", "mine"), keys.RECIPE_OWNS.items())
 def test_a_number_of_the_json_is_adopted_where_the_recipe_is_silent(load, json_key, mine):
     max_steps = "" if mine == "max_steps" else "max_steps: 100\n"
-    config = load(nested(json_key, STATED[json_key]), max_steps=max_steps).config
+    config = load(stating(json_key), max_steps=max_steps).config
     assert field(config, mine) == STATED[json_key]
 
 
@@ -120,7 +129,7 @@ def test_a_number_of_the_json_is_adopted_where_the_recipe_is_silent(load, json_k
 def test_the_same_number_twice_is_fine_and_another_one_is_an_error_that_quotes_both(
     load, tmp_path, json_key, mine
 ):
-    stated, split = STATED[json_key], nested(json_key, STATED[json_key])
+    stated, split = STATED[json_key], stating(json_key)
     max_steps = "" if mine == "max_steps" else "max_steps: 100\n"
     config = load(split, as_yaml(mine, stated), max_steps=max_steps).config
     assert field(config, mine) == stated
@@ -128,6 +137,16 @@ def test_the_same_number_twice_is_fine_and_another_one_is_an_error_that_quotes_b
     message = fails_with(load, tmp_path, split, as_yaml(mine, own), max_steps=max_steps)
     assert (
         message == f'split.json:1: {json_key} is {stated}, the recipe\'s {mine} is {own}; write "auto" here'
+    )
+
+
+def test_the_optimizers_type_is_a_number_like_any_other(load, tmp_path):
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8, "nesterov": False}}}
+    config = load(sgd).config.optimizer
+    assert (config.kind, config.learning_rate, config.momentum) == ("sgd", 0.1, 0.8)
+    message = fails_with(load, tmp_path, {"optimizer": {"type": "AdamW"}}, "optimizer: {kind: sgd}\n")
+    assert message == (
+        'split.json:1: optimizer.type is adamw, the recipe\'s optimizer.kind is sgd; write "auto" here'
     )
 
 

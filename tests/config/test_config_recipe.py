@@ -106,7 +106,7 @@ def test_an_unknown_key_may_have_the_name_of_its_kind(load, tmp_path):
 def test_where_no_key_is_near_the_valid_ones_are_listed(load, tmp_path):
     message = fails_with(load, tmp_path, "  learning_rate: 1e-3", "  qqqq: 1")
     assert message.startswith(
-        "recipe.yaml:16: optimizer.qqqq: unknown key (valid: betas, eps, learning_rate, "
+        "recipe.yaml:16: optimizer.qqqq: unknown key (valid: betas, eps, groups, kind, "
     )
 
 

@@ -110,11 +110,11 @@ def good_bad_good(job: Job, tree, deepspeed, factor: float):
     data = token_bundle()
     engine = make_engine(job, tree, deepspeed, data)
     objective = Poisoned()
-    batch = {key: value[None].repeat(2, 1) for key, value in data.train[job.ranks.rank].items()}
+    batch = {key: value[None].repeat(2, 1) for key, value in data.train[engine.dp_rank].items()}
     engine.train_step([batch], objective, 1e-2, False)
     before = parameters(engine)
-    # Only the last rank's batch is bad: the others must skip with it.
-    objective.factor = factor if job.ranks.rank == job.ranks.world_size - 1 else 1.0
+    # Only the last data-parallel rank's batch is bad: the others must skip with it.
+    objective.factor = factor if engine.dp_rank == engine.dp_world_size - 1 else 1.0
     skipped = engine.train_step([batch], objective, 1e-2, False).skipped
     after = parameters(engine)
     objective.factor = 1.0

@@ -1,0 +1,181 @@
+"""Every kind of optimizer, with groups of parameters, under every split: the curve of one process."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+from engine.test_step import good_bad_good
+from parity.measure import ALONE, has_async_io
+from parity.splits import CPU, NVME, SEQUENCE_2, SUMMED, TENSOR_2, TWO_STAGES, zero
+from support.exchange import SPLITS as RESUMED
+from support.exchange import exchange
+from support.tiny import BANDS, make_engine, recipe, token_bundle, train_curve
+
+from pipeline.errors import ConfigError
+
+PLAIN = {"torch": {"parallel": "single"}}
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
+# The embeddings lie on the first of two stages alone.
+GROUPS = [
+    {"patterns": ["*embed_tokens*"], "learning_rate_factor": 0.1, "weight_decay": 0.0},
+    {"patterns": ["*norm*", "model.layers.1.mlp.*"], "learning_rate_factor": 2.0, "weight_decay": 0.3},
+]
+OPTIMIZERS = {
+    "adamw": {"learning_rate": 3e-3, "max_grad_norm": 0.5},
+    "sgd": {"kind": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5},
+    "adafactor": {"kind": "adafactor", "learning_rate": 3e-2, "max_grad_norm": 0.5},
+}
+SPLITS = {
+    "DDP": {"torch": {"parallel": "ddp"}},
+    **{f"ZeRO {stage}": zero(stage) for stage in range(4)},
+    "ZeRO 2, round robin": zero(2, round_robin_gradients=True),
+    "ZeRO 3, small groups": zero(3, sub_group_size=3_000),
+    "ZeRO 2, optimizer on CPU": zero(2, offload_optimizer=CPU),
+    "ZeRO 3, all on CPU": zero(3, offload_optimizer=CPU, offload_param=CPU),
+    "ZeRO 3, optimizer on NVMe": zero(3, offload_optimizer=NVME),
+    **{f"tensor 2, ZeRO {stage}": zero(stage) | TENSOR_2 for stage in range(4)},
+    **{f"pipeline 2, ZeRO {stage}": zero(stage) | TWO_STAGES for stage in (0, 1)},
+    **{f"sequence 2, ZeRO {stage}": zero(stage) | SEQUENCE_2 for stage in (0, 3)},
+    **{f"ZeRO {stage}, bf16": zero(stage) | BF16 for stage in range(4)},
+    "ZeRO 1, summed in fp32, bf16": zero(1) | BF16 | SUMMED,
+    "tensor 2, ZeRO 0, bf16": zero(0) | TENSOR_2 | BF16,
+    "pipeline 2, ZeRO 1, bf16": zero(1) | TWO_STAGES | BF16,
+    **{f"ZeRO {stage}, fp16": zero(stage) | FP16 for stage in range(4)},
+    "pipeline 2, ZeRO 0, fp16": zero(0) | TWO_STAGES | FP16,
+}
+
+# What leaves every matrix whole.
+WHOLE = ("DDP", "ZeRO 0", "pipeline 2, ZeRO 0", "sequence 2, ZeRO 0", "ZeRO 0, bf16", "ZeRO 0, fp16")
+
+
+def tree(kind, groups=GROUPS):
+    return recipe(optimizer=OPTIMIZERS[kind] | ({"groups": groups} if groups else {}))
+
+
+@cache
+def alone(kind, with_groups=True):
+    return train_curve(ALONE, tree(kind, GROUPS if with_groups else None), PLAIN)
+
+
+def differences(got, expected):
+    """Relative, the largest of all steps: loss, gradient norm."""
+    return [
+        max(abs(a[column] - b[column]) / b[column] for a, b in zip(got, expected, strict=True))
+        for column in (0, 1)
+    ]
+
+
+def cases():
+    for kind in OPTIMIZERS:
+        for name in SPLITS if kind != "adafactor" else WHOLE:
+            everyday = name in ("ZeRO 3", "pipeline 2, ZeRO 1")
+            yield pytest.param(kind, name, id=f"{kind}-{name}", marks=() if everyday else pytest.mark.slow)
+
+
+@pytest.mark.thin(60)
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(("kind", "name"), cases())
+def test_the_curve_is_that_of_one_process(ranks, kind, name):
+    if "NVMe" in name and not has_async_io():
+        pytest.skip("no libaio to link with (apt-get install libaio-dev)")
+    curves = ranks(2).run(train_curve, tree(kind), SPLITS[name], timeout=900)
+    precision = next((half for half in ("bf16", "fp16") if half in name), "fp32")
+    for found, allowed in zip(differences(curves[0], alone(kind)), BANDS[precision], strict=True):
+        assert found < allowed
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_groups_and_kinds_show_in_the_curve(kind):
+    """A split that left out the groups, or took another kind, would be far outside of the band of fp32."""
+    assert differences(alone(kind), alone(kind, with_groups=False))[0] > 50 * BANDS["fp32"][0]
+    other = next(each for each in OPTIMIZERS if each != kind)
+    assert differences(alone(kind), alone(other))[0] > 1e-3
+
+
+@pytest.mark.parametrize(
+    "json",
+    [PLAIN, zero(0), zero(3), zero(0) | TENSOR_2, zero(1) | TWO_STAGES, zero(0) | TWO_STAGES],
+    ids=["plain", "ZeRO 0", "ZeRO 3", "tensor", "pipeline, ZeRO 1", "pipeline, ZeRO 0"],
+)
+def test_a_pattern_that_matches_nothing_is_told_under_every_split(ranks, json):
+    wrong = tree("adamw", [{"patterns": ["*.embeds.*"]}])
+    said = [refused(ALONE, wrong, json)] if json is PLAIN else ranks(2).run(refused, wrong, json)
+    for message in said:
+        assert message.startswith("optimizer.groups.0.patterns: '*.embeds.*' matches no parameter")
+        assert "model.embed_tokens.weight" in message
+
+
+def refused(job, tree, json):
+    try:
+        make_engine(job, tree, json, token_bundle())
+    except ConfigError as error:
+        return str(error)
+    return "nothing was said"
+
+
+BAD = {
+    "plain": (PLAIN, 1),
+    **{f"ZeRO {stage}": (zero(stage), 2) for stage in range(4)},
+    "ZeRO 0, bf16": (zero(0) | BF16, 2),
+    "ZeRO 1, bf16": (zero(1) | BF16, 2),
+    "ZeRO 0, fp16": (zero(0) | FP16, 2),
+    "ZeRO 2, optimizer on CPU": (zero(2, offload_optimizer=CPU), 2),
+    "tensor 2, ZeRO 0": (zero(0) | TENSOR_2, 2),
+    "ZeRO 0, pipeline 2": (zero(0) | TWO_STAGES, 2),
+    "ZeRO 0, pipeline 2, fp16": (zero(0) | TWO_STAGES | FP16, 2),
+}
+
+
+def bad_cases():
+    """AdamW's are in test_step.py."""
+    for name in BAD:
+        marks = () if name in ("plain", "ZeRO 0") else pytest.mark.slow
+        yield pytest.param("sgd", name, marks=marks)
+        if name.startswith(("plain", "ZeRO 0")):
+            yield pytest.param("adafactor", name, marks=marks)
+
+
+@pytest.mark.thin(20)
+@pytest.mark.parametrize(("kind", "name"), bad_cases())
+def test_a_bad_batch_changes_no_parameter(ranks, kind, name):
+    json, world_size = BAD[name]
+    batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    arguments = recipe(batch=batch, optimizer=OPTIMIZERS[kind]), json, math.nan
+    if json is PLAIN:
+        results = [good_bad_good(ALONE, *arguments)]
+    else:
+        results = ranks(world_size).run(good_bad_good, *arguments)
+    for unchanged, skipped, moved, finite in results:
+        assert (unchanged, skipped, moved, finite) == (True, 1.0, True, True)
+
+
+def exchanges():
+    """Each split on either side of a resume once, and those in half precision go on from themselves."""
+    rings = {
+        "sgd": (
+            *("plain", "zero1", "ddp", "zero3", "tensor-zero1", "zero0", "pipeline-zero1", "zero2"),
+            *("zero3-small-groups", "zero2-cpu", "tensor-zero0", "zero3-all-cpu", "pipeline-zero0", "nvme"),
+            *("zero2-round-robin", "sequence-zero2"),
+        ),
+        "adafactor": ("plain", "zero0", "pipeline-zero0", "ddp", "sequence-zero0"),
+    }
+    itself = {
+        "sgd": ("zero0-bf16", "zero1-bf16", "zero2-fp16", "zero3-bf16", "pipeline-zero1-bf16"),
+        "adafactor": ("zero0-bf16", "pipeline-zero0-fp16"),
+    }
+    for kind, names in rings.items():
+        pairs = [*zip(names, names[1:] + names[:1], strict=True), *((name, name) for name in itself[kind])]
+        for saved, resumed in pairs:
+            marks = () if saved == "pipeline-zero1" else pytest.mark.slow
+            yield pytest.param(kind, saved, resumed, id=f"{kind}-{saved}-to-{resumed}", marks=marks)
+
+
+@pytest.mark.thin(40)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("kind", "saved", "resumed"), exchanges())
+def test_any_split_goes_on_from_any_other(ranks, kind, saved, resumed):
+    optimizer = {key: value for key, value in OPTIMIZERS[kind].items() if key != "learning_rate"}
+    rate = OPTIMIZERS[kind]["learning_rate"]
+    exchange(ranks, RESUMED[saved], RESUMED[resumed], rate=rate, groups=GROUPS, **optimizer)
