@@ -12,6 +12,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.random_numbers import derive_seed
 from pipeline.data.sampler import GlobalOrder
 from pipeline.errors import DataError
 
@@ -58,8 +59,8 @@ class MixtureOrder:
         self._active = [number for number, count in enumerate(drawn) if count]
         alone = len(self._active) == 1
         self._slot_order = None if alone else GlobalOrder(self.samples_per_epoch, seed)
-        self._orders = {
-            number: GlobalOrder(sources[number].num_samples, seed if alone else _seed_of(seed, number))
+        self._orders = {  # a key for each source: two of equal size would otherwise go in step
+            number: GlobalOrder(sources[number].num_samples, seed if alone else derive_seed(seed, number))
             for number in self._active
         }
 
@@ -143,11 +144,6 @@ def drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
     for number in by_remainder[: total - sum(drawn)]:
         drawn[number] += 1
     return drawn
-
-
-def _seed_of(seed: int, source: int) -> int:
-    """Another key for each source: two of equal size would otherwise go in step."""
-    return int(np.random.SeedSequence((seed, source)).generate_state(1, np.uint64)[0])
 
 
 class SourceCounts:
