@@ -50,9 +50,11 @@ class Shard:
     """1-D, row-major: region.length values. What the engine holds, not a copy, where that is possible."""
     checksum: str | None = field(default=None, compare=False)
     """xxh3_64 of the values' bytes, once they are written."""
+    is_frozen: bool = field(default=False, compare=False)
+    """Nobody trains it: once written, the same bytes are not written again."""
 
     @staticmethod
-    def of(name: str, kind: str, region: Region, values: Tensor) -> Shard:
+    def of(name: str, kind: str, region: Region, values: Tensor, is_frozen: bool = False) -> Shard:
         """With its values.
 
         Raises:
@@ -60,7 +62,7 @@ class Shard:
         """
         if tuple(values.shape) != (region.length,):
             raise TypeError(f"{kind} of {name}: {tuple(values.shape)} {values.dtype} for {region}")
-        return Shard(name, kind, region, values.dtype, values)
+        return Shard(name, kind, region, values.dtype, values, None, is_frozen)
 
     @property
     def num_bytes(self) -> int:

@@ -59,12 +59,12 @@ def write_file(
     try:
         # Hashing goes on while writes and the disk are waited for; all at once where that can be.
         with ThreadPoolExecutor(1, "checksums") as beside:
-            of_kept = beside.submit(lambda: [_hash(views) for views in kept])
+            of_kept = beside.submit(lambda: [hash_views(views) for views in kept])
             writer = _Writer(descriptor)
             writer.put(memoryview(layout.header))
             for shard, offset, views in zip(layout.shards, layout.offsets, kept or parts, strict=True):
                 writer.put(memoryview(bytes(offset - writer.position)))
-                hashed = None if lasting else beside.submit(_hash, views)
+                hashed = None if lasting else beside.submit(hash_views, views)
                 for view in views:
                     writer.put(view)
                 if writer.position != offset + shard.num_bytes:
@@ -79,7 +79,8 @@ def write_file(
         os.close(descriptor)
 
 
-def _hash(views: Iterable[memoryview]) -> xxhash.xxh3_64:
+def hash_views(views: Iterable[memoryview]) -> xxhash.xxh3_64:
+    """The checksum of a shard, in one or more views."""
     checksum = xxhash.xxh3_64()
     for view in views:
         checksum.update(view)

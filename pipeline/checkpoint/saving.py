@@ -10,11 +10,13 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.files import LayoutChangedError, write_durably, write_file
+from pipeline.checkpoint.files import LayoutChangedError, hash_views, write_durably, write_file
 from pipeline.checkpoint.folders import PARTIAL, REPLACED, clear_partial, folder_name, remove
 from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import (
@@ -40,6 +42,16 @@ class Share:
 
     problem: str | None
     layout_changed: bool = False
+
+
+@dataclass(frozen=True)
+class FrozenFile:
+    """What nobody trains, as the last checkpoint has it: the next one has the same file, by a hard link."""
+
+    path: Path
+    record: FileRecord
+    shards: tuple[Shard, ...]
+    """With checksums."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class Opening:
 class Saving:
     """One save of one step, under a folder of checkpoints."""
 
-    def __init__(self, folder: Path, content: Content, peers: Peers):
+    def __init__(self, folder: Path, content: Content, peers: Peers, frozen: FrozenFile | None = None):
         self.folder = folder
         self.content = content
         self.peers = peers
@@ -78,7 +90,8 @@ class Saving:
         self.partial = folder / f"{self.final.name}{PARTIAL}"
         self._replaced = folder / f"{self.final.name}{REPLACED}"
         self.published: Manifest | None = None
-        self._written: tuple[FileRecord, ShardTable] | None = None
+        self.frozen = frozen
+        self._written: list[tuple[FileRecord, ShardTable]] = []
 
     def begin(self, layout: Layout, memory: int, memory_free: int) -> tuple[str | None, str | None]:
         """Makes the folder and looks for room, on disk and in memory.
@@ -142,7 +155,7 @@ class Saving:
         share = Share(None)
         try:
             if layout.shards:
-                self._written = self._write_share(layout, values, lasting)
+                self._write_share(layout, iter(values), lasting)
             for _ in rest:
                 raise LayoutChangedError("more shards than before")
         except LayoutChangedError as error:
@@ -153,21 +166,58 @@ class Saving:
             pass
         return self.peers.gather(share)
 
-    def _write_share(
-        self, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool
-    ) -> tuple[FileRecord, ShardTable]:
-        path = self.partial / f"rank-{self.peers.rank:05d}.safetensors"
-        written = write_file(path, layout, values, lasting)
+    def _write_share(self, layout: Layout, values: Iterator[Iterable[memoryview]], lasting: bool) -> None:
+        frozen = list(takewhile(lambda shard: shard.is_frozen, layout.shards))  # engines give them first
+        stem = f"rank-{self.peers.rank:05d}"
+        if frozen:
+            path, part = self.partial / f"{stem}.frozen.safetensors", Layout.of(frozen)
+            own: Iterable[Iterable[memoryview]] = islice(values, len(frozen))
+            own = list(own) if lasting else own
+            written = self._linked(path, part, own, lasting) or self._write(path, part, own, lasting)
+            self.frozen = FrozenFile(self.final / path.name, *written)
+        else:
+            self.frozen = None
+        rest = layout.shards[len(frozen) :]
+        if rest:
+            self._write(self.partial / f"{stem}.safetensors", Layout.of(rest), values, lasting)
+
+    def _linked(
+        self, path: Path, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool
+    ) -> tuple[FileRecord, tuple[Shard, ...]] | None:
+        """The last checkpoint's file, linked, if it has the same values; None: it is to be written.
+
+        Raises:
+            LayoutChangedError: it is to be written, and the values have been taken.
+        """
+        known = self.frozen
+        if known is None or known.shards != layout.shards:
+            return None
+        pairs = zip(values, known.shards, strict=True)
+        if all(hash_views(views).hexdigest() == shard.checksum for views, shard in pairs):
+            with suppress(OSError):  # a file system without links, or the file is gone
+                os.link(known.path, path)
+                self._written.append((known.record, ShardTable.of(known.shards)))
+                return known.record, known.shards
+        if not lasting:
+            raise LayoutChangedError("what is frozen")
+        return None
+
+    def _write(
+        self, path: Path, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool
+    ) -> tuple[FileRecord, tuple[Shard, ...]]:
+        sums = write_file(path, layout, values, lasting)
         record = FileRecord(
             name=path.name,
             rank=self.peers.rank,
             host=self.peers.host,
             place=self.peers.leader,
             bytes=layout.num_bytes,
-            xxh3_128=written.xxh3_128,
+            xxh3_128=sums.xxh3_128,
             shards=len(layout.shards),
         )
-        return record, ShardTable.of(map(Shard.described, layout.shards, written.shards))
+        shards = tuple(map(Shard.described, layout.shards, sums.shards))
+        self._written.append((record, ShardTable.of(shards)))
+        return record, shards
 
     def conclude(self, shares: list[Share]) -> str | None:
         """Publishes the checkpoint where every share is good, else removes it.
@@ -177,7 +227,7 @@ class Saving:
         """
         problem = first([share.problem for share in shares])
         if problem is None:
-            written = [each for each in self.peers.collect(self._written) if each is not None]
+            written = [each for own in self.peers.collect(self._written) for each in own]
             files, table = [record for record, _ in written], ShardTable.joined([part for _, part in written])
             del written  # a thousand ranks' parts are as much again
             problem = first(self.peers.attempt(lambda: self._publish(files, table)))

@@ -19,7 +19,7 @@ from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import meet
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.saving import Content, Saving, first
+from pipeline.checkpoint.saving import Content, FrozenFile, Saving, first
 from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.distributed.machine import available_memory
 from pipeline.distributed.process_group import Job
@@ -71,6 +71,7 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoints cannot be written: {error}; choose another run_dir") from None
         self._layout: Layout | None = None
         self._snapshot: Snapshot | None = None
+        self._frozen: FrozenFile | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         # Filled by the thread while `poll` empties it: a list that is swapped there would lose what comes.
@@ -140,7 +141,7 @@ class CheckpointStore:
         if self._layout is None:
             self._layout = Layout.of(engine.shards())
         layout = self._layout
-        saving = Saving(self.folder, content, self._peers)
+        saving = Saving(self.folder, content, self._peers, self._frozen)
         memory = 0 if wait or self._snapshot is not None else layout.num_bytes
         problem, short = saving.begin(layout, memory, available_memory())
         if problem is None and not wait and short is None:
@@ -164,7 +165,7 @@ class CheckpointStore:
             shares = saving.write(layout, streamed(layout, shards), shards)
             problem = saving.conclude(shares)
             if any(share.layout_changed for share in shares):
-                self._layout = self._snapshot = None
+                self._layout = self._snapshot = self._frozen = None
                 return None
         now = time.perf_counter()
         return self._report(saving, SaveOutcome(content.step, problem, now - started, now - began))
@@ -215,6 +216,7 @@ class CheckpointStore:
         if outcome.problem is None:
             self._saved[outcome.step] = saving.content.state.get("eval_loss") is not None
             self._bad.discard(outcome.step)
+            self._frozen = saving.frozen
             log.info("saved %s", saving.final)
             if saving.published is not None:
                 self._pruner.prune(saving.published, self._bad)

@@ -104,14 +104,7 @@ class ShardTable:
     @cached_property
     def _order(self) -> Column:
         """The rows by tensor, box and start."""
-        group = self._groups
-        # Radix sort, where there are few: ten times as fast. Ranks write their shares in order.
-        few = len(self.entries) * (len(self.box_list) + 1) < 1 << 16
-        order = np.argsort(group.astype(np.uint16) if few else group, kind="stable").astype(np.int32)
-        start, alike = self.columns["start"][order], np.diff(group[order]) == 0
-        if (start[1:] < start[:-1])[alike].any():
-            order = np.lexsort((self.columns["start"], group)).astype(np.int32)
-        return order
+        return np.lexsort((self.columns["start"], self._groups)).astype(np.int32)
 
     @property
     def _groups(self) -> Column:

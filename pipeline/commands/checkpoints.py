@@ -11,7 +11,7 @@ from pipeline.commands.run_argument import find_checkpoint, find_run, report_err
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.inspection import CheckpointRow, TensorChange
+    from pipeline.checkpoint.listing import CheckpointRow, TensorChange
 
 HELP = "list a run's checkpoints, verify them, or compare two"
 MOST = 20  # tensors of a comparison that are shown
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(directory: Path, contents: bool) -> None:
-    from pipeline.checkpoint.inspection import list_checkpoints, read_through
+    from pipeline.checkpoint.listing import list_checkpoints, read_through
     from pipeline.inspection.screen import Screen
 
     rows = list_checkpoints(directory)
@@ -92,7 +92,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _diff(directory: Path, first: str, second: str) -> None:
-    from pipeline.checkpoint.inspection import diff
+    from pipeline.checkpoint.listing import diff
     from pipeline.inspection.screen import Screen
 
     _, one, of_one = find_checkpoint(directory, first, "diff")

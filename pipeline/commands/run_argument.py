@@ -43,7 +43,7 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
         CheckpointError: there is no such checkpoint, or it is not complete.
     """
     from pipeline.checkpoint.folders import check, newest_good, steps_in
-    from pipeline.checkpoint.inspection import list_checkpoints
+    from pipeline.checkpoint.listing import list_checkpoints
 
     whole = path.absolute()
     if whole.parent.name == "checkpoints" and whole in steps_in(whole.parent).values():

@@ -17,7 +17,10 @@ Places = dict[nn.Parameter, Place]
 
 def whole_parameters(module: nn.Module) -> Places:
     """Of a rank that holds the whole model."""
-    return {p: Place.all_of(name, getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+    return {
+        p: Place.all_of(name, getattr(p, "ds_shape", p.shape), is_frozen=not p.requires_grad)
+        for name, p in module.named_parameters()
+    }
 
 
 def kept_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:

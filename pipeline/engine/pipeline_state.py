@@ -22,7 +22,12 @@ def stage_state(optimizer: Any, stage: nn.Module, sharers: tuple[int, int]) -> S
     layers = [module for module in stage.modules() if isinstance(module, Layer)]
     places = {
         # A tied weight lies on two stages, in step; DeepSpeed marks the copy.
-        p: Place.all_of(f"{layer.name}.{name}", p.shape, not getattr(p, "ds_pipe_replicated", False))
+        p: Place.all_of(
+            f"{layer.name}.{name}",
+            p.shape,
+            is_written=not getattr(p, "ds_pipe_replicated", False),
+            is_frozen=not p.requires_grad,
+        )
         for layer in layers
         for name, p in layer.part.named_parameters()
     }

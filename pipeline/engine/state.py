@@ -43,11 +43,12 @@ class Place:
     """(box of the rank's own tensor, the box of the whole one that it is); together all of the own one."""
     is_written: bool = True
     """False: a copy that another rank writes."""
+    is_frozen: bool = False
 
     @staticmethod
-    def all_of(name: str, shape: Iterable[int], is_written: bool = True) -> Place:
+    def all_of(name: str, shape: Iterable[int], is_written: bool = True, is_frozen: bool = False) -> Place:
         """The rank has the whole tensor."""
-        return Place(name, tuple(shape), tuple(shape), WHOLE, is_written)
+        return Place(name, tuple(shape), tuple(shape), WHOLE, is_written, is_frozen)
 
     def shards(self, kind: str, start: int, tensor: Tensor, to_fill: bool) -> Iterator[Shard]:
         """A stretch of its values, or of what the optimizer keeps of them: a shard for each box it meets.
@@ -64,11 +65,11 @@ class Place:
         for region, runs in self._regions(start, len(flat)):
             begin = int(runs[0, 0])
             if len(runs) == 1:
-                yield Shard.of(self.name, kind, region, flat[begin : begin + region.length])
+                yield Shard.of(self.name, kind, region, flat[begin : begin + region.length], self.is_frozen)
                 continue
             values = torch.empty(region.length, dtype=flat.dtype, device=flat.device)
             copy_runs(flat, values, runs)
-            yield Shard.of(self.name, kind, region, values)
+            yield Shard.of(self.name, kind, region, values, self.is_frozen)
             if to_fill:
                 copy_runs(values, flat, runs[:, [1, 0, 2]])
         if to_fill and not tensor.is_contiguous():  # flat was a copy

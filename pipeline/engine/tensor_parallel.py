@@ -81,7 +81,8 @@ def cut_parameters(module: nn.Module) -> Places:
     places = {}
     for index, (p, whole) in enumerate(whole_parameters(module).items()):
         place = part_of(whole.name, p, whole.shape, rank, size)
-        places[p] = replace(place, is_written=place.boxes != WHOLE or index % size == rank)
+        is_written = place.boxes != WHOLE or index % size == rank
+        places[p] = replace(place, is_written=is_written, is_frozen=whole.is_frozen)
     return places
 
 

@@ -32,7 +32,7 @@ def import_all() -> None:
 
     import pipeline.__main__
     import pipeline.checkpoint.export
-    import pipeline.checkpoint.inspection
+    import pipeline.checkpoint.listing
     import pipeline.cli
     import pipeline.data.custom
     import pipeline.data.images

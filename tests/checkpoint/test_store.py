@@ -21,7 +21,7 @@ from test_checkpoint_files import small_disk  # noqa: F401
 from test_manifest import resealed
 
 from pipeline.checkpoint.folders import Retention, newest_good
-from pipeline.checkpoint.inspection import diff, list_checkpoints, read_through
+from pipeline.checkpoint.listing import diff, list_checkpoints, read_through
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, read_manifest
 from pipeline.checkpoint.peers import Peers
 from pipeline.checkpoint.store import CheckpointStore

@@ -16,7 +16,7 @@ from support.launch import ROOT, environment
 
 from pipeline.__main__ import main
 from pipeline.checkpoint.folders import Retention
-from pipeline.checkpoint.inspection import diff, list_checkpoints, read_through
+from pipeline.checkpoint.listing import diff, list_checkpoints, read_through
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
