@@ -1,7 +1,8 @@
 """What a checkpoint's table of shards costs at a size that no test has: python benchmarks/checkpoint_scale.py
 
 A model of 70 billion parameters under ZeRO 3 on 1,000 ranks, without its values: what a rank hands over, what
-the one that publishes makes of it, and what a rank that goes on reads (processor time). The exit code says if it holds.
+the one that publishes makes of it, and what a rank that goes on reads: processor time, and most memory.
+The exit code says whether it holds.
 """
 
 from __future__ import annotations

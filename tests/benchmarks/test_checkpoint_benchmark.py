@@ -38,3 +38,11 @@ def test_what_a_save_costs_is_measured_beside_the_peers(tmp_path):
     assert 12 * 35_000 < ours["num_bytes"] < min(saver["num_bytes"] for saver in peers)
     assert len(results["claims"]) == 6
     assert all(claim["group"] == "2-1" for claim in results["claims"])
+
+
+def test_the_table_of_many_ranks_is_written_and_read():
+    scale = CHECKPOINT.with_name("checkpoint_scale.py")
+    command = [sys.executable, str(scale), "--ranks", "3"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert "read by a rank, MB" in done.stdout
+    assert done.stdout.splitlines()[0].split() == ["shards", "6,507"]
