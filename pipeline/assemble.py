@@ -43,6 +43,7 @@ from pipeline.run_directory import RunDirectory
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
 from pipeline.training import Cadence, Run, TrainState, rows_until
+from pipeline.watchers import NonFiniteSteps
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +59,8 @@ def assemble(
     job.progress.at("starting")
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
     loader = build_loader(config, resolved.plan, data, engine)
-    max_steps = config.max_steps or math.ceil(
-        (config.max_epochs or 1.0) * loader.samples_per_epoch / resolved.plan.global_batch_size
-    )
+    samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
+    max_steps = config.max_steps or math.ceil(samples / resolved.plan.global_batch_size)
     slow = resolved.slow_precision(describe_device(job.device))
     for line in filter(None, (remark(config.schedule, max_steps), slow, little_data(loader))):
         log.warning("%s", line)
@@ -95,6 +95,7 @@ def assemble(
         checkpoints=checkpoints,
         sinks=sinks,
         meters=meters,
+        watchers=(NonFiniteSteps(engine.precision, start.global_step, max_steps),),
         start=start,
         owes_evaluation=owes,
         max_steps=max_steps,
@@ -274,7 +275,7 @@ def build_meters(
     if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
         stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
     lowest = lowest_loss_scale(resolved.deepspeed)
-    return Meters(workload, job, engine.precision, time.perf_counter, lowest, stragglers)
+    return Meters(workload, job, time.perf_counter, lowest, stragglers)
 
 
 def describe_workload(

@@ -31,6 +31,7 @@ def evaluate(
     """
     keys = ("loss", "count", *objective.extra_keys)
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
+    none = torch.zeros((), device=engine.device)
     flag_reader = FlagReader(engine.device)
     for name, batch, is_real in loader:
         job.progress.at("evaluation")
@@ -42,7 +43,7 @@ def evaluate(
         if not is_real:  # a rank that ran out of samples still takes part in the forward's collectives
             continue
         values = {"loss": loss.loss_sum, "count": loss.count, **loss.extras}
-        sums[name] += torch.stack([values[key].to(engine.device, torch.float64) for key in keys])
+        sums[name] += torch.stack([values.get(key, none).to(engine.device, torch.float64) for key in keys])
     everyones = job.all_reduce_sum(torch.stack(list(sums.values())))  # (sets, keys)
     by_name = dict(zip(loader.names, everyones, strict=True))
     total = torch.stack([by_name[name] for name in loader.total]).sum(dim=0)

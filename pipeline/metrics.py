@@ -20,13 +20,9 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import StepResult
 from pipeline.engine.normalize import further_means, mean_loss
-from pipeline.errors import NonFiniteLossError
 from pipeline.objectives import Batch, LossSum, Objective
 
 log = logging.getLogger(__name__)
-
-# Steps in a row without a finite gradient that end a run. fp16 first searches its loss scale: 2**32 takes 32.
-MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,6 @@ class Meters:
         self,
         workload: Workload,
         job: Job,
-        precision: str,
         clock: Callable[[], float],
         lowest_scale: float | None = None,
         stragglers: Stragglers | None = None,
@@ -67,7 +62,6 @@ class Meters:
         """
         self._workload = workload
         self._job = job
-        self._precision = precision
         self._lowest_scale = lowest_scale
         self._clock = clock
         self._data_wait = Span(clock, job.device)
@@ -75,7 +69,6 @@ class Meters:
         self._stragglers = stragglers
         self._starvation = Starvation(workload.num_workers)
         self._last: StepResult | None = None
-        self._observed = 0
         self._consecutive_skips = torch.zeros((), device=job.device)
         self._restart()
 
@@ -108,7 +101,6 @@ class Meters:
     def observe(self, result: StepResult) -> None:
         """Notes a step, without waiting for it."""
         self._last = result
-        self._observed += 1
         self._steps += 1
         self._count += result.global_count
         skipped = result.skipped.to(self._consecutive_skips)
@@ -122,12 +114,8 @@ class Meters:
             "perf/checkpoint_write_seconds": write_seconds,
         }
 
-    def summary(self, is_last: bool = False) -> dict[str, float]:
-        """The last step's numbers and the rates since the last summary. Collective; waits for the device.
-
-        Raises:
-            NonFiniteLossError: too many steps in a row had no finite gradient; of the last step's row: all.
-        """
+    def summary(self) -> dict[str, float]:
+        """The last step's numbers and the rates since the last summary. Collective; waits for the device."""
         result = self._last
         assert result is not None, "summary before the first step"
         data_seconds = self._data_wait.take()
@@ -141,16 +129,8 @@ class Meters:
             row["train/loss_scale"] = result.loss_scale
         if skipped := int(self._skipped):
             log.warning("%s", self._what_was_skipped(skipped, result.loss_scale))
-        skips = int(self._consecutive_skips)
-        too_many = MAX_CONSECUTIVE_SKIPS[self._precision]
-        if is_last and self._precision != "fp16":  # which searches its loss scale first
-            too_many = min(too_many, self._observed)
-        if skips >= too_many:
-            raise NonFiniteLossError(
-                f"the last {skips} steps had an infinite or NaN gradient (loss {row['train/loss']}) and were "
-                "skipped; the parameters are those of the last good step. Look at the data, lower "
-                "optimizer.learning_rate, or raise schedule.warmup_steps"
-            )
+        if skips := int(self._consecutive_skips):
+            row["train/skipped_in_a_row"] = skips
         rates = self._rates(data_seconds)
         row.update(rates | self._saves)
         if self._stragglers is not None:

@@ -26,6 +26,7 @@ from pipeline.metrics import Meters
 from pipeline.objectives import Objective
 from pipeline.schedule import multiplier
 from pipeline.sinks import Sinks
+from pipeline.watchers import Watcher, ask
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ class Run:
     checkpoints: CheckpointStore
     sinks: Sinks
     meters: Meters
+    watchers: tuple[Watcher, ...]
+    """What is asked about each row of training."""
     start: TrainState
     owes_evaluation: bool
     """That of the step it starts at has still to be done: of the first one, or of one that was stopped."""
@@ -146,7 +149,9 @@ def train(run: Run) -> tuple[TrainState, int | None]:
             run.meters.observe(result)
             agreed = flag_reader.read(result.flags)
             if state.global_step == 1 or run.log.due(state.global_step):
-                run.sinks.write(state.global_step, _row(run, state, learning_rate))
+                row = _row(run, state, learning_rate)
+                ask(run.watchers, state.global_step, row)
+                run.sinks.write(state.global_step, row)
             if run.eval.due(state.global_step) and not agreed.stop:
                 measured = _evaluate(run, state.global_step, stop)
             stopped = agreed.stop or measured.stopped
@@ -216,7 +221,7 @@ def _has_time_to_save(run: Run, stop: StopOnSignal, write_seconds: float) -> boo
 
 
 def _row(run: Run, state: TrainState, learning_rate: float) -> dict[str, float]:
-    row = run.meters.summary(state.global_step == run.max_steps) | {
+    row = run.meters.summary() | {
         "train/learning_rate": learning_rate,
         "train/samples_seen": run.loader.samples_seen,
         "train/epoch": run.loader.epoch,

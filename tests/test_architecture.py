@@ -20,7 +20,7 @@ LAYERS = [
     ["doctor"],
     ["cross_entropy", "objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
-    ["checkpoint", "metrics", "evaluation", "inspection"],
+    ["checkpoint", "metrics", "watchers", "evaluation", "inspection"],
     ["identity"],
     ["run_directory", "training"],
     ["assemble"],

@@ -60,10 +60,10 @@ class CausalLM(Caller):
         check_labels(batch, "shift_labels" if "shift_labels" in batch else "labels", logits_BTV.shape[-1])
         loss_sum = cross_entropy_sum(logits_BTV.flatten(0, 1), labels_BT.flatten())
         counted_BT = labels_BT != IGNORE_INDEX
-        count, none = counted_BT.sum(), torch.zeros((), device=loss_sum.device)
+        count = counted_BT.sum()
         router, layers = router_of(model), router_logits_of(output)
         if router is None or not layers or not torch.is_grad_enabled():
-            return LossSum(loss_sum, count, dict.fromkeys(self.extra_keys, none))
+            return LossSum(loss_sum, count)
         tokens_E = self._of_global_batch(tokens_per_expert(layers, counted_BT, router))
         balance = balance_sum(layers, counted_BT, router, tokens_E)
         extras = {"router_aux_loss": balance.detach(), "routed_tokens": count}

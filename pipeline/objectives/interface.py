@@ -23,7 +23,7 @@ class LossSum:
     count: Tensor
     """Tokens or samples (or their weights) the loss is the sum over."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """Further sums, such as `correct`; see Objective.means."""
+    """Further sums, such as `correct`; see Objective.means. 0 where one is missing."""
     penalty_sum: Tensor | None = None
     """What is minimised besides, divided by the same count; no part of the loss that is logged."""
 
@@ -39,12 +39,14 @@ class LossSum:
 
 
 def added(losses: Sequence[LossSum], extra_keys: Sequence[str], device: torch.device) -> LossSum:
-    """The micro-batches' sums added up; 0 where there is none. Penalties are left out."""
+    """The micro-batches' sums added up; 0 for what they do not report. Penalties are left out."""
     none, zero = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)
     loss_sum = sum((loss.loss_sum for loss in losses), none)
     count = sum((loss.count for loss in losses), zero)
     return LossSum(
-        loss_sum, count, {key: sum((loss.extras[key] for loss in losses), zero) for key in extra_keys}
+        loss_sum,
+        count,
+        {key: sum((loss.extras.get(key, zero) for loss in losses), zero) for key in extra_keys},
     )
 
 
