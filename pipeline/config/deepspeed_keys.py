@@ -60,6 +60,8 @@ REMOVED = {
 NOT_HERE = {
     "activation_checkpointing": "set model.activation_checkpointing in the recipe",
     "autotuning": "benchmarks/throughput.py compares settings",
+    "checkpoint": "this trainer writes checkpoints itself, which any split reads; set the recipe's "
+    "section checkpoint",
     "compile.deepcompile": "torch.compile is what there is here: compile: {enabled: true}",
     "comet": "metrics.jsonl holds every number",
     "csv_monitor": "metrics.jsonl holds every number",
@@ -78,11 +80,11 @@ NOT_HERE = {
 
 # What many files have, and nothing here reads: taken, with a line.
 IGNORED = {
-    "checkpoint": "this trainer writes checkpoints itself",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed does not read it",
     "zero_optimization.elastic_checkpoint": "a checkpoint here starts on any number of ranks",
     "zero_optimization.load_from_fp32_weights": "a checkpoint here always has the fp32 weights",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "a checkpoint here has whole tensors",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "a checkpoint here always has "
+    "whole tensors, and the command export writes them in 16 bits",
 }
 
 # Names that DeepSpeed still takes, besides those its models declare.
@@ -105,13 +107,6 @@ LIMITS: dict[str, dict[str, Any]] = {
     "communication_data_type": _DTYPE | _ANY_CASE,
     "compile": {"type": "object"},
     "compile.enabled": {"type": "boolean"},
-    "checkpoint.tag_validation": _ANY_CASE | {"enum": ["WARN", "IGNORE", "FAIL"]},
-    "checkpoint.writer.data_parallel": {
-        "type": "string",
-        "enum": ["REPLICA", "SOCKET", "MACHINE"],
-        "anyCase": True,
-    },
-    "checkpoint.writer.type": _ANY_CASE | {"enum": ["MOCK", "PYTHON", "FAST"]},
     "data_types.buffer_dtype": _DTYPE,
     "data_types.grad_accum_dtype": _DTYPE,
     "data_types.keep_in_fp32_modules": {"type": "array", "items": "string"},

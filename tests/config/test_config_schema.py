@@ -127,7 +127,6 @@ def test_a_value_of_another_type_is_told_with_its_line(load, tmp_path, section):
         ("fp16.initial_scale_power", 5000, "a whole number of at least 0 and up to 127"),
         ("communication_data_type", "fp8", "fp32, fp16 or bf16"),
         ("data_types.grad_accum_dtype", "double", "fp32, fp16 or bf16"),
-        ("checkpoint.tag_validation", "never", "WARN, IGNORE or FAIL"),
         ("tf32.enabled", "maybe", 'true, false or "auto"'),
         ("torch.parallel", "fsdp", "auto, single, dp or ddp"),
     ],
@@ -211,6 +210,7 @@ def test_a_comment_may_stand_twice(load):
         {"gradient_allreduce_op": "mean"},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"sparse_gradients": False},
+        {"checkpoint": {"use_node_local_storage": False, "load_universal": False}},
     ],
 )
 def test_what_is_switched_off_is_passed_over_with_a_line(load, tree):
