@@ -30,13 +30,12 @@ from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
 from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
-from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.description import write_description
 from pipeline.models.flops import flops_per_token
-from pipeline.models.half_precision import prepare_for_half_precision
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.models.staging import cut_into_layers
+from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import Objective, build_objective
 from pipeline.peak_flops import peak_flops
 from pipeline.run_directory import RunDirectory
@@ -145,21 +144,27 @@ def build_engine(
         resumes: Its weights will be a checkpoint's; those that a new run starts from are not read.
     """
     split = resolved.split
+    # transformers' language models are written for parameters in half precision, other modules for fp32.
+    is_half = resolved.deepspeed is not None and split.precision != "fp32"
+    placement = Placement(
+        job.device,
+        split.dp_world_size,
+        is_autocast=is_half and not isinstance(config.model, CausalLMConfig),
+        separate_documents=getattr(config.data, "separate_documents", False),
+    )
 
     def model_in(sharding: Sharding) -> nn.Module:
         model = build_model(config.model, model_request(config, data, sharding), config.seed)
         if config.model.weights is not None and not resumes:
             load_weights(model, config.model, sharding, job, ids_trained_here(config, data))
+        model = transform(model, config.model, placement)
+        if resolved.compile:
+            model.compile()
         return model
 
     allow_tf32(resolved.tf32)
     if resolved.deepspeed is None:
-        model = model_in(Whole())
-        if split.dp_world_size > 1:
-            model = synchronise_batch_norm(model, None, job.device)
-        if resolved.compile:
-            model.compile()
-        return TorchEngine(model, config.optimizer, config.engine, split, job)
+        return TorchEngine(model_in(Whole()), config.optimizer, config.engine, split, job)
     from pipeline.engine.deepspeed_engine import DTYPES, DeepSpeedEngine, start_deepspeed
     from pipeline.engine.native_ops import prepare_native_ops
     from pipeline.engine.nvme import SwapFolder
@@ -179,16 +184,8 @@ def build_engine(
     if split.zero_stage == 3 and split.tensor_parallel == 1:  # AutoTP cuts whole matrices
         sharding = Zero3Sharding(swap.config, DTYPES[split.precision])
     model = model_in(sharding)
-    if split.dp_world_size > 1:
-        model = synchronise_batch_norm(model, None, job.device)
-    # transformers' language models are written for parameters in half precision, other modules for fp32.
-    autocast = split.precision != "fp32" and not isinstance(config.model, CausalLMConfig)
-    if autocast:
-        prepare_for_half_precision(model, job.device)
-    if resolved.compile:
-        model.compile()
     swap.check_space(count_parameters(model))
-    engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job, autocast)
+    engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job, placement.is_autocast)
     weakref.finalize(engine, swap.close)  # at the latest when the interpreter ends
     return engine
 
@@ -207,7 +204,6 @@ def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> Mo
         sequence_length=getattr(config.data, "sequence_length", None),
         num_classes=data.num_classes,
         num_channels=data.num_channels,
-        separate_documents=getattr(config.data, "separate_documents", False),
         end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,
     )
 

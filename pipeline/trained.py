@@ -33,9 +33,9 @@ from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import evaluate
 from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.models import build_model
-from pipeline.models.half_precision import prepare_for_half_precision
 from pipeline.models.huggingface import build_described
 from pipeline.models.sharding import Whole
+from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import build_objective
 from pipeline.sampling import prompt_ids, question_ids, write
 
@@ -176,15 +176,15 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
         model = build_model(config.model, model_request(config, data, Whole()), config.seed)
     section = config.model.model_copy(update={"weights": str(trained.checkpoint), "strict": True})
     load_weights(model, section, Whole(), job)
+    autocast = not isinstance(config.model, CausalLMConfig)
+    is_half = deepspeed is not None and precision_of(deepspeed) != "fp32"
+    model = transform(model, config.model, Placement(job.device, is_autocast=autocast and is_half))
     if deepspeed is None:
         precision = str(config.engine.precision)
         if precision == "auto":
             precision = "bf16" if describe_device(job.device).bf16 else "fp32"
         return Inference(model, precision, job.device, casts=False, autocast=True)
-    precision, autocast = precision_of(deepspeed), not isinstance(config.model, CausalLMConfig)
-    if autocast and precision != "fp32":
-        prepare_for_half_precision(model, job.device)
-    return Inference(model, precision, job.device, casts=True, autocast=autocast)
+    return Inference(model, precision_of(deepspeed), job.device, casts=True, autocast=autocast)
 
 
 def _micro_batch_size(trained: Trained) -> int:

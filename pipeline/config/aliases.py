@@ -30,6 +30,7 @@ _SAME = {
     "model.activation_checkpointing": "gradient_checkpointing activation_checkpointing",
     "model.architecture": "model_type",
     "model.attention": "flash_attention flash_attn flash_attn_2 attn_implementation",
+    "model.freeze": "freeze_layers freeze_parameters frozen_parameters",
     "model.pretrained": "model_name_or_path model_name base_model model_path pretrained_model_name_or_path",
     "model.trust_remote_code": "trust_remote_code",
     "name": "run_name experiment_name",

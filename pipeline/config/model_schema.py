@@ -52,6 +52,9 @@ class ModelSection(Closed):
     grow_vocabulary: bool = False
     """Where `weights` or `pretrained` have fewer rows of the vocabulary than the tokenizer needs: further
     rows of the input and output embedding, each the mean of those there are."""
+    freeze: list[str] | None = Field(None, min_length=1)
+    """Parameters that stay as they are, by shell patterns over their whole names (`model.embed_tokens.*`,
+    `model.layers.[0-3].*`): they get no gradient, and no optimizer state."""
 
 
 class CausalLMConfig(ModelSection):

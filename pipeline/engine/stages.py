@@ -43,6 +43,14 @@ class Stages(PipelineModule):
         self.config = model.config
         self.generation_config = model.generation_config
 
+    def forward(self, forward_input: Any) -> Any:
+        """The stage's output; the next stage sends a gradient back for it, also where nothing here trains."""
+        output = super().forward(forward_input)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()
+        return output
+
     def _partition_layers(self, method: str = "") -> None:
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 

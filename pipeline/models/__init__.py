@@ -7,7 +7,6 @@ from torch import nn
 
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig, CustomModelConfig, ModelConfig
 from pipeline.errors import ModelError
-from pipeline.models.attention import refuse_leaks
 from pipeline.models.custom import build_custom
 from pipeline.models.huggingface import build_causal_lm
 from pipeline.models.request import ModelRequest
@@ -23,8 +22,7 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
     """The model the recipe names, in fp32 on the CPU (sharded where `request.sharding` says so).
 
     Raises:
-        ModelError: it cannot be built, does not fit the data or into memory, or its weights do not fit
-            it; or it does not keep the documents of a row apart.
+        ModelError: it cannot be built, does not fit the data or into memory, or its weights do not fit it.
     """
     torch.manual_seed(seed)
     try:
@@ -37,6 +35,4 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
             f"model: it does not fit into memory ({reason}); make it smaller, or divide it with "
             "zero_optimization.stage 3"
         ) from None
-    if request.separate_documents:
-        refuse_leaks(model)
     return model

@@ -26,7 +26,6 @@ from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError, one_line
 from pipeline.foreign import is_path
-from pipeline.models.activation_checkpointing import checkpoint_activations
 from pipeline.models.pretrained_folder import check_folder
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding
@@ -67,7 +66,6 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
     model = _load(config, request) if config.pretrained is not None else _create(config, request)
     model.config.use_cache = False  # keys and values are kept for generation only
     model.config.architectures = [type(model).__name__]  # a new config has none, and other tools look for it
-    checkpoint_activations(model, config.activation_checkpointing)
     return model
 
 

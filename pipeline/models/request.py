@@ -22,5 +22,3 @@ class ModelRequest:
     """Channels of the images."""
     end_of_document_id: int | None = None
     """Token after each document."""
-    separate_documents: bool = False
-    """Rows hold several documents, told apart by `position_ids` that start again."""

@@ -413,6 +413,8 @@ OWN = [
     ),
     own("a model's missing argument", {"model.kind": "own_code:sized"}, "model.args do not fit", "size"),
     own("a model that is a text", {"model.kind": "own_code:no_model"}, "returned a str, not an nn.Module"),
+    own("all parameters frozen", {"model.freeze": ["1.*"]}, "model.freeze: 1.* freeze every parameter"),
+    own("nothing of that name to freeze", {"model.freeze": ["2.weight"]}, "2.weight", "nearest: 1.weight"),
     own("a model without anything to train", {"model.kind": "own_code:frozen"}, "requires a gradient"),
     own("data that is not there", {"data.kind": "own_code:dat"}, "has no 'dat'", "did you mean 'data'?"),
     own(

@@ -107,6 +107,8 @@ TYPES = [
     key("activation checkpointing yes", "model.activation_checkpointing", "yes", "'full'", "given 'yes'"),
     key("activation checkpointing 0", "model.activation_checkpointing", 0, "given 0"),
     key("extra is a list", "model.extra", [], "given []"),
+    key("freeze is a text", "model.freeze", "model.embed_tokens.*", "given 'model.embed_tokens.*'"),
+    key("nothing in freeze", "model.freeze", [], "at least 1"),
     key("strict in words", "model.strict", "no", "given 'no'"),
     key("one class", "model.num_classes", 1, "given 1", base="digits"),
     key("no channels", "model.channels", 0, "given 0", base="digits"),

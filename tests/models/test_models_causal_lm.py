@@ -18,6 +18,7 @@ from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole
+from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
 
 VOCABULARY = 300
@@ -31,7 +32,7 @@ def tiny(architecture="llama", **changes):
 
 
 def build(config, seed=0, request=REQUEST):
-    return build_model(config, request, seed)
+    return transform(build_model(config, request, seed), config, Placement(torch.device("cpu")))
 
 
 def tokens(seed=0, shape=(4, 16)):

@@ -13,6 +13,7 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole
+from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
 
 MODES = ("none", 2, "selective", "full")
@@ -52,7 +53,8 @@ def step_seconds(mode: str | int) -> float:
 
 def _model(mode: str | int) -> torch.nn.Module:
     config = CausalLMConfig(**MODEL, activation_checkpointing=mode)
-    return build_model(config, ModelRequest(Whole()), 0).train()
+    model = build_model(config, ModelRequest(Whole()), 0)
+    return transform(model, config, Placement(torch.device("cpu"))).train()
 
 
 def _batch() -> dict[str, torch.Tensor]:

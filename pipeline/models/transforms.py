@@ -1,0 +1,113 @@
+"""What is done to every model between its weights and torch.compile: an ordered list of steps.
+
+A step takes the model with the whole model's names (under ZeRO 3 its parameters lie in shards; stages and
+AutoTP cut it later) and gives it back, changed or wrapped. To add one, write it and put it into TRANSFORMS.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pipeline.config.model_schema import CausalLMConfig, ModelConfig
+from pipeline.config.patterns import matching
+from pipeline.errors import ModelError
+from pipeline.models.activation_checkpointing import checkpoint_activations
+from pipeline.models.attention import refuse_leaks
+from pipeline.models.batch_norm import synchronise_batch_norm
+from pipeline.models.half_precision import prepare_for_half_precision
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a step may know of the run besides the recipe's model section."""
+
+    device: torch.device
+    """What the model will compute on."""
+    dp_world_size: int = 1
+    is_autocast: bool = False
+    """Parameters in half precision, of a module written for fp32."""
+    separate_documents: bool = False
+    """Rows hold several documents, told apart by `position_ids` that start again."""
+
+
+Transform = Callable[[nn.Module, ModelConfig, Placement], nn.Module]
+
+
+def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
+    """Parameters that `model.freeze` matches require no gradient, so no optimizer takes them.
+
+    Raises:
+        ModelError: a pattern matches nothing, or nothing is left to train.
+    """
+    if not config.freeze:
+        return model
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has several names
+    frozen = {name for pattern in config.freeze for name in matching(pattern, parameters, "model.freeze")}
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    left = sum(p.requires_grad for p in model.parameters())
+    if not left:
+        raise ModelError(
+            f"model.freeze: {', '.join(config.freeze)} freeze every parameter of the model, and nothing is "
+            "left to train; match fewer"
+        )
+    total = sum(1 for _ in model.parameters())
+    log.info("model.freeze: %d of %d parameter tensors are frozen", total - left, total)
+    return model
+
+
+def recompute_activations(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
+    """`model.activation_checkpointing`."""
+    if isinstance(config, CausalLMConfig) and isinstance(model, PreTrainedModel):
+        checkpoint_activations(model, config.activation_checkpointing)
+    return model
+
+
+def keep_documents_apart(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
+    """Refuses a model whose attention looks past position ids, where rows hold several documents."""
+    if placement.separate_documents:
+        refuse_leaks(model)
+    return model
+
+
+def synchronise_statistics(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
+    """Batch normalisation counts the samples of all data-parallel ranks."""
+    if placement.dp_world_size > 1:
+        model = synchronise_batch_norm(model, None, placement.device)
+    return model
+
+
+def prepare_precision(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
+    """Layers written for fp32 compute with parameters in half precision."""
+    if placement.is_autocast:
+        prepare_for_half_precision(model, placement.device)
+    return model
+
+
+# In this order.
+TRANSFORMS: tuple[Transform, ...] = (
+    freeze,
+    recompute_activations,
+    keep_documents_apart,
+    synchronise_statistics,
+    prepare_precision,
+)
+
+
+def transform(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+    """The model after all steps.
+
+    Raises:
+        ModelError: a step cannot be done to this model.
+    """
+    for step in TRANSFORMS:
+        model = step(model, config, placement)
+    return model

@@ -1,0 +1,143 @@
+"""`model.freeze` under every split: one loss curve, frozen parameters as they were, saved under one split and
+gone on under another.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from parity.measure import ALONE, oracle, train
+from parity.splits import CPU, GPT2, LLAMA, SEQUENCE_2, TENSOR_2, TWO_STAGES, Case, Split, zero
+from support.exchange import HALF, STEPS, Run, tree
+from support.saved import store_in
+from support.tiny import BANDS
+
+from pipeline.distributed.process_group import Job
+
+# All of the first block's, which is all that the first of two stages has; matrices and vectors of the second.
+FROZEN = ["model.embed_tokens.*", "model.layers.0.*", "*.1.mlp.up_proj.weight", "*.1.input_layernorm.weight"]
+MODEL = LLAMA | {"freeze": FROZEN}
+TIED = GPT2 | {"freeze": ["transformer.wte.weight", "transformer.h.1.*.bias"]}
+DDP = {"torch": {"parallel": "ddp"}}
+
+SPLITS = {
+    "ddp": DDP,
+    **{f"ZeRO {stage}": zero(stage) for stage in range(4)},
+    "ZeRO 3, optimizer on CPU": zero(3, offload_optimizer=CPU),
+    **{f"tensor 2, ZeRO {stage}": zero(stage) | TENSOR_2 for stage in (0, 1)},
+    **{f"pipeline 2, ZeRO {stage}": zero(stage) | TWO_STAGES for stage in (0, 1)},
+    "sequence 2, ZeRO 2": zero(2) | SEQUENCE_2,
+}
+
+
+def curve_differs(ranks, model: dict[str, Any], json: dict[str, Any], precision: str = "fp32") -> list[float]:
+    """Relative difference to plain PyTorch on one process, the largest of all steps: loss, gradient norm."""
+    case = Case(Split("frozen", json, (2,), (precision,), model), 2, precision)
+    expected = oracle(case)
+    found = ranks(2).run(train, case.recipe, case.json, timeout=900)[0]
+    return [
+        max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
+        for got, wanted in ((found.losses, expected.losses), (found.grad_norms, expected.grad_norms))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_curve_is_that_of_one_process(ranks, name):
+    assert all(a < b for a, b in zip(curve_differs(ranks, MODEL, SPLITS[name]), BANDS["fp32"], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["ZeRO 0", "ZeRO 1", "ZeRO 3", "pipeline 2, ZeRO 0", "pipeline 2, ZeRO 1"])
+def test_the_curve_is_that_of_one_process_in_half_precision(ranks, name, precision):
+    found = curve_differs(ranks, MODEL, SPLITS[name], precision)
+    assert all(a < b for a, b in zip(found, BANDS[precision], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline 2, ZeRO 0", "pipeline 2, ZeRO 1", "tensor 2, ZeRO 1", "ZeRO 3"])
+def test_a_frozen_weight_that_is_tied_over_stages(ranks, name):
+    assert all(a < b for a, b in zip(curve_differs(ranks, TIED, SPLITS[name]), BANDS["fp32"], strict=True))
+
+
+def whole_weights(run: Run) -> dict[str, torch.Tensor]:
+    """What this rank writes of the weights, by name and place."""
+    return {
+        f"{each.name} {each.region}": each.tensor.detach().float().clone()
+        for each in run.engine.fragments()
+        if each.kind == "weight"
+    }
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def save(job: Job, recipe: dict[str, Any], json: dict[str, Any], folder: str):
+    """(losses of a run that saves in the middle; names that changed; names with a moment; log lines)."""
+    logging.getLogger().addHandler(lines := Lines())
+    run = Run(job, recipe, json)
+    before = whole_weights(run)
+    store = store_in(folder, job)
+    losses = run.train(0, HALF)
+    logging.getLogger().removeHandler(lines)
+    changed = {key.split()[0] for key, now in whole_weights(run).items() if not torch.equal(now, before[key])}
+    moments = {each.name for each in run.engine.fragments() if each.kind not in ("weight", "buffer")}
+    assert store.save(run.engine, {"global_step": HALF}).problem is None
+    losses += run.train(HALF, STEPS)
+    store.close()
+    assert [done.problem for done in store.poll()] == [None]
+    return losses, changed, moments, lines.told
+
+
+def go_on(job: Job, recipe: dict[str, Any], json: dict[str, Any], folder: str) -> list[float]:
+    run = Run(job, recipe, json)
+    store = store_in(folder, job)
+    assert store.resume(run.engine) == {"global_step": HALF}
+    store.close()
+    return run.train(HALF, STEPS)
+
+
+# Each stands on either side.
+PAIRS = [
+    ("ZeRO 2", "pipeline 2, ZeRO 1"),
+    pytest.param("ddp", "ZeRO 2", marks=pytest.mark.slow),
+    pytest.param("pipeline 2, ZeRO 1", "ZeRO 3", marks=pytest.mark.slow),
+    pytest.param("ZeRO 3", "tensor 2, ZeRO 1", marks=pytest.mark.slow),
+    pytest.param("tensor 2, ZeRO 1", "ddp", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), PAIRS)
+def test_saved_under_one_split_and_gone_on_under_another(ranks, tmp_path, saved, resumed):
+    recipe = tree(MODEL)
+    results = ranks(2).run(save, recipe, SPLITS[saved], str(tmp_path))
+    unbroken = results[0][0]
+    changed, moments = (set().union(*(result[part] for result in results)) for part in (1, 2))
+    assert changed == moments
+    assert "model.layers.1.mlp.down_proj.weight" in changed
+    assert not any(name.startswith(("model.embed_tokens.", "model.layers.0.")) for name in changed)
+    assert not {"model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"} & changed
+    told = [line for *_, lines in results for line in lines]
+    assert any("model.freeze: 12 of 21 parameter tensors are frozen" in line for line in told)
+    assert not any("took no part" in line for line in told)
+    losses = ranks(2).run(go_on, recipe, SPLITS[resumed], str(tmp_path))[0]
+    assert losses == pytest.approx(unbroken[HALF:], rel=2e-6)
+
+
+def test_what_is_not_frozen_trains_otherwise(ranks):
+    """The test that holds curves against each other can fail."""
+    case = Case(Split("frozen", {"torch": {"parallel": "single"}}, (1,), ("fp32",), MODEL), 1, "fp32")
+    free = replace(case, split=replace(case.split, model=LLAMA))
+    frozen, trained = (train(ALONE, each.recipe, each.json) for each in (case, free))
+    assert abs(frozen.losses[-1] - trained.losses[-1]) > 1e-2

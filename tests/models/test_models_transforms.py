@@ -1,0 +1,71 @@
+"""The steps between a model's weights and its compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config.model_schema import CausalLMConfig, CNNConfig
+from pipeline.errors import ModelError
+from pipeline.models import build_model, transforms
+from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import Whole
+from pipeline.models.transforms import TRANSFORMS, Placement, transform
+
+HERE = Placement(torch.device("cpu"))
+SIZES = {"num_layers": 2, "num_heads": 2, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 40}
+
+
+def frozen(patterns, architecture="llama", **fields):
+    """Names of what is frozen, tied ones once."""
+    config = CausalLMConfig(architecture=architecture, freeze=patterns, **SIZES, **fields)
+    model = transform(build_model(config, ModelRequest(Whole()), 0), config, HERE)
+    return {name for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_patterns_are_over_whole_names_of_every_kind_of_model():
+    assert frozen(["model.embed_tokens.weight"]) == {"model.embed_tokens.weight"}
+    both = {
+        f"model.layers.{i}.{name}_layernorm.weight" for i in (0, 1) for name in ("input", "post_attention")
+    }
+    assert frozen(["*layernorm.weight"]) == both
+    assert frozen(["lm_head.*", "model.layers.[1-9].input*"]) == {
+        "lm_head.weight",
+        "model.layers.1.input_layernorm.weight",
+    }
+    assert frozen(None) == set()
+    config = CNNConfig(kind="cnn", channels=4, num_classes=3, freeze=["features.0.*"])
+    model = transform(build_model(config, ModelRequest(Whole()), 0), config, HERE)
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
+
+
+def test_a_tied_weight_is_frozen_by_any_of_its_names():
+    for name in ("lm_head.weight", "transformer.wte.weight"):
+        assert frozen([name], "gpt2") == {"transformer.wte.weight"}
+
+
+def test_a_pattern_that_matches_nothing_is_told_the_nearest_names():
+    with pytest.raises(ModelError) as error:
+        frozen(["lm_head.*", "model.embed_token.*"])
+    assert "'model.embed_token.*' matches no parameter" in str(error.value)
+    assert "nearest: model.embed_tokens.weight" in str(error.value)
+
+
+def test_all_frozen_is_an_error_that_names_the_patterns():
+    with pytest.raises(ModelError, match=r"model\.freeze: lm_head\.\*, model\.\* freeze every parameter"):
+        frozen(["lm_head.*", "model.*"])
+
+
+def test_a_step_that_is_added_to_the_list_is_done_in_its_place(monkeypatch):
+    seen = []
+
+    def wrap(model, config, placement):
+        seen.append([p.requires_grad for p in model.parameters()])
+        return nn.Sequential(model)
+
+    monkeypatch.setattr(transforms, "TRANSFORMS", (*TRANSFORMS[:1], wrap, *TRANSFORMS[1:]))
+    config = CNNConfig(kind="cnn", channels=4, num_classes=3, freeze=["classifier.*"])
+    model = transform(build_model(config, ModelRequest(Whole()), 0), config, HERE)
+    assert isinstance(model, nn.Sequential)
+    assert seen == [[True] * 4 + [False] * 2]
