@@ -13,7 +13,7 @@ from torch import nn
 from pipeline.checkpoint.folders import Retention
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.checkpoint.weights import load_weights
+from pipeline.checkpoint.weights import open_checkpoint
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.model_schema import CausalLMConfig
@@ -36,6 +36,7 @@ from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.models.staging import cut_into_layers
 from pipeline.models.transforms import Placement, transform
+from pipeline.models.weights import load_weights
 from pipeline.objectives import Objective, build_objective
 from pipeline.peak_flops import peak_flops
 from pipeline.run_directory import RunDirectory
@@ -156,7 +157,7 @@ def build_engine(
     def model_in(sharding: Sharding) -> nn.Module:
         model = build_model(config.model, model_request(config, data, sharding), config.seed)
         if config.model.weights is not None and not resumes:
-            load_weights(model, config.model, sharding, job, ids_trained_here(config, data))
+            load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))
         model = transform(model, config.model, placement)
         if resolved.compile:
             model.compile()

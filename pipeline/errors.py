@@ -11,7 +11,7 @@ import difflib
 import errno
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 # What moves a terminal's cursor, turns text round or cannot be written at all: control characters but for
@@ -118,3 +118,9 @@ class CommandLine(argparse.ArgumentParser):
         usage = usage if len(usage) <= LONGEST_USAGE else f"{usage[:LONGEST_USAGE].rpartition(' ')[0]} ..."
         hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
         self.exit(2, f"{usage}\n{self.prog}: error: {shown(message)}{hint}\n")
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """`a.weight, a.bias and 3 more`."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

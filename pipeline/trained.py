@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.assemble import build_eval_loader, model_request
 from pipeline.checkpoint.export import DESCRIPTION
-from pipeline.checkpoint.weights import load_weights
+from pipeline.checkpoint.weights import open_checkpoint
 from pipeline.config.batch import BatchPlan, plan_batch
 from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
 from pipeline.config.deepspeed_json import precision_of
@@ -36,6 +36,7 @@ from pipeline.models import build_model
 from pipeline.models.huggingface import build_described
 from pipeline.models.sharding import Whole
 from pipeline.models.transforms import Placement, transform
+from pipeline.models.weights import load_weights
 from pipeline.objectives import build_objective
 from pipeline.sampling import prompt_ids, question_ids, write
 
@@ -175,7 +176,7 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
         assert data is not None
         model = build_model(config.model, model_request(config, data, Whole()), config.seed)
     section = config.model.model_copy(update={"weights": str(trained.checkpoint), "strict": True})
-    load_weights(model, section, Whole(), job)
+    load_weights(model, section, Whole(), job, open_checkpoint)
     autocast = not isinstance(config.model, CausalLMConfig)
     is_half = deepspeed is not None and precision_of(deepspeed) != "fp32"
     model = transform(model, config.model, Placement(job.device, is_autocast=autocast and is_half))

@@ -1,263 +1,83 @@
-"""A new run's weights from elsewhere: which tensor of the files goes where in the model, and into it.
-
-Rank 0 reads, one tensor at a time; every rank ends up with its values, whole or in ZeRO-3's shards.
-"""
+"""A checkpoint as weights for another run's model: the newest of a run directory, or one that was named."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline.checkpoint.files import as_bytes
-from pipeline.checkpoint.weight_files import Entry, WeightFile
-from pipeline.checkpoint.weight_folders import open_weights, tokenizer_beside
-from pipeline.config.model_schema import ModelSection
-from pipeline.distributed.process_group import Job
-from pipeline.engine.unused import listed
-from pipeline.errors import ModelError, PipelineError
-from pipeline.models.sharding import Sharding
-from pipeline.models.vocabulary import fill_rows, vocabulary_parameters
+from pipeline.checkpoint.export import weights_of
+from pipeline.checkpoint.folders import named_in, steps_in
+from pipeline.checkpoint.manifest import MANIFEST, read_manifest
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.verify import check_content, check_sizes, look
+from pipeline.errors import CheckpointError, ModelError
+from pipeline.models.weight_files import Entry, refusal
+from pipeline.shards import Region
 
 log = logging.getLogger(__name__)
 
-# What DistributedDataParallel, torch.compile, DeepSpeed, FSDP and activation checkpointing put between names.
-WRAPPERS = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-MOST_WRAPPERS = 6  # of one key, of which any may be the model's own
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+class CheckpointWeights:
+    """See pipeline.models.weight_files.WeightFile."""
+
+    def __init__(self, reader: CheckpointReader):
+        self._reader = reader
+        self._kinds = {name: kind for name, (kind, _, _) in weights_of(reader.manifest).items()}
+        self.entries: Mapping[str, Entry] = {
+            name: Entry(shape, dtype) for name, (_, shape, dtype) in weights_of(reader.manifest).items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        shape, dtype = self.entries[name]
+        assert isinstance(dtype, torch.dtype)
+        values = torch.empty(math.prod(shape), dtype=dtype)
+        self._reader.read(name, self._kinds[name], Region(shape, None, 0, len(values)), values)
+        return values.view(shape)
+
+    def close(self) -> None:
+        self._reader.close()
 
 
-@dataclass
-class Plan:
-    """What is loaded, and what does not fit."""
-
-    moves: list[tuple[str, str]] = field(default_factory=list)
-    """(name in the model, name in the files); of tied weights one."""
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    """With both shapes, in words."""
-
-    def remarks(self) -> str:
-        """In one line; empty: everything fits."""
-        kinds = ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched)
-        return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds if names)
-
-
-def load_weights(
-    model: nn.Module,
-    config: ModelSection,
-    sharding: Sharding,
-    job: Job,
-    new_ids: Mapping[str, int] | None = None,
-) -> None:
-    """Fills the model, whole or in shards, from `config.weights`. Collective.
-
-    Host memory beside the model: the largest tensor, on rank 0 also in the dtype of the file.
-
-    Args:
-        new_ids: Token -> id of a tokenizer that was trained for this run, in which nobody named one.
+def open_checkpoint(folder: Path) -> CheckpointWeights | None:
+    """The weights of a checkpoint, or of a run directory's newest one that verifies; None: it is neither.
 
     Raises:
-        ModelError: nothing can be read from there, or it does not fit and `config.strict` is set; the weights
-            were trained with other ids.
+        ModelError: it is damaged, or not whole.
     """
-    assert config.weights is not None
-    targets = targets_of(model)
-    path, source = Path(os.path.expanduser(config.weights)), None
-    answer: Plan | PipelineError | None = None
+    if (folder / MANIFEST).is_file():
+        return _open(folder)
+    for place in (folder / "checkpoints", folder):
+        if steps_in(place):
+            return _open_newest(folder, list(named_in(place).values()))
+    return None
+
+
+def _open_newest(folder: Path, newest_first: list[Path]) -> CheckpointWeights:
+    problems = []
+    for path in newest_first:
+        try:
+            if path.is_symlink():
+                raise refusal(path, "is a link, and what lies outside the run is not read")
+            return _open(path)
+        except ModelError as error:
+            log.warning("%s; an older checkpoint is looked for", error)
+            problems.append(error)
+    raise refusal(folder, f"holds no whole checkpoint; the newest: {problems[0]}")
+
+
+def _open(folder: Path) -> CheckpointWeights:
     try:
-        if job.ranks.is_main_process:
-            try:
-                source = open_weights(path)
-                if new_ids is not None:
-                    _refuse_other_ids(path, new_ids)
-                answer = plan(model, targets, source, config)
-                _refuse(answer, path, config)
-            except PipelineError as error:
-                answer = error
-        answer = job.broadcast_object(answer)
-        if isinstance(answer, PipelineError):
-            raise answer
-        assert answer is not None
-        for name, key in answer.moves:
-            _fill(targets[name], None if source is None else source.read(key), sharding, job)
-    finally:
-        if source is not None:
-            source.close()
-    if job.ranks.is_main_process:
-        log.info("%d tensors are from %s", len(answer.moves), path)
-        if remarks := answer.remarks():
-            log.warning("model.strict is off, so this stays as it was drawn or is left out: %s", remarks)
-
-
-def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
-    """Rows of an embedding are a tokenizer's: under another one they are those of other words."""
-    file = tokenizer_beside(path)
-    if file is None:
-        log.warning(
-            "model.weights: nothing beside %s says which tokenizer they were trained with, and the one that "
-            "was trained on this data has ids of its own; data.tokenizer.pretrained names the right one",
-            path,
-        )
-        return
-    try:
-        ids = Tokenizer.from_file(str(file)).get_vocab()
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(
-            f"model.weights: {file} is no tokenizer: {' '.join(str(error).split())[:200]}"
-        ) from None
-    if any(new_ids.get(token) != number for token, number in ids.items()):
-        raise ModelError(
-            f"model.weights: {path} was trained with another tokenizer than the one that was trained on this "
-            f"data; use its own: data.tokenizer.pretrained={file}"
-        )
-
-
-def _refuse(found: Plan, path: Path, config: ModelSection) -> None:
-    if not found.moves:
-        raise ModelError(f"model.weights: nothing in {path} fits the model; {found.remarks()}")
-    if config.strict and (remarks := found.remarks()):
-        raise ModelError(
-            f"model.weights: {path} does not fit the model; {remarks}; model.strict=false loads what fits"
-        )
-
-
-def targets_of(model: nn.Module) -> dict[str, Tensor]:
-    """name -> parameter or buffer, as a state dict names them; tied ones under each of their names."""
-    state = model.state_dict(keep_vars=True)
-    return {name: target for name, target in state.items() if isinstance(target, Tensor)}
-
-
-def plan(model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, config: ModelSection) -> Plan:
-    """What goes where."""
-    base = str(getattr(model, "base_model_prefix", ""))
-    keys = matched(list(source.entries), targets, base)
-    vocabulary = {id(p) for p in vocabulary_parameters(model)}
-    if config.grow_vocabulary and not vocabulary:
-        raise ModelError(
-            f"model.grow_vocabulary: a {type(model).__name__} has no get_input_embeddings() that says which "
-            "parameter has a row for each token"
-        )
-    result = Plan()
-    tied: dict[int, list[str]] = {}
-    for name, target in targets.items():
-        tied.setdefault(id(target), []).append(name)
-    for names in tied.values():
-        there = [name for name in names if name in keys]
-        if not there:
-            result.missing.append(names[0])
-            continue
-        target, entries = targets[there[0]], [source.entries[keys[name]] for name in there]
-        problem = _mismatch(target, entries[0], id(target) in vocabulary, config.grow_vocabulary)
-        if problem is None and _differ(source, [keys[name] for name in there]):
-            problem = f"one tensor in the model, but not the same as {keys[there[1]]} in the file"
-        if problem is None:
-            result.moves.append((there[0], keys[there[0]]))
-        else:
-            result.mismatched.append(f"{there[0]} ({problem})")
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    for key in sorted(source.entries.keys() - set(keys.values())):
-        if not any(re.search(pattern, key) for pattern in ignored):
-            result.unexpected.append(key)
-    return result
-
-
-def _mismatch(target: Any, entry: Entry, is_vocabulary: bool, may_grow: bool) -> str | None:
-    """Why a tensor of the files cannot become this one; None: it can."""
-    shape = tuple(getattr(target, "ds_shape", target.shape))  # of a whole one, where it is sharded
-    if entry.dtype != target.dtype and not (entry.dtype in FLOATS and target.dtype in FLOATS):
-        there = str(entry.dtype).removeprefix("torch.")
-        return f"{there} in the file, {str(target.dtype).removeprefix('torch.')} in the model"
-    if entry.shape == shape:
-        return None
-    same_rows = shape and entry.shape and entry.shape[1:] == shape[1:]
-    fewer_rows = is_vocabulary and same_rows and 0 < entry.shape[0] < shape[0]
-    if fewer_rows and may_grow:
-        return None
-    hint = "; model.grow_vocabulary=true adds the rows" if fewer_rows else ""
-    return f"{list(entry.shape)} in the file, {list(shape)} in the model{hint}"
-
-
-def _differ(source: WeightFile, keys: list[str]) -> bool:
-    """Whether what the model ties is two things in the files."""
-    return any(
-        source.entries[key].shape != source.entries[keys[0]].shape
-        or not torch.equal(source.read(keys[0]), source.read(key))
-        for key in keys[1:]
-    )
-
-
-def matched(keys: list[str], names: Iterable[str], base: str = "") -> dict[str, str]:
-    """name in the model -> key in the files, of all keys that are a name, bare or with wrappers around it.
-
-    The model's own names decide. Where all keys begin with one wrapper, it is taken from all of them if then
-    more of them are names. After that a key that is a name stands for it; from any other key wrappers are
-    taken, as few as will do, if what is left is a name that no other key stands for.
-
-    Args:
-        base: Under which a head model of transformers has what its base model has without.
-    """
-    known = set(names)
-    shortened, uniform = dict(zip(keys, keys, strict=True)), keys
-    while uniform and len(heads := {key.partition(".")[0] for key in uniform}) == 1 and heads <= WRAPPERS:
-        uniform = [key.partition(".")[2] for key in uniform]
-        if len(known.intersection(uniform)) > len(known.intersection(shortened.values())):
-            shortened = dict(zip(keys, uniform, strict=True))
-    found = {short: key for key, short in shortened.items() if short in known}
-    for key, short in shortened.items():
-        if short in known:
-            continue
-        bare = [short, *_without_wrappers(short)]
-        for name in itertools.chain(bare, (f"{base}.{each}" for each in bare if base)):
-            if name in known and name not in found:
-                found[name] = key
-                break
-    return found
-
-
-def _without_wrappers(key: str) -> Iterator[str]:
-    """The key with some of its wrappers taken away, the fewest first."""
-    parts = key.split(".")
-    places = [place for place, part in enumerate(parts) if part in WRAPPERS]
-    counts = range(1, len(places) + 1) if len(places) <= MOST_WRAPPERS else [len(places)]
-    for count in counts:
-        for taken in itertools.combinations(places, count):
-            yield ".".join(part for place, part in enumerate(parts) if place not in taken)
-
-
-@torch.no_grad()
-def _fill(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -> None:
-    """Rank 0's values, which the others have not, into this parameter or buffer of all ranks."""
-    if isinstance(target, nn.Parameter) and sharding.zero3_config is not None:
-        with sharding.whole([target]):  # which keeps rank 0's
-            if values is not None:
-                _put(target.data, values)
-        return
-    if not job.is_distributed:
-        assert values is not None
-        _put(target.data, values)
-        return
-    whole = torch.empty(target.shape, dtype=target.dtype)
-    if values is not None:
-        _put(whole, values)
-    if whole.numel():
-        dist.broadcast(as_bytes(whole), 0)
-    target.data.copy_(whole)
-
-
-def _put(target: Tensor, values: Tensor) -> None:
-    if target.shape == values.shape:
-        target.copy_(values)
-    else:
-        fill_rows(target, values)
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        raise ModelError(f"model.weights: {error}") from None
+    if damages := check_sizes(folder, manifest) or check_content(folder, manifest):
+        raise refusal(folder, f"is damaged: {damages[0]}")
+    if absent := look(folder, manifest)[1]:
+        elsewhere = next(file for file in manifest.files if file.name in absent)
+        raise refusal(folder, f"lacks {elsewhere.name}, which was written on {elsewhere.host}; bring it here")
+    return CheckpointWeights(CheckpointReader(folder, manifest))

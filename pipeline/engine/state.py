@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.engine.unused import listed
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, listed
 from pipeline.shards import (
     BUFFER,
     WEIGHT,

@@ -26,8 +26,8 @@ from pipeline.engine.interface import (
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import ParameterState, kept_buffers, names_of, whole_parameters
 from pipeline.engine.state import restore
-from pipeline.engine.unused import listed, warn_of_unused
-from pipeline.errors import ModelError
+from pipeline.engine.unused import warn_of_unused
+from pipeline.errors import ModelError, listed
 from pipeline.models.batch_norm import num_batch_norms
 from pipeline.objectives import Batch, LossSum, Objective, added
 from pipeline.optim import (

@@ -7,15 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
+from pipeline.errors import listed
+
 log = logging.getLogger(__name__)
-
-_NAMED = 5  # a message names so many of them
-
-
-def listed(names: Sequence[str]) -> str:
-    """`a.weight, a.bias and 3 more`."""
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def warn_of_unused(names: Sequence[str]) -> None:

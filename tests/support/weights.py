@@ -8,12 +8,13 @@ from parity.measure import ALONE
 from support.tiny import VOCABULARY
 from torch import nn
 
-from pipeline.checkpoint.weights import load_weights
+from pipeline.checkpoint.weights import open_checkpoint
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelSection
 from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole
+from pipeline.models.weights import load_weights
 
 SIZES = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64}
 
@@ -44,7 +45,7 @@ def small(seed=0):
 
 
 def load(model, path, **keys):
-    load_weights(model, ModelSection(weights=str(path), **keys), Whole(), ALONE)
+    load_weights(model, ModelSection(weights=str(path), **keys), Whole(), ALONE, open_checkpoint)
     return model
 
 

@@ -12,12 +12,12 @@ from support.weights import SIZES, assert_same, cnn, copied, llama, load, refuse
 from torch import nn
 
 from pipeline.assemble import build_engine
-from pipeline.checkpoint.weights import matched
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole
+from pipeline.models.weights import matched
 
 PLAIN = {"torch": {"parallel": "single"}}
 TIED = {"tie_word_embeddings": True}

@@ -1,29 +1,35 @@
-"""Kinds of files that weights come in, behind one interface: shapes by name, values a tensor at a time.
+"""Files of weights from elsewhere: found behind a path, and read a tensor at a time.
 
-Nothing in them is run: pickles are read by torch's restricted reader.
+Nothing in them is run: pickles are read by torch's restricted reader. What lies outside the folder that was
+named is not read.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor
 
-from pipeline.checkpoint.export import weights_of
-from pipeline.checkpoint.layout import DTYPES
-from pipeline.checkpoint.reader import CheckpointReader
+from pipeline import foreign
 from pipeline.errors import ModelError, one_line
-from pipeline.shards import Region
 
+# In this order: as transformers looks for them.
+IN_FOLDERS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+DEEPSPEED = "*_model_states.pt"
 PICKLES = (".pt", ".pth", ".bin")
 # Under these a training program keeps the model beside its optimizer.
 ENVELOPES = ("state_dict", "model_state_dict", "model", "module")
@@ -53,27 +59,6 @@ def refusal(path: Path, what: str) -> ModelError:
     return ModelError(f"model.weights: {path} {what}")
 
 
-class OwnCheckpoint:
-    """One of our own."""
-
-    def __init__(self, reader: CheckpointReader):
-        self._reader = reader
-        self._kinds = {name: kind for name, (kind, _, _) in weights_of(reader.manifest).items()}
-        self.entries: Mapping[str, Entry] = {
-            name: Entry(shape, dtype) for name, (_, shape, dtype) in weights_of(reader.manifest).items()
-        }
-
-    def read(self, name: str) -> Tensor:
-        shape, dtype = self.entries[name]
-        assert isinstance(dtype, torch.dtype)
-        values = torch.empty(math.prod(shape), dtype=dtype)
-        self._reader.read(name, self._kinds[name], Region(shape, None, 0, len(values)), values)
-        return values.view(shape)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
 def _checked(path: Path, there: list[str], expected: list[str] | None) -> list[str]:
     """The names to take from a file: those its index says, else all."""
     for name in expected or ():
@@ -95,7 +80,7 @@ class Safetensors:
                 for name in _checked(path, list(file.keys()), expected):
                     about = file.get_slice(name)
                     dtype = about.get_dtype()
-                    entries[name] = Entry(tuple(about.get_shape()), DTYPES.get(dtype, dtype))
+                    entries[name] = Entry(tuple(about.get_shape()), _TYPES.get(dtype, dtype))
                     self._places[name] = path, file
             except (SafetensorError, OSError) as error:
                 raise refusal(path, f"cannot be read as safetensors: {_first_sentence(error)}") from None
@@ -181,3 +166,95 @@ def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[st
 def _first_sentence(error: Exception) -> str:
     """The first sentence that says something of the file."""
     return one_line(error, 10_000).split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]
+
+
+OpenCheckpoint = Callable[[Path], WeightFile | None]
+"""Opens a folder that holds a checkpoint of ours; None: it is none."""
+
+
+def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
+    """A file, a folder of them, a run directory (its newest checkpoint that verifies) or a checkpoint.
+
+    Raises:
+        ModelError: there is none, it cannot be read, or something in it would have to be run.
+    """
+    if path.is_dir():
+        return open_checkpoint(path) or _open_folder(path)
+    if not path.exists():
+        raise refusal(path, "does not exist")
+    if path.match(DEEPSPEED):
+        raise _of_deepspeed(path, path.parent)
+    return _open_files({path: None})
+
+
+def tokenizer_beside(path: Path) -> Path | None:
+    """The tokenizer.json of these weights: in their folder, or in the run they are of; None: neither has."""
+    folder = path if path.is_dir() else path.parent
+    places = (folder, folder / "model", folder.parent.parent / "model")  # the last of a checkpoint
+    files = (place / "tokenizer.json" for place in places)
+    return next((file for file in files if file.is_file()), None)
+
+
+def _open_folder(folder: Path) -> WeightFile:
+    for name in IN_FOLDERS:
+        if (folder / name).exists():
+            is_index = name.endswith(".json")
+            return _open_files(_listed(folder, name) if is_index else {_inside(folder, name): None})
+    if (folder / "checkpoints").is_dir():
+        raise refusal(folder, "is a run directory without a checkpoint")
+    if any(folder.glob(DEEPSPEED)) or any(folder.glob(f"*/{DEEPSPEED}")):
+        raise _of_deepspeed(folder, folder)
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return _open_files({_inside(folder, found[0]): None})
+    many = f"; it has {', '.join(found[:3])}{' ...' * (len(found) > 3)}: name one of them" if found else ""
+    expected = f"{', '.join(IN_FOLDERS)}, or a run directory"
+    raise refusal(folder, f"holds no weights: expected {expected}{many}")
+
+
+def _of_deepspeed(path: Path, folder: Path) -> ModelError:
+    what = "is part of" if path != folder else "is"
+    return refusal(
+        path,
+        f"{what} a checkpoint of DeepSpeed's own; run `python zero_to_fp32.py . OUT --safe_serialization` "
+        "where its zero_to_fp32.py lies, and give OUT",
+    )
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of that name, which must lie in the folder: names and links may lead anywhere."""
+    path = foreign.inside(folder, name)
+    if path is None:
+        raise refusal(folder, f"points outside of itself: {name[:100]!r}")
+    try:
+        is_there = path.is_file()
+    except (OSError, ValueError):  # a name that cannot be
+        is_there = False
+    if not is_there:
+        raise refusal(folder, f"has no file {name[:100]!r}")
+    return path
+
+
+def _listed(folder: Path, index: str) -> dict[Path, list[str] | None]:
+    """file -> the names of its tensors, of an index of several files."""
+    try:
+        places = foreign.weight_map(_inside(folder, index))
+    except (OSError, ValueError):
+        raise refusal(folder / index, "cannot be read as an index of weights") from None
+    files = {place: _inside(folder, place) for place in dict.fromkeys(places.values())}
+    listed: dict[Path, list[str] | None] = {}
+    for name, place in places.items():
+        listed.setdefault(files[place], []).append(name)  # type: ignore[union-attr]
+    return listed
+
+
+def _open_files(files: dict[Path, list[str] | None]) -> WeightFile:
+    suffixes = {path.suffix for path in files}
+    for path in files:
+        if not path.is_file():
+            raise refusal(path, "is no file")
+    if suffixes == {".safetensors"}:
+        return Safetensors(files)
+    if suffixes <= set(PICKLES):
+        return Pickles(files)
+    raise refusal(next(iter(files)), f"cannot be read; expected .safetensors, {', '.join(PICKLES)}")
