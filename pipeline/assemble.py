@@ -34,7 +34,6 @@ from pipeline.models.description import write_description
 from pipeline.models.flops import flops_per_token
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding, Whole
-from pipeline.models.staging import cut_into_layers
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.objectives import Objective, build_objective
@@ -175,10 +174,13 @@ def build_engine(
     start_deepspeed(job)
     if split.pipeline_stages > 1:
         from pipeline.engine.pipeline_engine import PipelineEngine
+        from pipeline.engine.stages import stage_sharding
 
-        length = model_request(config, data, Whole()).sequence_length
-        layered = cut_into_layers(model_in(Whole()))
-        return PipelineEngine(layered, config.optimizer, resolved.deepspeed, split, job, length)
+        length = getattr(config.data, "sequence_length", None)
+        stages = stage_sharding(resolved.deepspeed, split, DTYPES[split.precision], length, job)
+        model_in(stages)
+        assert stages.model is not None
+        return PipelineEngine(stages.model, config.optimizer, resolved.deepspeed, split, job, stages.bounds)
     keep_parameter_groups(int(resolved.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1)))
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
     sharding: Sharding = Whole()

@@ -128,7 +128,7 @@ class PartitionState:
             for p in parameters:
                 at = p.storage_offset() - flat.storage_offset()
                 begin, end = max(at, first), min(at + p.numel(), first + size)
-                if begin < end:
+                if begin < end and p in self._places:  # a stage of which all is frozen has stand-ins
                     yield self._places[p], index, begin - first, begin - at, end - begin
 
     def scalars(self) -> Scalars:

@@ -29,7 +29,7 @@ from pipeline.engine.loss_scale import (
 )
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.pipeline_state import stage_state
-from pipeline.engine.stages import Stages, cut_points, stage_groups
+from pipeline.engine.stages import Stages, stage_groups
 from pipeline.engine.state import State
 from pipeline.errors import DataError
 from pipeline.models.staging import LayeredModel, model_output
@@ -49,16 +49,15 @@ class PipelineEngine(DeepSpeedState):
         config: dict[str, Any],
         split: Split,
         job: Job,
-        sequence_length: int | None,
+        bounds: list[int],
     ):
-        """Cuts the model and keeps this rank's stage. Collective.
+        """Takes this rank's stage. Collective.
 
         Args:
-            model: Whole, on the CPU; the parts of other stages are let go at the first step.
-            sequence_length: Tokens of a sequence, for `partition: time`; None: as many as the model takes.
+            model: On the CPU; only the parameters of this rank's stage need values.
+            bounds: Of cut_points.
 
         Raises:
-            ModelError: fewer blocks than stages.
             ConfigError: a mixture whose routers are to be balanced.
         """
         refuse_router(model, "pipeline stages")
@@ -71,10 +70,7 @@ class PipelineEngine(DeepSpeedState):
         self._float_dtype = DTYPES[self.precision]
         self._stages = split.pipeline_stages
         self._config, self._own_norm = _for_stages(config, self.precision)
-        longest = sequence_length or model.config.max_position_embeddings
-        micro_batch = (config["train_micro_batch_size_per_gpu"], longest)
-        how = config["pipeline"].get("partition", "parameters")
-        self._start(model, cut_points(model, self._stages, how, micro_batch, self._float_dtype, job))
+        self._start(model, bounds)
 
     def _start(self, model: LayeredModel, bounds: list[int]) -> None:
         """Builds this rank's stage, its optimizer and DeepSpeed around them. Collective."""

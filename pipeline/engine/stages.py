@@ -9,18 +9,100 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import Tensor, nn
 
 from pipeline.config.schema import OptimizerConfig
+from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.staging import Layer, LayeredModel, tied_head
+from pipeline.models.sharding import give_memory, let_go, trial_values
+from pipeline.models.staging import Layer, LayeredModel, cut_into_layers, tied_head
 from pipeline.optim import assigned, grouped
+
+
+class StageSharding:
+    """See pipeline.models.sharding.Sharding: this rank has values for the parameters of its stage alone.
+
+    Every rank draws the weights of all stages, module by module, so that random numbers stay in step, and
+    lets go of what another stage has.
+    """
+
+    zero3_config: dict[str, Any] | None = None
+
+    def __init__(self, stage: int, bounds_of: Callable[[LayeredModel], list[int]]):
+        """Knows nothing of a model yet.
+
+        Args:
+            bounds_of: Where to cut it; collective.
+        """
+        self._stage = stage
+        self._bounds_of = bounds_of
+        self._kept: set[int] = set()
+        self.bounds: list[int] = []
+        self.model: LayeredModel | None = None
+
+    def construct(self) -> AbstractContextManager[None]:
+        """See Sharding.construct: a module that draws its own weights is made whole first."""
+        return nullcontext()
+
+    def construct_empty(self) -> AbstractContextManager[None]:
+        """See Sharding.construct_empty. Buffers have values."""
+        context: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
+        return context
+
+    def made(self, model: nn.Module) -> None:
+        """See Sharding.made. The second call of a model does nothing."""
+        if self.model is not None:
+            return
+        self.model = cut_into_layers(model)
+        self.bounds = self._bounds_of(self.model)
+        layers = self.model.layers[self.bounds[self._stage] : self.bounds[self._stage + 1]]
+        if self.model.is_tied and layers[-1] is self.model.layers[-1]:
+            layers = [*layers, self.model.layers[0]]
+        self._kept = {id(p) for layer in layers for p in layer.parameters()}
+        for parameter in model.parameters():
+            if id(parameter) not in self._kept and not parameter.is_meta:
+                let_go(parameter)
+
+    @contextmanager
+    def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """See Sharding.whole."""
+        lent = [p for p in dict.fromkeys(parameters) if p.is_meta]
+        for parameter in lent:
+            give_memory(parameter)
+        try:
+            yield
+        finally:
+            for parameter in lent:
+                if id(parameter) not in self._kept:
+                    let_go(parameter)
+
+
+def stage_sharding(
+    config: dict[str, Any], split: Split, dtype: torch.dtype, sequence_length: int | None, job: Job
+) -> StageSharding:
+    """For the model that will be cut.
+
+    Args:
+        config: The DeepSpeed JSON, filled in.
+        dtype: What the layers compute in.
+        sequence_length: Tokens of a sequence, for `partition: time`; None: as many as the model takes.
+    """
+
+    def bounds_of(model: LayeredModel) -> list[int]:
+        longest = sequence_length or model.config.max_position_embeddings
+        micro_batch = (config["train_micro_batch_size_per_gpu"], longest)
+        how = config["pipeline"].get("partition", "parameters")
+        return cut_points(model, split.pipeline_stages, how, micro_batch, dtype, job)
+
+    return StageSharding(job.ranks.rank // split.dp_world_size, bounds_of)
 
 
 class Stages(PipelineModule):
@@ -113,6 +195,12 @@ def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig)
     keys = assigned(_named(model.layers), config)
     groups = grouped(_named(stage.modules()), keys, config)
     wanted = len(set(keys.values()))
+    if not groups:  # all of the stage is frozen; what stands in gets no gradient
+        groups = grouped(_named(model.layers), keys, config)
+        for group in groups:
+            group["params"] = [nn.Parameter(torch.zeros(1))]
+            group["params"][0].ds_pipe_replicated = False
+        stage.stand_ins = nn.ParameterList(group["params"][0] for group in groups)
     while len(groups) < wanted:
         at = max(range(len(groups)), key=lambda index: len(groups[index]["params"]))
         first, *rest = groups[at]["params"]
@@ -152,9 +240,13 @@ def _seconds(
     carried: Any = torch.randint(model.config.vocab_size, micro_batch, device=device)
     seconds = []
     for layer in model.layers:
-        trial = (
-            copy.deepcopy(layer).to(device=device, dtype=dtype).train()
-        )  # one at a time, gone after its turn
+        trial = copy.deepcopy(layer)  # one at a time, gone after its turn
+        for module in trial.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    values = trial_values(parameter, name)
+                    module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
+        trial.to(device=device, dtype=dtype).train()
         for _ in range(2):
             start = _now(device)
             if carried.is_floating_point():

@@ -111,6 +111,13 @@ class Zero3Sharding:
         self._dtype = dtype
         _forget_hpz_groups()
 
+    def construct_empty(self) -> AbstractContextManager[None]:
+        """See Sharding.construct_empty. Collective."""
+        return self.construct()
+
+    def made(self, model: nn.Module) -> None:
+        """See Sharding.made."""
+
     @contextmanager
     def construct(self) -> Iterator[None]:
         """See Sharding.construct. Collective."""

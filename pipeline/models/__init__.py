@@ -27,6 +27,7 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
     torch.manual_seed(seed)
     try:
         model: nn.Module = BUILDERS[type(config)](config, request)  # type: ignore[operator]
+        request.sharding.made(model)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
             raise

@@ -14,6 +14,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pipeline.errors import ModelError
+from pipeline.models.sharding import runnable
 
 AttentionFunction = Callable[..., tuple[Any, Any]]
 """(module, query, key, value, mask, **rest) -> (output (B, T, heads, width), weights or None)."""
@@ -81,9 +82,9 @@ def _leaks_when_tried(model: PreTrainedModel) -> bool:
         model.set_attn_implementation("sdpa")  # flash attention does not run on a CPU
     model.eval()
     try:
-        device = model.device
-        given = {"input_ids": ids_BT.to(device), "position_ids": positions_BT.to(device)}
-        one_TV, other_TV = model(**given, use_cache=False).logits[:, 4:]
+        with runnable(model):
+            output = model(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
+        one_TV, other_TV = output.logits[:, 4:]
     finally:
         model.train(was_training)
         if attention not in ("sdpa", "eager"):

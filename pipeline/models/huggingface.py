@@ -77,7 +77,7 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
         # Weights are drawn below, module by module: the same ones whatever the split.
-        with request.sharding.construct(), no_init_weights():
+        with request.sharding.construct_empty(), no_init_weights():
             model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=torch.float32, attn_implementation=config.attention
             )
@@ -86,6 +86,8 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
             raise
         extra = f" (model.extra has {', '.join(config.extra)})" if config.extra else ""
         raise ModelError(f"model: {config.architecture}: {_reason(error)}{extra}") from None
+    model.tie_weights()  # what is made without values is not tied yet
+    request.sharding.made(model)
     _draw_weights(model, request.sharding)
     return model
 

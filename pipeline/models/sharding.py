@@ -1,19 +1,36 @@
-"""How a model is held while it is made: whole, or (ZeRO-3) in shards from the first parameter on."""
+"""How a model is held while it is made: whole, in shards from the first parameter on (ZeRO 3), or, of other
+ranks' parts, without values (pipeline stages).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class Sharding(Protocol):
-    """What a builder needs to know about ZeRO-3 without knowing DeepSpeed."""
+    """What a builder needs to know about a split without knowing DeepSpeed."""
 
     def construct(self) -> AbstractContextManager[Any]:
         """Inside it, each module's parameters are sharded as soon as its own __init__ is done."""
+        ...
+
+    def construct_empty(self) -> AbstractContextManager[Any]:
+        """As construct, where the code that makes the model needs no values and draws none."""
+        ...
+
+    def made(self, model: nn.Module) -> None:
+        """The model's structure stands: what this rank does not keep of its values is let go. Collective.
+
+        Raises:
+            ModelError: it cannot be divided.
+        """
         ...
 
     def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -34,5 +51,62 @@ class Whole:
     def construct(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def construct_empty(self) -> AbstractContextManager[Any]:
+        return self.construct()
+
+    def made(self, model: nn.Module) -> None:
+        pass
+
     def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         return nullcontext()
+
+
+def give_memory(parameter: nn.Parameter) -> None:
+    """One without values gets memory on the CPU, not yet filled; it stays the same object."""
+    torch.utils.swap_tensors(
+        parameter, nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+    )
+
+
+def let_go(parameter: nn.Parameter) -> None:
+    """Keeps its shape and dtype, not its values."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+
+
+@contextmanager
+def runnable(model: nn.Module) -> Iterator[None]:
+    """Inside it the model can be run though some of its parameters have no values.
+
+    A module has values of its own only during its forward, small random ones that its name decides: every run
+    sees the same ones, and no more than one module's are in memory.
+    """
+    hooks = []
+    for name, module in model.named_modules():
+        if any(p.is_meta for p in module.parameters(recurse=False)):
+            lent: dict[str, Any] = {}
+            hooks.append(module.register_forward_pre_hook(partial(_lend, lent, name)))
+            hooks.append(module.register_forward_hook(partial(_take_back, lent), always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _lend(lent: dict[str, Any], name: str, module: nn.Module, _: Any) -> None:
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            lent[key] = parameter
+            module._parameters[key] = nn.Parameter(trial_values(parameter, f"{name}.{key}"), False)
+
+
+def _take_back(lent: dict[str, Any], module: nn.Module, *_: Any) -> None:
+    module._parameters.update(lent)
+    lent.clear()
+
+
+def trial_values(parameter: Tensor, name: str) -> Tensor:
+    """Of the parameter's shape: matrices around 0, vectors (most scale something) around 1."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    centre = 1.0 if parameter.dim() < 2 else 0.0
+    return torch.empty(parameter.shape, dtype=parameter.dtype).normal_(centre, 0.02, generator=generator)

@@ -1,7 +1,7 @@
 """A decoder language model of transformers, cut into the layers that pipeline stages are made of.
 
-The whole model is built first, on the CPU; a stage keeps its layers of it. The cut is proven: before it is
-used, the layers in a row must give the whole model's logits.
+The cut is proven: before it is used, the layers in a row must give the whole model's logits, with values lent
+to what has none on this rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.errors import ModelError
+from pipeline.models.sharding import runnable
 
 # Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any.
 Carried = Tensor | tuple[Tensor, Tensor]
@@ -215,10 +216,11 @@ def _prove(model: PreTrainedModel, layers: list[Layer], kind: str) -> None:
         model.config._attn_implementation = "sdpa"  # flash attention does not run on a CPU
     model.eval()
     try:
-        expected = model(input_ids=ids, use_cache=False).logits
-        carried: Any = ids
-        for layer in layers:
-            carried = layer(carried)
+        with runnable(model):
+            expected = model(input_ids=ids, use_cache=False).logits
+            carried: Any = ids
+            for layer in layers:
+                carried = layer(carried)
         agrees = torch.allclose(carried, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     except Exception as error:  # whatever a block raises that is not called as its model would
         raise _uncuttable(kind, f"its blocks do not run on their own: {str(error)[:120]}") from None

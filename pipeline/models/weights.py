@@ -243,16 +243,17 @@ def _fill(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -
             if values is not None:
                 _put(target.data, values)
         return
-    if not job.is_distributed:
-        assert values is not None
-        _put(target.data, values)
-        return
-    whole = torch.empty(target.shape, dtype=target.dtype)
-    if values is not None:
-        _put(whole, values)
-    if whole.numel():
-        dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # gloo has no 16-bit integers
-    target.data.copy_(whole)
+    with sharding.whole([target] if isinstance(target, nn.Parameter) else []):
+        if not job.is_distributed:
+            assert values is not None
+            _put(target.data, values)
+            return
+        whole = torch.empty(target.shape, dtype=target.dtype)
+        if values is not None:
+            _put(whole, values)
+        if whole.numel():
+            dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # gloo has no 16-bit integers
+        target.data.copy_(whole)
 
 
 def _put(target: Tensor, values: Tensor) -> None:

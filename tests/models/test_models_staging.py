@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from pipeline.errors import ModelError
 from pipeline.models.staging import LayeredModel, cut_into_layers
@@ -37,6 +39,15 @@ def small(kind: str, **more: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
 
 
+def empty(kind: str) -> PreTrainedModel:
+    known = AutoConfig.for_model(kind)
+    fields = {key: value for key, value in SIZES.items() if hasattr(known, key)}
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    model.tie_weights()
+    return model.eval()
+
+
 def run(layered: LayeredModel, inputs: Any) -> torch.Tensor:
     for layer in layered.layers:
         inputs = layer(inputs)
@@ -56,6 +67,20 @@ def test_the_layers_in_a_row_give_the_models_logits(kind):
     expected = model(input_ids=ids, position_ids=packed, use_cache=False).logits
     torch.testing.assert_close(run(layered, (ids, packed)), expected)
     torch.testing.assert_close(run(layered, ids[:, :7]), model(input_ids=ids[:, :7]).logits)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("kind", [*UNTIED, *TIED])
+def test_a_model_without_values_is_cut_and_proven_too(kind):
+    model = empty(kind)
+    layered = cut_into_layers(model)
+    assert layered.names() == cut_into_layers(small(kind)).names()
+    assert all(p.is_meta for p in model.parameters()), "values that were lent stay"
+
+
+def test_what_cannot_be_cut_is_found_without_values_too():
+    with pytest.raises(ModelError, match="its parts one after another do not give its logits"):
+        cut_into_layers(empty("cohere"))
 
 
 @torch.no_grad()

@@ -25,3 +25,17 @@ def held_bytes() -> int:
                     storages[storage.data_ptr()] = storage.nbytes()
     storages.pop(0, None)
     return sum(storages.values())
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Of this process, now or at the most since `forget_peak`."""
+    wanted = "VmHWM:" if peak else "VmRSS:"
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(wanted))
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak() -> None:
+    """The kernel's mark of the most resident memory starts again at what there is now."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")

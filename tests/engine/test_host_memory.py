@@ -1,0 +1,66 @@
+"""Host memory while an engine is made: a rank has its own part of the model, never all of it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from parity.splits import TWO_STAGES, zero
+from support.memory import forget_peak, held_bytes, resident_bytes
+from support.tiny import make_engine, recipe, token_bundle
+from support.weights import SIZES
+
+from pipeline.distributed.process_group import Job
+
+# 100 MB in fp32: more than what a process allocates beside it.
+MODEL = {
+    "kind": "causal_lm",
+    "architecture": "llama",
+    "num_layers": 6,
+    "num_heads": 8,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "max_sequence_length": 24,
+}
+TREE = recipe(model=MODEL)
+STAGES = zero(0) | TWO_STAGES
+
+
+def peak_while_made(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> tuple[float, float]:
+    """(most resident memory while the engine is made, tensors held after it), in sizes of the fp32 model."""
+    data = token_bundle()
+    make_engine(job, recipe(model=MODEL | SIZES), split, data)  # what is imported and allocated once
+    gc.collect()
+    held, resident = held_bytes(), resident_bytes()
+    forget_peak()
+    engine = make_engine(job, tree, split, data)
+    size = 4 * engine.num_parameters
+    gc.collect()
+    return (resident_bytes(peak=True) - resident) / size, (held_bytes() - held) / size
+
+
+def test_a_stage_is_all_that_a_rank_ever_has(ranks):
+    for peak, held in ranks(2).run(peak_while_made, TREE, STAGES):
+        assert 0.45 < held < 0.55
+        assert peak < 1
+
+
+@pytest.mark.parametrize("how", ["uniform", "time"])
+def test_where_it_is_cut_does_not_decide_the_weights(ranks, how):
+    """Random numbers stay in step on ranks that keep other parts."""
+    found = [
+        dict(item for part in ranks(2).run(weights, recipe(), split) for item in part.items())
+        for split in (STAGES, zero(0) | {"pipeline": {"stages": 2, "partition": how}}, zero(0))
+    ]
+    assert found[0].keys() == found[1].keys() == found[2].keys()
+    for name, values in found[2].items():
+        assert torch.equal(found[0][name], values), name
+        assert torch.equal(found[1][name], values), name
+
+
+def weights(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """This rank's initial weights by their names in the whole model."""
+    engine = make_engine(job, tree, split, token_bundle())
+    return {each.name: each.values.detach().clone() for each in engine.shards() if each.kind == "weight"}
