@@ -1,10 +1,10 @@
 # make train   set everything up and train the default model; a second call skips what is done. ARGS='max_steps=2'
-# make test    set everything up and run every test, long ones with some of their cases
+# make test    set everything up and run every test; of those with many cases the ones that it names
 # make test-nodes every launcher on 2 and 4 machines made of namespaces: root, and tests/multinode/install.sh
 # make test-all every case of every test, a new .venv for each Python from 3.11 to 3.14 found here among them: hours
 # make test-matrix a run saved under every split, resumed under every other
 # make parity every split x precision x number of ranks against one process
-# make check   ruff, mypy --strict and the quick tests: five minutes on two cores
+# make check   ruff, mypy --strict and the quick tests: some minutes on two cores
 # make bench   this project against its peers on this machine
 
 PYTHON ?= python3
@@ -47,11 +47,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json $(ARGS)
 
-PARALLEL := python -m pytest -n 2 --dist loadfile
+PARALLEL := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup-dev
-	$(PARALLEL) --thin -m 'not matrix' --ignore tests/multinode
-	python -m pytest tests/multinode -m 'not matrix'
+	$(PARALLEL) -m 'not nightly' --ignore tests/multinode
+	python -m pytest tests/multinode -m 'not nightly'
 
 test-nodes: setup-dev
 	python -m pytest tests/multinode $(PYTEST_ARGS)
@@ -71,7 +71,7 @@ lint: setup-dev
 	mypy
 
 check: lint
-	$(PARALLEL) -m 'not slow and not gpu and not matrix'
+	$(PARALLEL) -m 'not slow and not gpu and not nightly'
 
 bench: setup
 	python benchmarks/throughput.py

@@ -3,9 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from zlib import crc32
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -22,27 +20,22 @@ hypothesis.settings.register_profile("busy machine", deadline=None)  # by defaul
 hypothesis.settings.load_profile("busy machine")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thin", action="store_true", help="of each slow test's cases only some: marker `thin`")
-
-
+@pytest.hookimpl(tryfirst=True)  # before markers choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --thin a slow test keeps one of its cases, or what its marker says, spread over all of them."""
-    if not config.getoption("--thin"):
-        return
-    tests = defaultdict[str, list[pytest.Item]](list)
+    """Of a test's cases those that its marker `daily` does not name are nightly."""
+    missing: dict[str, set[str]] = {}
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("matrix"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    dropped = set[pytest.Item]()
-    for name, cases in tests.items():
-        marker = cases[0].get_closest_marker("thin")
-        number = min(len(cases), marker.args[0] if marker else 1)
-        first = crc32(name.encode())  # not the same case of all tests
-        kept = {cases[(first + i * len(cases) // number) % len(cases)] for i in range(number)}
-        dropped |= set(cases) - kept
-    config.hook.pytest_deselected(items=list(dropped))
-    items[:] = [item for item in items if item not in dropped]
+        if marker := item.get_closest_marker("daily"):
+            test, _, case = item.nodeid.removesuffix("]").partition("[")
+            missing.setdefault(test, set(marker.args)).discard(case)
+            if case not in marker.args:
+                item.add_marker("nightly")
+    one_by_one = any("::" in argument for argument in config.args)
+    if not one_by_one and (wrong := {test: cases for test, cases in missing.items() if cases}):
+        raise pytest.UsageError(f"marker daily names cases that are not there: {wrong}")
+    # Files with long tests first: two workers then end together.
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(autouse=True)

@@ -262,6 +262,7 @@ def test_half_an_environment(fails, monkeypatch):
 # --- real processes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_real_process_says_it_in_one_line(home, tmp_path):
     done = launch("--config", str(home / "recipe.yaml"), "data.paths=[/nowhere]", f"runs_dir={tmp_path}")
     assert (done.returncode, done.stdout) == (2, "")
@@ -280,7 +281,10 @@ def test_a_value_that_deepspeed_refuses_is_one_line_before_data_is_prepared(home
     assert "GDS currently only supported for CUDA" in message
 
 
-@pytest.mark.thin(2)
+@pytest.mark.daily(
+    "model.vocab_size=299-but the tokenizer has 300 entries",
+    "runs_dir=/dev/null/runs-the run directory /dev/null/runs",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),

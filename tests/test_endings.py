@@ -40,6 +40,7 @@ def splits():
     yield pytest.param(["--deepspeed", str(CONFIGS / "zero3.json")], 2, 11, id="zero3-2ranks")
 
 
+@pytest.mark.daily("plain", "zero3-2ranks")
 @pytest.mark.parametrize(("split", "ranks", "rows"), splits())
 def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, rows):
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -62,6 +62,7 @@ def test_the_default_run_learns_saves_and_writes(tmp_path):
         assert word in result.stdout
 
 
+@pytest.mark.daily("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_zero3_through_the_launcher(tmp_path, capsys, ranks):
@@ -73,6 +74,7 @@ def test_zero3_through_the_launcher(tmp_path, capsys, ranks):
     assert evaluated(tmp_path, capsys) == pytest.approx(last(tmp_path, "eval/loss"), rel=1e-6)
 
 
+@pytest.mark.daily("tensor2-fp16", "pipeline2-bf16")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("split", ["tensor2", "pipeline2"])

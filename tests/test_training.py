@@ -201,6 +201,7 @@ def test_rows_that_the_record_lacks_are_told_in_one_line(tmp_path, unbroken, cap
     assert told == ([] if said is None else [f"{path} {said}; the run goes on without them"])
 
 
+@pytest.mark.slow
 def test_all_ranks_leave_an_evaluation_together_and_do_it_again(ranks, tmp_path):
     """On two ranks it has five batches; a signal comes in the third one of the second, on one of them."""
     changes = SMALL | {"engine": {"parallel": "ddp"}}

@@ -47,6 +47,7 @@ def test_there_are_enough_and_each_has_a_name():
     assert len(names) >= 300
 
 
+@pytest.mark.slow  # one process a case
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_it_is_answered(answers: dict, case: Case):
     answer, words = answers[id(case)]

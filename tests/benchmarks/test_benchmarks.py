@@ -12,6 +12,7 @@ import pytest
 THROUGHPUT = Path(__file__).resolve().parents[2] / "benchmarks" / "throughput.py"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_all_participants_train_the_same_model(tmp_path):
     output = tmp_path / "results.json"

@@ -12,6 +12,7 @@ import pytest
 CHECKPOINT = Path(__file__).resolve().parents[2] / "benchmarks" / "checkpoint.py"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_a_save_costs_is_measured_beside_the_peers(tmp_path):
     output = tmp_path / "results.json"

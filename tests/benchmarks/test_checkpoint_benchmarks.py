@@ -34,6 +34,7 @@ def test_faults_are_spread_over_kinds_ranks_and_calls(plans):
     assert set(first_rank) == {1, 2, 3, 4, 5}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the faults are written in C")
 @pytest.mark.parametrize(("ours", "theirs"), [(12, 0), (0, 4)])

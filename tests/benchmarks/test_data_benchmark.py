@@ -22,6 +22,7 @@ def run(tmp_path: Path, program: str, *arguments: str) -> dict:
     return results
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_preparing_is_measured_against_the_bare_tokeniser(tmp_path):
     sizes = ["--megabytes", "2", "--standard-megabytes", "0.5"]
@@ -31,6 +32,7 @@ def test_preparing_is_measured_against_the_bare_tokeniser(tmp_path):
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in speeds.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_loader_is_measured_against_others(tmp_path):
     results = run(tmp_path, "data_loader.py", "--megabytes", "4", "--rounds", "2", "--burst", "0.01")

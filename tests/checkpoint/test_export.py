@@ -88,6 +88,7 @@ def loss_of(folder: Path) -> float:
     return eval_loss(run)
 
 
+@pytest.mark.daily("tied", "gpt2")
 @pytest.mark.parametrize(
     "model",
     [
@@ -355,6 +356,7 @@ def test_a_missing_file_is_told_with_its_machine(saved, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.daily("zero3", "pipeline-zero1")
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["zero3", "tensor-zero1", "pipeline-zero1"])
 def test_from_every_split_the_same_folder(split, ranks, tmp_path):

@@ -75,7 +75,16 @@ def splits():
         yield pytest.param(fp16_search(stage), 1, id=f"zero{stage}-fp16-1", marks=marks)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.daily(
+    "plain",
+    "zero0-fp16-1",
+    "zero0-bf16-2",
+    "zero1-fp32-2",
+    "zero2-fp32-2",
+    "zero2-bf16-2",
+    "zero3-fp32-2",
+    "zero3-fp16-1",
+)
 @pytest.mark.parametrize(("deepspeed", "world_size"), splits())
 def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, deepspeed, world_size):
     if deepspeed is None:

@@ -343,6 +343,7 @@ def lose_a_rank(job: Job, folder: str, at: int, wait: bool):
     return "not lost"
 
 
+@pytest.mark.daily("2-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "wait"), [(2, True), (2, False), (4, False)])
 def test_a_lost_rank_ends_the_save_and_leaves_the_old_checkpoint(tmp_path, at, wait):

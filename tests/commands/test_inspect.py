@@ -175,6 +175,7 @@ def test_the_first_documents():
     assert len(list(first_documents(store([[3, 4], [5]]).parts, 2, Words()))) == 2
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path):
     one = lengths_of([store([[5, 6, 900]])])
     draw_lengths({"one": one, "none": lengths_of([])}, 128, tmp_path / "new" / "one.png")

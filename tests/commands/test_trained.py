@@ -94,6 +94,7 @@ def test_a_whole_set_and_another_set(text_run, call, tmp_path):
     assert told["eval/loss"][0] == told["eval/loss"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["last", "best"])
 def test_a_finetuned_model_is_evaluated_without_the_folder_it_came_from(chat_run, call, step):
     code, out, errors = call("evaluate", chat_run, "--step", step)

@@ -153,6 +153,7 @@ def test_ids_are_the_templates_and_answers_with_their_ends_are_learned(tokenizer
     assert tokenizer.decode(document.ids[document.loss_mask]) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     turns=conversations(),

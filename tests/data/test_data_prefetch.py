@@ -100,6 +100,7 @@ def collected(loaders, accumulation, steps):
     return samples
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     splits=st.lists(

@@ -80,6 +80,7 @@ def test_a_rank_that_sleeps_is_named_with_its_line(tmp_path):
         probe.bind(("127.0.0.1", job.port))  # held by nobody
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_in_one_line_of_each_rank(tmp_path, victim):
     """Of rank 0, whose store dies with it, by the others alone."""
@@ -96,6 +97,7 @@ def test_a_killed_rank_is_named_in_one_line_of_each_rank(tmp_path, victim):
     assert all(named in said[0] and "; it held 0." in said[0] for said in lines)
 
 
+@pytest.mark.daily("1")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_rank_is_named(tmp_path, victim):
     job = Ranks(tmp_path, "stop", victim, world_size=2)

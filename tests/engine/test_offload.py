@@ -42,6 +42,7 @@ def hold_to_oracle(curve, precision: str, large: bool = False) -> None:
         assert max(abs(a[column] / b[column] - 1) for a, b in zip(curve, expected, strict=True)) < band
 
 
+@pytest.mark.daily("zero3")
 @pytest.mark.parametrize(
     "zero",
     [
@@ -55,6 +56,7 @@ def test_other_keys_change_no_number(ranks, zero):
     hold_to_oracle(ranks(2).run(train_curve, recipe(), deepspeed_json(3, **zero), STEPS)[0], "fp32")
 
 
+@pytest.mark.daily("3-zero3-fp32", "3-zero1-bf16")
 @pytest.mark.parametrize(
     ("stage", "zero", "precision"),
     [
@@ -94,6 +96,7 @@ def four_and_two_and_two(job: Job, tree, deepspeed, folder: str):
     return unbroken, resumed + train(second, batches[2:])
 
 
+@pytest.mark.daily("3-zero3-fp16")
 @pytest.mark.parametrize(
     ("stage", "zero", "precision"),
     [
@@ -134,6 +137,7 @@ def on_disk(ranks, tmp_path):
     return section
 
 
+@pytest.mark.daily("parameters")
 @pytest.mark.parametrize(
     ("optimizer", "parameters"),
     [

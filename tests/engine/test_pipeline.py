@@ -59,6 +59,7 @@ def assert_parity(curves, expected, precision: str) -> None:
         assert worst < band, ("loss", "gradient norm")[column]
 
 
+@pytest.mark.daily("gpt2-0-bf16", "gpt2-1-fp16")
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (0, "fp16"), (1, "fp16")])
 @pytest.mark.parametrize("model", ["gpt2"])
 def test_two_stages_give_the_oracles_curve(ranks, model, stage, precision):
@@ -67,12 +68,14 @@ def test_two_stages_give_the_oracles_curve(ranks, model, stage, precision):
     assert_parity(curves, oracle(model), precision)
 
 
+@pytest.mark.daily("8")
 @pytest.mark.parametrize("micro_batch_size", [8, 4])
 def test_accumulation_does_not_change_the_curve(ranks, micro_batch_size):
     curves = ranks(2).run(train_curve, recipe_for("gpt2", micro_batch_size), staged(0))
     assert_parity(curves, oracle("gpt2"), "fp32")
 
 
+@pytest.mark.daily("full")
 @pytest.mark.parametrize("checkpointing", ["full", 2])
 def test_activation_checkpointing_does_not_change_the_curve(ranks, checkpointing):
     tree = recipe_for("llama", activation_checkpointing=checkpointing)
@@ -142,7 +145,7 @@ def good_bad_good(job: Job, tree, deepspeed_tree, factor: float):
     )
 
 
-@pytest.mark.thin(2)
+@pytest.mark.daily("0-fp32-nan", "0-fp16-inf", "1-bf16-nan")
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1])
@@ -169,6 +172,7 @@ def bad_first_stage(job: Job, tree, deepspeed_tree):
     return same, float(result.skipped)
 
 
+@pytest.mark.daily("0-fp16", "1-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_stages_skip_together(ranks, stage, precision):
@@ -209,6 +213,7 @@ def train_and_save(job: Job, tree, deepspeed_tree, folder: Path | None, resume: 
     return losses, row
 
 
+@pytest.mark.daily("0-fp32", "0-bf16")
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (0, "bf16"), (0, "fp16"), (1, "fp16")]
 )

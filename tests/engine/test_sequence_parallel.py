@@ -29,6 +29,7 @@ def divided_json(stage: int, precision: str = "fp32", degree: int = 2, **zero):
     return deepspeed_json(stage, precision, **zero) | {"sequence_parallel_size": degree}
 
 
+@pytest.mark.daily("qwen2-grouped")
 @pytest.mark.parametrize("model", ["gpt2", "qwen2-grouped", "llama-checkpointed"])
 def test_other_models_give_their_oracles_curve(ranks, model):
     hold_to_the_oracle(ranks(2), divided_json(2), model, steps=4)
@@ -38,6 +39,7 @@ def test_zero3_averages_the_same_without_reduce_scatter(ranks):
     hold_to_the_oracle(ranks(2), divided_json(3, reduce_scatter=False), steps=3)
 
 
+@pytest.mark.daily("0-fp16-nan", "1-bf16-nan", "3-bf16-inf")
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "fp32"), (0, "fp16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
@@ -48,6 +50,7 @@ def test_one_bad_rank_skips_the_step_on_all(ranks, stage, precision, factor):
         assert answer == (True, 1.0, True, 0.0)
 
 
+@pytest.mark.daily("1-bf16", "3-fp32")
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp32")])
 def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, stage, precision):
     json = divided_json(stage, precision)
@@ -62,6 +65,7 @@ def test_evaluation_counts_every_token_once(ranks):
         assert row == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.daily("qwen2-grouped-3")
 @pytest.mark.parametrize(("model", "stage"), [("llama", 1), ("qwen2-grouped", 3), ("gpt2", 1)])
 def test_every_rank_writes_the_oracles_text_from_the_whole_prompt(ranks, model, stage):
     text, loss = written(ALONE, tree_of(model), None)

@@ -32,7 +32,6 @@ def split_of(path, folder):
     return load_deepspeed_json(path, overrides).tree
 
 
-@pytest.mark.thin(8)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_shipped_file_trains(ranks, tmp_path, path):
     split = split_of(path, tmp_path)

@@ -43,7 +43,7 @@ def odd_model(width: int = 16, channels_last: bool = False) -> dict[str, Any]:
     return {"kind": "test_state:odd", "args": {"width": width, "channels_last": channels_last}}
 
 
-slow, matrix = pytest.mark.slow, pytest.mark.matrix
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 FP32 = [
     name
     for name, split in SPLITS.items()
@@ -65,26 +65,37 @@ def pairs(*names: tuple[str, str]):
         yield pair(saved, resumed, *(() if (saved, resumed) in every_day else (slow,)))
 
 
-@pytest.mark.thin(6)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        # `make test`: each on either side.
-        *pairs(*zip(FP32, FP32[5:] + FP32[:5], strict=True)),
-        *(pair(name, name, slow, matrix) for name in FP32),
-        *(pair(name, "zero2", slow, matrix) for name in FP32 if name != "ddp"),
-        *(pair("zero3", name, slow, matrix) for name in FP32 if name != "plain"),
+        # `make test`: each on one side.
+        *(
+            pair(saved, resumed, slow, *([nightly] if number // 5 % 2 else []))
+            for number, (saved, resumed) in enumerate(zip(FP32, FP32[5:] + FP32[:5], strict=True))
+        ),
+        *(pair(name, name, slow, nightly) for name in FP32),
+        *(pair(name, "zero2", slow, nightly) for name in FP32 if name != "ddp"),
+        *(pair("zero3", name, slow, nightly) for name in FP32 if name != "plain"),
         *pairs(("zero3", "plain"), ("ddp", "zero2")),
-        pair("tensor-4", "pipeline-4", slow, matrix),
-        pair("pipeline-4", "tensor-4", slow, matrix),
+        pair("tensor-4", "pipeline-4", slow, nightly),
+        pair("pipeline-4", "tensor-4", slow, nightly),
     ],
 )
 def test_another_split_goes_on_as_if_nothing_was(ranks, saved, resumed):
     exchange(ranks, saved, resumed)
 
 
-@pytest.mark.thin(6)
+@pytest.mark.daily(
+    "zero2-search-to-zero2-search",
+    "pipeline-zero1-bf16-to-pipeline-zero1-bf16",
+    "pipeline-zero1-fp16-to-pipeline-zero1-fp16",
+    "zero3-bf16-to-zero3-bf16",
+    "zero0-fp16-to-zero3-fp16",
+    "zero1-bf16-to-zero2",
+    "zero0-bf16-to-tensor-zero0-bf16",
+    "zero2-bf16-to-zero1-fp16",
+)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -107,7 +118,7 @@ def test_masters_carry_over_between_precisions(ranks, saved, resumed):
     exchange(ranks, saved, resumed, band=5e-3)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.daily("nvme-to-zero2", "nvme-bf16-to-nvme-bf16")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -124,7 +135,7 @@ def test_what_lies_on_a_disk_is_kept_too(ranks, saved, resumed):
     exchange(ranks, saved, resumed, model=WIDE, rate=3e-4)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.daily("zero1", "zero3-hpz", "pipeline-zero1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -152,7 +163,7 @@ SPLITS |= {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.daily("gpt2-pipeline", "phi3-tensor-zero0")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cut"),
@@ -172,7 +183,7 @@ def test_tied_fused_and_biased_weights(ranks, model, cut):
     exchange(ranks, SPLITS[cut], SPLITS[cut], model)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.daily("zero2-zero2", "zero3-plain", "zero3-bf16-zero3-bf16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -190,12 +201,14 @@ def test_frozen_parameters_and_statistics(ranks, saved, resumed):
     exchange(ranks, SPLITS[saved], SPLITS[resumed], odd_model(), band=1e-5)
 
 
+@pytest.mark.daily("ddp-plain")
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), [("plain", "plain"), ("ddp", "plain"), ("plain", "ddp")])
 def test_another_memory_format(ranks, saved, resumed):  # DeepSpeed takes none
     exchange(ranks, SPLITS[saved], SPLITS[resumed], odd_model(channels_last=True), band=1e-5)
 
 
+@pytest.mark.daily("nvme-1-plain")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def cut_json(stage: int, precision: str = "fp32", degree: int = 2):
     return deepspeed_json(stage, precision) | {"tensor_parallel": {"autotp_size": degree}}
 
 
+@pytest.mark.daily("llama-tied")
 @pytest.mark.parametrize("model", ["llama-tied", "llama-checkpointed", "qwen2-grouped"])
 def test_other_models_give_their_oracles_curve(ranks, model):
     hold_to_the_oracle(ranks(2), cut_json(1), model, steps=4)
@@ -79,6 +80,7 @@ SECTIONS = {
 }
 
 
+@pytest.mark.daily("partition_config")
 @pytest.mark.parametrize("key", SECTIONS)
 def test_other_ways_to_cut_give_the_oracles_curve(ranks, key):
     json = cut_json(1)
@@ -131,7 +133,7 @@ def one_micro_batch(model: str):
     return tree_of(model) | {"batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 1}}
 
 
-@pytest.mark.thin(2)
+@pytest.mark.daily("0-bf16-nan", "1-fp32-inf", "2-fp16-nan")
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (0, "fp16"), (1, "bf16"), (1, "fp32"), (2, "fp16")]
@@ -169,6 +171,7 @@ def unbroken_and_resumed(job: Job, tree, json, folder: str):
     return unbroken, resumed + train(engine, loader, 2, 4)
 
 
+@pytest.mark.daily("0-bf16", "2-fp32")
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp16"), (2, "fp32")])
 def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, stage, precision):
     json = cut_json(stage, precision)

@@ -56,6 +56,7 @@ def oracle():
 # --- one curve ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.daily("1-{}", "2-{'bucket_cap_mb': 0.01}")
 @pytest.mark.parametrize(
     ("micro", "engine"),
     [
@@ -245,6 +246,7 @@ def looking(job: Job, other_rank_uses_it: bool):
     return weights(engine), lines
 
 
+@pytest.mark.daily("False")
 @pytest.mark.parametrize("other_rank_uses_it", [True, False])
 def test_ddp_trains_without_them_where_it_is_told_to(ranks, other_rank_uses_it):
     expected, alone = looking(ALONE, other_rank_uses_it)
@@ -271,7 +273,7 @@ def watched(job: Job, deepspeed, always_both: bool):
     return names, watch.unused()
 
 
-@pytest.mark.thin(2)
+@pytest.mark.daily("0-bf16", "2-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_watch_finds_them_under_deepspeed_and_then_looks_away(ranks, stage, precision):
@@ -320,6 +322,7 @@ def run(arguments, folder, **extra):
     return done.returncode, text
 
 
+@pytest.mark.daily("torchrun")
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_train_with_ddp_and_end_well(tmp_path, launcher):
     small = [*RECIPE, "max_epochs=2", "optimizer.learning_rate=1e-2", "schedule.warmup_steps=0"]

@@ -69,6 +69,7 @@ def hold_to_oracle(curves, precision: str, architecture: str = "llama") -> None:
         assert max(abs(a[column] / b[column] - 1) for a, b in pairs) < band
 
 
+@pytest.mark.daily("nothing kept")
 @pytest.mark.parametrize("zero", [NOTHING_KEPT, ALL_KEPT], ids=["nothing kept", "all kept"])
 def test_what_is_kept_and_fetched_ahead_changes_no_number(ranks, zero):
     hold_to_oracle(ranks(2).run(train_curve, recipe(), deepspeed_json(3, **zero), STEPS), "fp32")
@@ -90,6 +91,7 @@ def test_what_is_gathered_ahead_is_no_part_of_what_a_block_computes_again(ranks)
     assert ranks(2).run(losses_after_an_evaluation, "selective") == expected
 
 
+@pytest.mark.daily("nothing kept-model1")
 @pytest.mark.parametrize("model", [MIXTRAL, QWEN2_MOE])
 @pytest.mark.parametrize("zero", [{}, NOTHING_KEPT], ids=["default", "nothing kept"])
 def test_ranks_that_route_to_different_experts_train_on(ranks, model, zero):

@@ -117,7 +117,7 @@ def test_the_promise_is_the_same_everywhere():
 
 
 @pytest.mark.slow
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", PROMISED)
 def test_every_python_that_is_promised_installs_and_trains(clone, version):

@@ -195,6 +195,7 @@ def test_numbers_that_torchrun_cannot_take(options, words):
         command([*options, "name=x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -98,6 +98,7 @@ def oracle():
     return curve_and_statistics(ALONE, None)
 
 
+@pytest.mark.daily("ddp", "ZeRO 3")
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks_with_half_the_micro_batch_are_one_rank(ranks, oracle, split):
     curve, statistics, held_out = oracle
@@ -114,6 +115,7 @@ def test_the_statistics_are_the_same_bits_on_all_ranks(ranks):
     assert all(torch.equal(value, results[1][1][name]) for name, value in first.items())
 
 
+@pytest.mark.daily("ZeRO 2")
 @pytest.mark.parametrize("split", ["ddp", "ZeRO 2"])
 def test_without_the_conversion_it_is_another_curve(ranks, split):
     alone, _, _ = curve_and_statistics(ALONE, None, "unconverted", 3)
@@ -149,6 +151,7 @@ def uneven(job: Job, kind, momentum, dtype):
     return [tensor.detach() for tensor in tensors]
 
 
+@pytest.mark.daily("BatchNorm1d-0.1", "BatchNorm3d-None")
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
 def test_uneven_batches_give_what_one_layer_gives(ranks, kind, momentum):

@@ -54,8 +54,8 @@ def run(layered: LayeredModel, inputs: Any) -> torch.Tensor:
     return inputs
 
 
+@pytest.mark.daily("llama", "qwen2", "gpt2", "mixtral")
 @torch.no_grad()
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", [*UNTIED, *TIED])
 def test_the_layers_in_a_row_give_the_models_logits(kind):
     model = small(kind)

@@ -94,7 +94,7 @@ def test_zero3_shards_have_the_plain_models_values(ranks, folder):
     check(ranks, folder, "zero3")
 
 
-@pytest.mark.thin(3)
+@pytest.mark.daily("ddp", "zero3-bf16", "tensor-zero1", "pipeline-zero1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "split", ["ddp", "zero3-bf16", "zero3-all-cpu", "zero3-hpz", "pipeline-zero1", "tensor-zero1"]
@@ -103,6 +103,7 @@ def test_every_split_has_the_plain_models_values(ranks, folder, split):
     check(ranks, folder, split)
 
 
+@pytest.mark.daily("zero3", "pipeline-zero1")
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["zero3", "zero3-hpz", "pipeline-zero1"])
 def test_a_pretrained_vocabulary_grows_under_every_split(ranks, folder, split):
@@ -118,6 +119,7 @@ def test_every_rank_hears_why_not(ranks, folder):
     assert "model.grow_vocabulary=true adds the rows" in told[0]
 
 
+@pytest.mark.daily("zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["ddp", "zero3"])
 def test_buffers_and_a_model_of_ones_own(ranks, tmp_path, split):

@@ -31,7 +31,7 @@ EVERY_DAY = {"kill -9 of a rank", "kill -9 of launch.py", "a rank asleep in a st
 
 def faults():
     for fault in FAULTS:
-        marks = [] if fault in EVERY_DAY else [pytest.mark.matrix]
+        marks = [] if fault in EVERY_DAY else [pytest.mark.nightly]
         yield pytest.param(fault, marks=marks, id=fault.replace(" ", "-"))
 
 

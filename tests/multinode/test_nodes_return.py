@@ -15,7 +15,7 @@ EVERY_DAY = {"come back as rank 0"}
 
 def stories():
     for story in STORIES:
-        marks = [] if story in EVERY_DAY else [pytest.mark.matrix]
+        marks = [] if story in EVERY_DAY else [pytest.mark.nightly]
         yield pytest.param(story, marks=marks, id=story.replace(" ", "-"))
 
 

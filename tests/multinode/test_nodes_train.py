@@ -88,7 +88,7 @@ def over(cluster: Cluster, jobs: list[Launched], seconds: float) -> int | None:
     return jobs[0].wait(100)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(("launcher", "count"), ALL)
 def test_every_launcher(cluster, slurm, curve, launcher, count):
     run = cluster.shared / "run"

@@ -74,7 +74,7 @@ def most_held(job: Job, tree, deepspeed) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.matrix), pytest.param(2, marks=pytest.mark.matrix), 4]
+    "world_size", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 4]
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_holds_what_the_zero_paper_says(ranks, stage, world_size):
@@ -105,6 +105,7 @@ def test_zero3_trains_a_model_whose_state_no_rank_ever_holds(ranks):
         assert held < 0.5 * 16
 
 
+@pytest.mark.daily("bf16")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_halves_parameters_and_gradients(ranks, precision):

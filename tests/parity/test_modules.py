@@ -30,7 +30,7 @@ def cases():
     for name, split, precision, world in itertools.product(MODULES, SPLITS, BANDS, (1, 2)):
         if not (split == "ddp" and precision == "fp16"):
             some = world == 2 and split in (0, 3)
-            marks = () if some else (pytest.mark.matrix,)
+            marks = () if some else (pytest.mark.nightly,)
             yield pytest.param(
                 name, split, precision, world, marks=marks, id=f"{name}-{split}-{precision}-{world}"
             )
@@ -57,7 +57,6 @@ def difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.thin(8)
 @pytest.mark.parametrize(("name", "split", "precision", "world"), cases())
 def test_the_curve_and_the_buffers_are_those_of_plain_pytorch(ranks, oracle, name, split, precision, world):
     expected = oracle(name, world)

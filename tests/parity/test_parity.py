@@ -13,29 +13,15 @@ from parity.measure import Trained, largest_difference, missing, oracle, train
 from parity.splits import STEPS, Case, cases, zero
 from support.tiny import BANDS
 
-# In half precision `make test` has these.
-STAGES = tuple(f"ZeRO {stage}" for stage in range(4))
-HALF = {
-    "bf16": (
-        *STAGES,
-        "DistributedDataParallel",
-        "tensor 2, ZeRO 1",
-        "pipeline 2, ZeRO 1",
-        "sequence 2, ZeRO 2",
-    ),
-    "fp16": (*STAGES, "ZeRO 2, optimizer on CPU", "tensor 2, ZeRO 0", "pipeline 2, ZeRO 0"),
-}
-
 
 def marks(case: Case):
-    """`make check` keeps two plain stages in fp32 at two ranks; `make test` every split once in fp32, some in
-    half precision; `make parity` all.
+    """`make check` keeps two plain stages in fp32 at two ranks; `make test` every split once in each of its
+    precisions, at two ranks where it can; `make parity` all.
     """
     name, once = case.split.name, 2 if 2 in case.split.worlds else case.split.worlds[0]
     if name in ("ZeRO 2", "ZeRO 3") and case.world_size == 2 and case.precision == "fp32":
         return ()
-    kept = case.precision == "fp32" or name in HALF[case.precision] or len(case.split.precisions) == 1
-    return (pytest.mark.slow, *([] if kept and case.world_size == once else [pytest.mark.matrix]))
+    return (pytest.mark.slow, *([] if case.world_size == once else [pytest.mark.nightly]))
 
 
 _bands: dict[str, list[float]] = {}
@@ -73,7 +59,6 @@ def band(ranks, case: Case) -> list[float]:
     return _bands[key]
 
 
-@pytest.mark.thin(14)
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases()])
 @pytest.mark.timeout(PATIENCE + 60)
 def test_the_curve_is_the_oracles(ranks, case):
@@ -100,3 +85,8 @@ def check_samples(case: Case, results) -> None:
     assert len(epochs) == STEPS * 16 // 64
     assert all(sorted(epoch) == list(range(64)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "the order repeats"
+
+
+def test_every_day_has_each_split_once_in_each_of_its_precisions():
+    daily = {(case.split.name, case.precision) for case in cases() if pytest.mark.nightly not in marks(case)}
+    assert daily == {(case.split.name, case.precision) for case in cases()}

@@ -139,6 +139,7 @@ def offline_rows(folder: Path) -> list[dict]:
 KEY = {"WANDB_API_KEY": "k" * 40}
 
 
+@pytest.mark.slow
 def test_every_row_arrives_exactly_once_from_one_run(tmp_path: Path, server: Server):
     done = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY))
     ((name, kept),) = server.runs().items()
@@ -154,6 +155,7 @@ def test_every_row_arrives_exactly_once_from_one_run(tmp_path: Path, server: Ser
     assert {item.name for item in tmp_path.iterdir()} <= {"trial-1", "server", ".cache"}
 
 
+@pytest.mark.slow
 def test_offline_without_a_key_says_once_how_to_upload(tmp_path: Path, server: Server):
     folder = tmp_path / "trial-1"
     done = run(folder, environment(tmp_path, server.url))
@@ -270,6 +272,7 @@ def test_server_down_at_start_goes_offline_soon(tmp_path: Path, server: Server):
     check_rows(offline_rows(tmp_path / "trial-1"), last=12)
 
 
+@pytest.mark.daily("SIGSTOP")
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
 def test_server_gone_in_mid_run_does_not_hold_up_the_end(tmp_path: Path, server: Server, signal_name: str):
@@ -288,6 +291,7 @@ def test_server_gone_in_mid_run_does_not_hold_up_the_end(tmp_path: Path, server:
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 32
 
 
+@pytest.mark.daily("t")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t", "long" * 15])  # in the second wandb's sockets do not fit
 def test_what_a_killed_run_leaves_in_the_folder_for_temporary_files_goes_with_the_next(tmp_path, name):
@@ -306,6 +310,7 @@ def test_what_a_killed_run_leaves_in_the_folder_for_temporary_files_goes_with_th
         assert {path.name for path in folder.iterdir()} == {"tmpabcdwandb-media", "pipeline-wandb-living"}
 
 
+@pytest.mark.slow
 def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server):
     done = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY), end="core")
     assert len(done.said) == 2

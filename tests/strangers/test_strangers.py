@@ -85,8 +85,8 @@ def plain(name: str) -> list[float]:
     return losses(ALONE, PROJECTS[name], PLAIN)
 
 
+@pytest.mark.daily("ddp-fp32", "zero3-bf16")
 @pytest.mark.slow
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("split", SPLITS)
 def test_strangers_projects_train_under_every_split(ranks, split):
     for result in ranks(2).run(all_losses, SPLITS[split], timeout=600):
@@ -98,8 +98,8 @@ def test_strangers_projects_train_under_every_split(ranks, split):
                 assert curve == pytest.approx(plain(name), rel=band), name
 
 
+@pytest.mark.daily("Classifier-fp32", "classifier-bf16")
 @pytest.mark.slow
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["Classifier", "classifier"])
 def test_a_model_that_loads_its_own_weights_is_sharded_afterwards(ranks, tmp_path, model, precision):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "launch" / "train.py")
 BIN = Path(sys.executable).parent
 
+PATIENCE = 900.0  # seconds, on a busy machine
 # Differ from run to run by nature; everything else must not.
 CLOCKS = ("perf/", "memory/")
 
@@ -43,7 +44,7 @@ def launch(
         text=True,
         cwd=cwd,
         env=environment(**extra),
-        timeout=400,
+        timeout=PATIENCE,
         check=False,
         stdin=subprocess.DEVNULL,
     )

@@ -1,4 +1,4 @@
-"""Pools of real gloo ranks that stay alive across tests: a fresh launch costs ten seconds of imports.
+"""Pools of real gloo ranks that stay alive across tests.
 
 with RankPool(2) as pool:
     losses = pool.run(function, argument)   # function(job, argument) on every rank; one result a rank
@@ -6,7 +6,6 @@ with RankPool(2) as pool:
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import socket
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from support.forked import context
 
 
 def free_port() -> int:
@@ -42,12 +42,12 @@ class RankPool:
     def __init__(self, world_size: int, on_gpu: bool = False):
         self.world_size = world_size
         device = {} if on_gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        context = multiprocessing.get_context("spawn")
+        processes = context(on_gpu)
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
+            ours, theirs = processes.Pipe()
             environment = device | {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
@@ -57,7 +57,7 @@ class RankPool:
                 "MASTER_PORT": port,
                 "PYTHONWARNINGS": "ignore",
             }
-            process = context.Process(
+            process = processes.Process(
                 target=_serve, args=(theirs, {k: str(v) for k, v in environment.items()}), daemon=True
             )
             process.start()

@@ -40,6 +40,7 @@ def make(folder, files):
     return expected
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     files=st.lists(

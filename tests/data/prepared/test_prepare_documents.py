@@ -83,6 +83,7 @@ def test_an_end_written_in_a_document_is_text(tmp_path, make_config):
     assert all(ids.count(prepared.tokenizer.eos_token_id) == 1 for ids, _ in documents)
 
 
+@pytest.mark.slow
 def test_workers_threads_and_the_tokeniser_used_do_not_change_a_byte(
     corpus, tmp_path, make_config, content_of, told, monkeypatch
 ):
