@@ -74,7 +74,6 @@ def cases():
             yield pytest.param(kind, name, id=f"{kind}-{name}", marks=() if everyday else pytest.mark.slow)
 
 
-@pytest.mark.thin(60)
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize(("kind", "name"), cases())
 def test_the_curve_is_that_of_one_process(ranks, kind, name):
@@ -137,7 +136,6 @@ def bad_cases():
             yield pytest.param("adafactor", name, marks=marks)
 
 
-@pytest.mark.thin(20)
 @pytest.mark.parametrize(("kind", "name"), bad_cases())
 def test_a_bad_batch_changes_no_parameter(ranks, kind, name):
     json, world_size = BAD[name]
@@ -172,7 +170,6 @@ def exchanges():
             yield pytest.param(kind, saved, resumed, id=f"{kind}-{saved}-to-{resumed}", marks=marks)
 
 
-@pytest.mark.thin(40)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("kind", "saved", "resumed"), exchanges())
 def test_any_split_goes_on_from_any_other(ranks, kind, saved, resumed):
