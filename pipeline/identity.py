@@ -27,6 +27,7 @@ DECISIVE = {"data": "split.data", "global_batch_size": "batch.global_batch_size"
 FINGERPRINT = DECISIVE["data"]
 # What a run that is named by `run_dir` may go on with: further, or at another rate.
 MAY_CHANGE = ("max_steps", "max_epochs", "optimizer", "schedule")
+MAY_NOT_CHANGE = ("optimizer.kind",)  # whose state the checkpoint holds
 
 
 def _identity(recipe: Tree, split: Tree) -> Tree:
@@ -95,4 +96,4 @@ def _compare(then: Any, now: Any, prefix: str = "") -> Iterator[Difference]:
 
 def may_change(difference: Difference) -> bool:
     """Whether a run that is named by `run_dir` goes on with another value."""
-    return difference.key.partition(".")[0] in MAY_CHANGE
+    return difference.key.partition(".")[0] in MAY_CHANGE and difference.key not in MAY_NOT_CHANGE

@@ -68,6 +68,7 @@ def test_a_run_of_before_there_was_some_key_goes_on(tmp_path):
     assert directory.path == before
 
 
+SGD = {"optimizer": {"kind": "sgd", "learning_rate": 0.003, "max_grad_norm": 0.5}}
 RATE = {"optimizer": {"learning_rate": 0.5}}
 
 
@@ -79,6 +80,7 @@ RATE = {"optimizer": {"learning_rate": 0.5}}
         ({"seed": 3}, {}, {"global_batch_size": 4}, "seed=3 batch.global_batch_size=8"),
         ({}, {}, {"data": "other"}, "its data was other; to go on with it: the files it was trained on"),
         (RATE, {}, {}, "optimizer.learning_rate was 0.5, is 0.003"),
+        ({}, SGD, {}, "is sgd; to go on with it: 'optimizer.kind=\"adamw\"'"),
         ({"max_steps": 3, "finished": True}, {}, {}, "max_steps was 3, is 8; to go on with it: run_dir='"),
         ({"seed": 3, "finished": True}, {}, {}, None),
         ({"finished": True}, {}, {}, None),
