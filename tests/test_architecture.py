@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,32 @@ def test_the_loop_decides_when_and_nothing_else():
     for word in ("deepspeed", "rank ==", ".item()", "try:", "print("):
         assert word not in text, f"{word} in the loop"
     assert loop.end_lineno - loop.lineno <= 45
+
+
+def table_of_new_things() -> list[str]:
+    text = (ROOT / "docs" / "design.md").read_text()
+    section = text.partition("## Where a new thing goes")[2].partition("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("| a")]
+
+
+@pytest.mark.parametrize("row", table_of_new_things(), ids=lambda row: row.split("|")[1].strip())
+def test_a_newcomer_finds_where_a_new_thing_goes(row):
+    cells = row.strip("|").split("|")[1:]
+    assert len([cell for cell in cells if "`" in cell]) == 3, "what is written, made known and tested"
+    for place in re.findall(r"`([\w./]+/[\w./]*)(?::(\w+))?`", row):
+        path, name = ROOT / place[0], place[1]
+        assert path.exists(), place[0]
+        if name:
+            tree = ast.parse(path.read_text())
+            names = {getattr(node, "name", None) for node in tree.body}
+            for node in tree.body:
+                if isinstance(node, ast.Assign | ast.AnnAssign):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            assert name in names, f"{place[0]} has no {name}"
+
+
+def test_the_table_of_new_things_answers_what_newcomers_ask():
+    told = " ".join(row.split("|")[1] for row in table_of_new_things())
+    for what in ("optimizer", "loss", "metric", "adapter", "alert", "data layout", "launcher"):
+        assert what in told
