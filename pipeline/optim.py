@@ -6,18 +6,17 @@ on the device (`found_inf`) without asking the host. Offloaded optimizer state i
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.config.schema import OptimizerConfig, ParameterGroupConfig
-from pipeline.errors import ConfigError, ModelError
+from pipeline.config.patterns import matching
+from pipeline.config.schema import OptimizerConfig
+from pipeline.errors import ModelError
 
 GroupKey = tuple[int, bool]
 """(0, or the number of the group in optimizer.groups from 1 on; whether it is what of it does not decay)."""
@@ -48,29 +47,18 @@ def assigned(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig)
     trained = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
     if not trained:
         raise ModelError("the model has no parameter that requires a gradient; nothing can be trained")
-    groups = config.groups or []
-    for number, group in enumerate(groups):
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(config.groups or [], 1):
         for pattern in group.patterns:
-            if not any(fnmatchcase(name, pattern) for name in trained):
-                raise ConfigError(_no_match(f"optimizer.groups.{number}.patterns", pattern, list(trained)))
+            key = f"optimizer.groups.{number - 1}.patterns"
+            for name in matching(pattern, trained, key, "that is trained"):
+                group_of.setdefault(name, number)  # the first group that matches
     keys: dict[str, GroupKey] = {}
     for name, dimensions in trained.items():
-        number = next((i for i, group in enumerate(groups, 1) if _matches(name, group)), 0)
-        decays_all = number > 0 and groups[number - 1].weight_decay is not None
+        number = group_of.get(name, 0)
+        decays_all = number > 0 and (config.groups or [])[number - 1].weight_decay is not None
         keys[name] = (number, dimensions < 2 and not decays_all)
     return keys
-
-
-def _matches(name: str, group: ParameterGroupConfig) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in group.patterns)
-
-
-def _no_match(where: str, pattern: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-    return (
-        f"{where}: {pattern!r} matches no parameter that is trained; the nearest of {len(names)} are "
-        f"{', '.join(near)}"
-    )
 
 
 def grouped(

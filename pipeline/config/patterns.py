@@ -6,25 +6,26 @@ import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError
 
 _NEAREST = 3
 
 
-def matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
+def matching(pattern: str, names: Iterable[str], key: str, of_what: str = "of the model") -> list[str]:
     """The names that the pattern matches as a whole; `*` also matches dots.
 
     Args:
         key: Where the recipe has the pattern, for the error.
+        of_what: Which parameters have these names.
 
     Raises:
-        ModelError: there are none; says which names are nearest.
+        ConfigError: there are none; says which names are nearest.
     """
     names = list(names)
     if found := [name for name in names if fnmatchcase(name, pattern)]:
         return found
     near = difflib.get_close_matches(pattern, names, _NEAREST, cutoff=0.0)
-    raise ModelError(
-        f"{key}: {pattern!r} matches no parameter of the model; nearest: {', '.join(near)} (a pattern is "
+    raise ConfigError(
+        f"{key}: {pattern!r} matches no parameter {of_what}; nearest: {', '.join(near)} (a pattern is "
         "held against whole names, and * stands for anything)"
     )

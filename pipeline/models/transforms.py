@@ -45,7 +45,8 @@ def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
     """Parameters that `model.freeze` matches require no gradient, so no optimizer takes them.
 
     Raises:
-        ModelError: a pattern matches nothing, or nothing is left to train.
+        ConfigError: a pattern matches nothing.
+        ModelError: nothing is left to train.
     """
     if not config.freeze:
         return model

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.models import build_model, transforms
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole
@@ -46,7 +46,7 @@ def test_a_tied_weight_is_frozen_by_any_of_its_names():
 
 
 def test_a_pattern_that_matches_nothing_is_told_the_nearest_names():
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ConfigError) as error:
         frozen(["lm_head.*", "model.embed_token.*"])
     assert "'model.embed_token.*' matches no parameter" in str(error.value)
     assert "nearest: model.embed_tokens.weight" in str(error.value)
