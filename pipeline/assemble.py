@@ -23,6 +23,7 @@ from pipeline.data import DataBundle
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.mixture import MixtureOrder
 from pipeline.data.prefetch import DevicePrefetcher
+from pipeline.data.source import BatchSource
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import Engine, Evaluates, count_parameters
@@ -113,7 +114,7 @@ def go_on(
     checkpoints: CheckpointStore,
     checkpoint: Manifest | None,
     engine: Engine,
-    loader: DevicePrefetcher,
+    loader: BatchSource,
     max_steps: int,
 ) -> tuple[TrainState, float | None]:
     """Engine and data as the checkpoint has them; where that is, and its evaluation loss if it has one.

@@ -16,8 +16,8 @@ from torch import Tensor
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.schema import ScheduleConfig
 from pipeline.data.loader import EvalLoader
-from pipeline.data.prefetch import DevicePrefetcher
 from pipeline.data.random_numbers import derive_seed
+from pipeline.data.source import BatchSource
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, StopOnSignal
 from pipeline.engine.interface import Engine, StepResult
@@ -95,7 +95,7 @@ class Run:
     job: Job
     engine: Engine
     objective: Objective
-    loader: DevicePrefetcher
+    loader: BatchSource
     eval_loader: EvalLoader | None
     checkpoints: CheckpointStore
     sinks: Sinks
