@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -94,9 +95,14 @@ def memory_now(root: Path = ROOT) -> Memory:
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that processes here may still take: the machine's, or what the fullest cgroup leaves."""
-    machine: int = psutil.virtual_memory().available
-    return min([machine, *(max(0, group.limit - group.used) for group in _limits(root))])
+    """Bytes that processes here may still take: the machine's, or what the fullest cgroup leaves.
+
+    What cannot be read sets no limit: a save does not fail for it.
+    """
+    free = [sys.maxsize, *(max(0, group.limit - group.used) for group in _limits(root))]
+    with suppress(OSError):
+        free.append(psutil.virtual_memory().available)
+    return min(free)
 
 
 def kills(root: Path = ROOT) -> int:
