@@ -179,6 +179,12 @@ def test_parts_stay_small(path):
             assert length <= 60, f"{node.name}: {length} lines"
 
 
+def test_no_two_files_of_tests_have_one_name():
+    """pytest imports them by name alone, and refuses the second."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_nothing_in_launch_shadows_a_package():
     """The launcher runs `python launch/train.py`, which puts launch/ first on sys.path."""
     taken = {"deepspeed", "wandb", "data", "logging", "torch", "pipeline", "yaml"}

@@ -75,6 +75,12 @@ def cases():
 
 
 @pytest.mark.timeout(960)
+@pytest.mark.daily(
+    *("adamw-ZeRO 1", "adamw-ZeRO 3", "adamw-pipeline 2, ZeRO 1", "adamw-sequence 2, ZeRO 0"),
+    *("adamw-ZeRO 0, bf16", "adamw-ZeRO 2, fp16", "sgd-DDP", "sgd-ZeRO 0", "sgd-ZeRO 2", "sgd-ZeRO 3"),
+    *("sgd-ZeRO 2, optimizer on CPU", "sgd-tensor 2, ZeRO 0", "sgd-pipeline 2, ZeRO 1", "sgd-ZeRO 1, bf16"),
+    *("adafactor-ZeRO 0", "adafactor-pipeline 2, ZeRO 0"),
+)
 @pytest.mark.parametrize(("kind", "name"), cases())
 def test_the_curve_is_that_of_one_process(ranks, kind, name):
     if "NVMe" in name and not has_async_io():
@@ -136,6 +142,11 @@ def bad_cases():
             yield pytest.param("adafactor", name, marks=marks)
 
 
+@pytest.mark.daily(
+    *("sgd-plain", "adafactor-plain", "sgd-ZeRO 0", "adafactor-ZeRO 0", "sgd-ZeRO 1", "sgd-ZeRO 3"),
+    *("adafactor-ZeRO 0, bf16", "sgd-ZeRO 2, optimizer on CPU", "sgd-tensor 2, ZeRO 0"),
+    "adafactor-ZeRO 0, pipeline 2",
+)
 @pytest.mark.parametrize(("kind", "name"), bad_cases())
 def test_a_bad_batch_changes_no_parameter(ranks, kind, name):
     json, world_size = BAD[name]
@@ -171,6 +182,11 @@ def exchanges():
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.daily(
+    *("sgd-zero1-to-ddp", "sgd-zero3-to-tensor-zero1", "sgd-zero0-to-pipeline-zero1"),
+    *("sgd-pipeline-zero1-to-zero2", "sgd-zero2-fp16-to-zero2-fp16"),
+    *("adafactor-plain-to-zero0", "adafactor-pipeline-zero0-to-ddp"),
+)
 @pytest.mark.parametrize(("kind", "saved", "resumed"), exchanges())
 def test_any_split_goes_on_from_any_other(ranks, kind, saved, resumed):
     optimizer = {key: value for key, value in OPTIMIZERS[kind].items() if key != "learning_rate"}
