@@ -4,7 +4,6 @@ gone on under another.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from parity.measure import ALONE, oracle, train
 from parity.splits import CPU, GPT2, LLAMA, SEQUENCE_2, TENSOR_2, TWO_STAGES, Case, Split, zero
 from support.exchange import HALF, STEPS, Run, tree
+from support.heard import heard
 from support.saved import store_in
 from support.tiny import BANDS
 
@@ -74,30 +74,20 @@ def whole_weights(run: Run) -> dict[str, torch.Tensor]:
     }
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(record.getMessage())
-
-
 def save(job: Job, recipe: dict[str, Any], json: dict[str, Any], folder: str):
     """(losses of a run that saves in the middle; names that changed; names with a moment; log lines)."""
-    logging.getLogger().addHandler(lines := Lines())
-    run = Run(job, recipe, json)
-    before = whole_weights(run)
-    store = store_in(folder, job)
-    losses = run.train(0, HALF)
-    logging.getLogger().removeHandler(lines)
+    with heard() as lines:
+        run = Run(job, recipe, json)
+        before = whole_weights(run)
+        store = store_in(folder, job)
+        losses = run.train(0, HALF)
     changed = {key.split()[0] for key, now in whole_weights(run).items() if not torch.equal(now, before[key])}
     moments = {each.name for each in run.engine.shards() if each.kind not in ("weight", "buffer")}
     assert store.save(run.engine, {"global_step": HALF}).problem is None
     losses += run.train(HALF, STEPS)
     store.close()
     assert [done.problem for done in store.poll()] == [None]
-    return losses, changed, moments, lines.told
+    return losses, changed, moments, lines
 
 
 def go_on(job: Job, recipe: dict[str, Any], json: dict[str, Any], folder: str) -> list[float]:
