@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import StepResult
 from pipeline.engine.normalize import further_means, mean_loss
-from pipeline.objectives import Batch, LossSum, Objective
+from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
 
 log = logging.getLogger(__name__)
 
@@ -242,15 +242,9 @@ class TimedObjective:
         """See Objective.inputs."""
         return self._objective.inputs(model, batch)
 
-    def prepare_step(
-        self,
-        model: Callable[..., Any],
-        micro_batches: Sequence[Batch],
-        to_device: Callable[[Batch], Batch],
-        all_reduce_sum: Callable[[Tensor], Tensor],
-    ) -> None:
+    def prepare_step(self, batch: GlobalBatch) -> None:
         """See Objective.prepare_step."""
-        self._objective.prepare_step(model, micro_batches, to_device, all_reduce_sum)
+        self._objective.prepare_step(batch)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""

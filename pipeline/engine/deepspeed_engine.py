@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -46,7 +47,7 @@ from pipeline.engine.state import State
 from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section, cut_parameters
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.unused import GradientWatch, warn_of_unused
-from pipeline.objectives import Batch, LossSum, Objective, added, refuse_router
+from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added, refuse_router
 from pipeline.optim import at_rest, parameter_groups, set_learning_rate
 
 log = logging.getLogger(__name__)
@@ -173,9 +174,8 @@ class DeepSpeedEngine(DeepSpeedState):
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         with self._autocast():
-            objective.prepare_step(
-                engine, micro_batches, lambda b: self._part_on_device(b, objective), self._job.all_reduce_sum
-            )
+            to_device = partial(self._part_on_device, objective=objective)
+            objective.prepare_step(GlobalBatch(engine, micro_batches, to_device, self._job.all_reduce_sum))
         losses: list[LossSum] = []
         for cpu_batch in micro_batches:
             with self._autocast():

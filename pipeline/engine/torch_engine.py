@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from pipeline.engine.state import restore
 from pipeline.engine.unused import warn_of_unused
 from pipeline.errors import ModelError, listed
 from pipeline.models.batch_norm import num_batch_norms
-from pipeline.objectives import Batch, LossSum, Objective, added
+from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.optim import (
     build_torch_optimizer,
     parameter_groups,
@@ -89,11 +90,9 @@ class TorchEngine:
         scale = backward_scale(totals[0], self.dp_world_size).float()
         self._optimizer.zero_grad(set_to_none=True)
         with self._autocast():
+            to_device = partial(self._on_device, objective=objective)
             objective.prepare_step(
-                self._replicas,
-                micro_batches,
-                lambda b: self._on_device(b, objective),
-                self._job.all_reduce_sum,
+                GlobalBatch(self._replicas, micro_batches, to_device, self._job.all_reduce_sum)
             )
         losses: list[LossSum] = []
         for index, cpu_batch in enumerate(micro_batches):

@@ -7,7 +7,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.importing import import_object
 from pipeline.objectives.cross_entropies import CausalLM, Classification
-from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum, Objective, added
+from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.outputs import logits_of, loss_of
 from pipeline.objectives.own import Custom, ModelLoss
@@ -19,6 +19,7 @@ __all__ = [
     "CausalLM",
     "Classification",
     "Custom",
+    "GlobalBatch",
     "LossSum",
     "ModelCall",
     "ModelLoss",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,16 +12,11 @@ from torch import Tensor
 from pipeline.cross_entropy import cross_entropy_sum
 from pipeline.data.batches import IGNORE_INDEX, shown
 from pipeline.errors import ConfigError, DataError, ModelError
-from pipeline.objectives.interface import Batch, LossSum
+from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels, wrong_label
 from pipeline.objectives.model_call import Caller, ModelCall
 from pipeline.objectives.outputs import logits_of
 from pipeline.objectives.router import balance_sum, router_logits_of, router_of, tokens_per_expert
-
-
-def _itself(tokens_E: Tensor) -> Tensor:
-    return tokens_E
-
 
 LABELS = ("labels", "label", "targets", "target")
 
@@ -43,7 +38,7 @@ class CausalLM(Caller):
     def __init__(self, call: ModelCall | None = None):
         super().__init__(call)
         self._told = FirstCount()
-        self._of_global_batch: Callable[[Tensor], Tensor] = _itself
+        self._of_global_batch: Callable[[Tensor], Tensor] = lambda tokens_E: tokens_E
 
     def count(self, batch: Batch) -> Tensor:
         return self._told((self._labels(batch) != IGNORE_INDEX).sum(), "labels")
@@ -69,36 +64,30 @@ class CausalLM(Caller):
         extras = {"router_aux_loss": balance.detach(), "routed_tokens": count}
         return LossSum(loss_sum, count, extras, router.coefficient * balance)
 
-    def prepare_step(
-        self,
-        model: Callable[..., Any],
-        micro_batches: Sequence[Batch],
-        to_device: Callable[[Batch], Batch],
-        all_reduce_sum: Callable[[Tensor], Tensor],
-    ) -> None:
+    def prepare_step(self, batch: GlobalBatch) -> None:
         """See Objective.prepare_step: where a mixture's tokens go.
 
         With several micro-batches it takes one more forward of each, with the same random numbers, since all
         of them must be known before the first backward.
         """
-        self._of_global_batch = all_reduce_sum
-        router = router_of(model)
-        if router is None or len(micro_batches) == 1:
+        self._of_global_batch = batch.all_reduce_sum
+        router = router_of(batch.model)
+        if router is None or len(batch.micro_batches) == 1:
             return
-        tokens_E = torch.zeros(())
-        device = (
-            next(model.parameters()).device if isinstance(model, torch.nn.Module) else torch.device("cpu")
-        )
-        on_gpu = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(on_gpu):
-            for batch in map(to_device, micro_batches):
-                layers = router_logits_of(self._call(model, batch))
+        micro_batches = [batch.to_device(each) for each in batch.micro_batches]
+        device = self._labels(micro_batches[0]).device
+        tokens_E: Tensor | None = None
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for micro_batch in micro_batches:
+                layers = router_logits_of(self._call(batch.model, micro_batch))
                 if not layers:
                     return
-                counted_BT = self._labels(batch) != IGNORE_INDEX
-                tokens_E = tokens_E.to(counted_BT.device) + tokens_per_expert(layers, counted_BT, router)
-        all_reduce_sum(tokens_E)
-        self._of_global_batch = lambda _: tokens_E
+                counted_BT = self._labels(micro_batch) != IGNORE_INDEX
+                found_E = tokens_per_expert(layers, counted_BT, router)
+                tokens_E = found_E if tokens_E is None else tokens_E + found_E
+        assert tokens_E is not None
+        total_E = batch.all_reduce_sum(tokens_E)
+        self._of_global_batch = lambda _: total_E
 
     @staticmethod
     def _labels(batch: Batch) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,15 +39,30 @@ class LossSum:
 
 
 def added(losses: Sequence[LossSum], extra_keys: Sequence[str], device: torch.device) -> LossSum:
-    """The micro-batches' sums added up; 0 for what they do not report. Penalties are left out."""
-    none, zero = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)
-    loss_sum = sum((loss.loss_sum for loss in losses), none)
-    count = sum((loss.count for loss in losses), zero)
+    """The micro-batches' sums added up; 0 for what none of them reports. Penalties are left out."""
+    none = torch.zeros((), device=device)
+
+    def total(values: Iterable[Tensor | None]) -> Tensor:
+        there = [value for value in values if value is not None]
+        return sum(there[1:], there[0]) if there else none
+
     return LossSum(
-        loss_sum,
-        count,
-        {key: sum((loss.extras.get(key, zero) for loss in losses), zero) for key in extra_keys},
+        total(loss.loss_sum for loss in losses),
+        total(loss.count for loss in losses),
+        {key: total(loss.extras.get(key) for loss in losses) for key in extra_keys},
     )
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """What a training step is made of: this rank's part of its batch, and the way to the others' parts."""
+
+    model: Callable[..., Any]
+    micro_batches: Sequence[Batch]
+    to_device: Callable[[Batch], Batch]
+    """Brings a micro-batch to the model's device."""
+    all_reduce_sum: Callable[[Tensor], Tensor]
+    """The sum over the ranks that the batch is divided among."""
 
 
 class Objective(Protocol):
@@ -68,19 +83,9 @@ class Objective(Protocol):
         """The entries of the batch that go to the model."""
         ...
 
-    def prepare_step(
-        self,
-        model: Callable[..., Any],
-        micro_batches: Sequence[Batch],
-        to_device: Callable[[Batch], Batch],
-        all_reduce_sum: Callable[[Tensor], Tensor],
-    ) -> None:
+    def prepare_step(self, batch: GlobalBatch) -> None:
         """Before a training step's first forward: what the loss must know of the global batch. Collective
         where it needs something.
-
-        Args:
-            to_device: Brings a micro-batch to the model's device.
-            all_reduce_sum: The sum over the ranks that the batch is divided among.
         """
         ...
 

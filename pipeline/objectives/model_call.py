@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.data.batches import FURTHER, shown, tensors
 from pipeline.errors import DataError, ModelError
 from pipeline.objectives.first_calls import FirstCalls
-from pipeline.objectives.interface import TARGET_KEYS, Batch
+from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -167,13 +167,7 @@ class Caller:
         """See Objective.inputs."""
         return self._call.entries(model, batch)
 
-    def prepare_step(
-        self,
-        model: Callable[..., Any],
-        micro_batches: Sequence[Batch],
-        to_device: Callable[[Batch], Batch],
-        all_reduce_sum: Callable[[Tensor], Tensor],
-    ) -> None:
+    def prepare_step(self, batch: GlobalBatch) -> None:
         """See Objective.prepare_step: nothing."""
 
 
