@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from pipeline.config.schema import OptimizerConfig
@@ -99,6 +100,8 @@ class PipelineEngine(DeepSpeedState):
         if self._own_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         go_on_at_the_minimum(self._zero_optimizer)
+        if isinstance(self._zero_optimizer, BF16_Optimizer):
+            _have_a_norm_of_nothing(self._zero_optimizer, self.device)
         self._shapes: Any = None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
@@ -209,6 +212,22 @@ class _LastStage:
         loss = self._objective(lambda *_, **__: model_output(logits), batch)
         self.losses.append(loss.detached())
         return loss.minimised * self._scale
+
+
+def _have_a_norm_of_nothing(optimizer: Any, device: torch.device) -> None:
+    """A stage that counts no gradient has the norm 0: of all its own frozen, or of a tied copy alone.
+
+    DeepSpeed stacks the norms of its gradients, and torch refuses to stack none.
+    """
+    gradients = optimizer.get_grads_for_norm
+
+    def counted(for_clipping: bool = False) -> Any:
+        found = gradients(for_clipping)
+        if for_clipping or found[0]:
+            return found
+        return [torch.zeros(1, device=device)], found[1]
+
+    optimizer.get_grads_for_norm = counted
 
 
 def _for_stages(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.errors import ConfigError, ModelError
+from pipeline.errors import ModelError
 from pipeline.models.sharding import give_memory, let_go, trial_values
 from pipeline.models.staging import Layer, LayeredModel, cut_into_layers, tied_head
 from pipeline.optim import assigned, grouped
@@ -185,31 +185,23 @@ def cut_points(
 
 
 def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """A stage's parameter groups, as many on every stage: DeepSpeed adds up norms over stages group by group.
+    """The parameter groups, the same on every stage: DeepSpeed adds up norms over stages group by group.
 
-    It drops an empty group, so a stage that lacks one has another in two.
+    It drops an empty group, so where a stage has nothing of one, something that gets no gradient stands in.
 
     Raises:
-        ConfigError: the stage has fewer parameters than there are groups; see also parameter_groups.
+        ConfigError, ModelError: see optim.parameter_groups.
     """
-    keys = assigned(_named(model.layers), config)
-    groups = grouped(_named(stage.modules()), keys, config)
-    wanted = len(set(keys.values()))
-    if not groups:  # all of the stage is frozen; what stands in gets no gradient
-        groups = grouped(_named(model.layers), keys, config)
-        for group in groups:
-            group["params"] = [nn.Parameter(torch.zeros(1))]
-            group["params"][0].ds_pipe_replicated = False
-        stage.stand_ins = nn.ParameterList(group["params"][0] for group in groups)
-    while len(groups) < wanted:
-        at = max(range(len(groups)), key=lambda index: len(groups[index]["params"]))
-        first, *rest = groups[at]["params"]
-        if not rest:
-            raise ConfigError(
-                f"optimizer.groups makes {wanted} groups of parameters, and a pipeline stage has "
-                f"{len(groups)} parameters; give fewer groups, or fewer pipeline.stages"
-            )
-        groups[at : at + 1] = [groups[at] | {"params": [first]}, groups[at] | {"params": rest}]
+    own = {p for _, p in _named(stage.modules())}
+    groups = grouped(_named(model.layers), assigned(_named(model.layers), config), config)
+    stage.stand_ins = nn.ParameterList()
+    for group in groups:
+        group["params"] = [p for p in group["params"] if p in own]
+        if not group["params"]:
+            stand_in = nn.Parameter(torch.zeros(1))
+            stand_in.ds_pipe_replicated = False  # type: ignore[attr-defined]
+            stage.stand_ins.append(stand_in)
+            group["params"] = [stand_in]
     return groups
 
 

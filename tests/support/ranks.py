@@ -81,7 +81,8 @@ class RankPool:
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             try:
-                if not pipe.poll(timeout):
+                # The others may wait for a rank that has failed.
+                if not pipe.poll(min(timeout, 60.0) if failures else timeout):
                     failures.append(f"rank {rank} did not answer within {timeout} s")
                     continue
                 ok, value = pipe.recv()
