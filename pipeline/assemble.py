@@ -1,4 +1,4 @@
-"""The composition root: settings -> Run, a line a part, each with what it needs."""
+"""The composition root: settings -> Parts, a line a part, each with what it needs."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from pipeline.models.sharding import Sharding, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.objectives import Objective, build_objective
+from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.peak_flops import peak_flops
 from pipeline.run_directory import RunDirectory
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
-from pipeline.training import Cadence, Run, TrainState, rows_until
 from pipeline.watchers import NonFiniteSteps
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 def assemble(
     config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: RunDirectory
-) -> Run:
+) -> Parts:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
     objective = build_objective(config)
     checkpoints = build_store(config, resolved, job, directory)
@@ -86,7 +86,7 @@ def assemble(
         due=rows_until(start.global_step, logs, evaluations if held_out else None, owes),
         redo_evaluation=owes,
     )
-    return Run(
+    return Parts(
         job=job,
         engine=engine,
         objective=objective,

@@ -37,9 +37,10 @@ from pipeline.distributed.open_files import raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Limits
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
+from pipeline.parts import Parts, TrainState
 from pipeline.run_directory import RunDirectory, open_run_directory
 from pipeline.sampling import sample_text
-from pipeline.training import Run, TrainState, train
+from pipeline.training import train
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def _agree_on_directory(
     return answer, lock
 
 
-def _announce(settings: Settings, resolved: Resolved, prepared: Run, directory: RunDirectory) -> None:
+def _announce(settings: Settings, resolved: Resolved, prepared: Parts, directory: RunDirectory) -> None:
     job, file = prepared.job, settings.split_path
     log.info(
         "%s parameters; %s%s; %d rank%s on %s; %d steps; %s",

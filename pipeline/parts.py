@@ -1,0 +1,96 @@
+"""What a run is made of, how far it is, and what is due at which step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.store import CheckpointStore
+from pipeline.config.schema import ScheduleConfig
+from pipeline.data.loader import EvalLoader
+from pipeline.data.source import BatchSource
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import Engine, StepResult
+from pipeline.metrics import Meters
+from pipeline.objectives import Objective
+from pipeline.sinks import Sinks
+from pipeline.watchers import Watcher
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """How far the run is. The tensors are 0-dim on the device: reading one waits for it."""
+
+    global_step: int
+    tokens_seen: Tensor
+    skipped_steps: Tensor
+
+    def after(self, result: StepResult) -> TrainState:
+        """The state one optimizer step later."""
+        return replace(
+            self,
+            global_step=self.global_step + 1,
+            tokens_seen=self.tokens_seen + result.global_count,
+            skipped_steps=self.skipped_steps + result.skipped.to(self.skipped_steps),
+        )
+
+    @staticmethod
+    def start(device: torch.device, step: int = 0, tokens: float = 0, skipped: float = 0) -> TrainState:
+        """The state at the beginning of a run, or as a checkpoint remembers it."""
+        numbers = (torch.tensor(float(n), dtype=torch.float64, device=device) for n in (tokens, skipped))
+        return TrainState(step, *numbers)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Every `every` steps, and at the last one. Pure, so that all ranks agree."""
+
+    every: int
+    last: int
+
+    def due(self, step: int) -> bool:
+        return step == self.last or (self.every > 0 and step % self.every == 0)
+
+
+def rows_until(step: int, logs: Cadence, evaluations: Cadence | None, owes: bool) -> dict[str, list[int]]:
+    """Of which steps, up to this one, a run has written rows: of training, and of evaluations.
+
+    Args:
+        owes: The evaluation of this very step has still to come.
+    """
+    due = {"train": [at for at in range(1, step + 1) if at == 1 or logs.due(at)]}
+    if evaluations is not None:
+        due["eval"] = [0, *(at for at in range(1, step + 1 - owes) if evaluations.due(at))] if step else []
+    return due
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything the loop needs, built by pipeline.assemble."""
+
+    job: Job
+    engine: Engine
+    objective: Objective
+    loader: BatchSource
+    eval_loader: EvalLoader | None
+    checkpoints: CheckpointStore
+    sinks: Sinks
+    meters: Meters
+    watchers: tuple[Watcher, ...]
+    """What is asked about each row of training."""
+    start: TrainState
+    owes_evaluation: bool
+    """That of the step it starts at has still to be done: of the first one, or of one that was stopped."""
+    max_steps: int
+    peak_learning_rate: float
+    schedule: ScheduleConfig
+    seed: int
+    log: Cadence
+    eval: Cadence
+    save: Cadence
+    save_minutes: float
+    """Between checkpoints, besides those of `save`; 0: only those."""
+    grace_seconds: float | None
+    """Between a signal to stop and the kill."""
