@@ -23,7 +23,7 @@ from checkpoint_victims import START_PATIENCE, Kill, Victim
 from report import machine
 from support.launch import numbers, run_directories
 
-from pipeline.checkpoint.folders import newest_good
+from pipeline.checkpoint.catalog import newest_good
 from pipeline.checkpoint.manifest import read_manifest
 
 

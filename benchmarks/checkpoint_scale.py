@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import xxhash
 
-from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, TableRecord, read_manifest
+from pipeline.checkpoint.shard_file import Layout
 from pipeline.checkpoint.table import ShardTable
 from pipeline.shards import Region, Shard
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.checkpoint.folders import newest_good, steps_in
+from pipeline.checkpoint.catalog import newest_good, steps_in
 from pipeline.checkpoint.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]

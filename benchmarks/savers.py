@@ -24,7 +24,7 @@ from saver_diary import Diary, Durable, Save, Watch, meet, tree_bytes
 from saver_peers import bare_deepspeed, bare_pytorch, hugging_face_trainer
 
 from pipeline.assemble import assemble
-from pipeline.checkpoint import files
+from pipeline.checkpoint import shard_file
 from pipeline.config.settings import Settings, load_settings
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import describe_device, start_job
@@ -109,8 +109,8 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
     data = prepare_data(settings.config.data)
     run = assemble(settings.config, resolved, job, data, RunDirectory(task.folder, None))
     checksums = TimedChecksums()
-    files.xxhash = checksums  # type: ignore[assignment]
-    files.ThreadPoolExecutor = checksums.executor  # type: ignore[assignment,misc]
+    shard_file.xxhash = checksums  # type: ignore[assignment]
+    shard_file.ThreadPoolExecutor = checksums.executor  # type: ignore[assignment,misc]
     store, folder = run.checkpoints, run.checkpoints.folder
     save, poll = store.save, store.poll
     begun: list[tuple[int, float]] = []
@@ -180,7 +180,7 @@ def plain_write(folder: Path, rank: int, num_bytes: int) -> float:
         done = flushed = 0
         while done < num_bytes:
             done += file.write(block[: num_bytes - done])
-            if done - flushed >= files.FLUSH_EVERY and hasattr(os, "posix_fadvise"):
+            if done - flushed >= shard_file.FLUSH_EVERY and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), flushed, done - flushed, os.POSIX_FADV_DONTNEED)
                 flushed = done
         os.fsync(file.fileno())

@@ -10,8 +10,8 @@ import weakref
 import torch
 from torch import nn
 
-from pipeline.checkpoint.folders import Retention
 from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.weights import open_checkpoint
 from pipeline.config.batch import BatchPlan

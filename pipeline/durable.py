@@ -29,3 +29,20 @@ def replace_text(path: Path, text: str) -> None:
     partial.write_text(text)
     synchronise(partial)
     partial.replace(path)
+
+
+def write_durably(path: Path, *parts: bytes | memoryview) -> None:
+    """Writes a file of these parts and waits until it is on the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        for part in parts:
+            view = memoryview(part)
+            while len(view):
+                view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pipeline.checkpoint.folders import bring_back, manifest_of, newest_good, steps_in
+from pipeline.checkpoint.catalog import bring_back, manifest_of, newest_good, steps_in
 from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml

@@ -30,7 +30,7 @@ if not os.path.exists("/dev/nvidiactl"):
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from pipeline.assemble import assemble
-from pipeline.checkpoint.folders import steps_in
+from pipeline.checkpoint.catalog import steps_in
 from pipeline.data import DataBundle, prepare_data
 from pipeline.data.digest import check_same_data
 from pipeline.distributed.open_files import raise_open_files_limit

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.checkpoint.folders import folder_name
+from pipeline.checkpoint.catalog import folder_name
 from pipeline.data.random_numbers import derive_seed
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, StopOnSignal
 from pipeline.errors import CheckpointError

@@ -13,7 +13,7 @@ import torch
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
-from pipeline.checkpoint.folders import steps_in
+from pipeline.checkpoint.catalog import steps_in
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, FlagReader, StopOnSignal

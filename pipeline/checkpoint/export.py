@@ -19,12 +19,10 @@ from typing import Any
 import torch
 
 from pipeline import foreign
-from pipeline.checkpoint.files import as_bytes, opened
-from pipeline.checkpoint.layout import DTYPE_NAMES
-from pipeline.checkpoint.layout import DTYPES as SAVED_DTYPES
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.verify import hash_stretch
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, opened
+from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
 from pipeline.shards import BUFFER, WEIGHT, Region

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.folders import manifest_of, steps_in
+from pipeline.checkpoint.catalog import manifest_of, named_in, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.verify import THREADS, Damage, check_content, check_sizes, look
@@ -45,12 +44,10 @@ def list_checkpoints(run: Path) -> list[CheckpointRow]:
     folder = run / "checkpoints"
     counted = steps_in(folder)
     rows = [_row(step, path) for step, path in counted.items()]
-    for path in folder.glob("step-*"):
-        if (match := re.fullmatch(r"step-(\d{8,12})", path.name)) and int(match[1]) not in counted:
+    for step, path in named_in(folder).items():
+        if step not in counted:
             why = "it is a link, and what lies outside the run is not read"
-            rows.append(
-                CheckpointRow(int(match[1]), path, why if path.is_symlink() else f"it has no {MANIFEST}")
-            )
+            rows.append(CheckpointRow(step, path, why if path.is_symlink() else f"it has no {MANIFEST}"))
     return sorted(rows, key=lambda row: row.step)
 
 

@@ -16,8 +16,7 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from pipeline.checkpoint.files import opened, read_exactly
-from pipeline.checkpoint.layout import DTYPES, Layout
+from pipeline.checkpoint.shard_file import DTYPES, Layout, opened, read_exactly
 from pipeline.checkpoint.table import ShardTable
 from pipeline.errors import CheckpointError
 from pipeline.shards import Box, Region, Shard
@@ -64,8 +63,8 @@ class TableRecord(Closed):
         return TableRecord(bytes=sum(map(len, content)), xxh3_128=checksum.hexdigest())
 
 
-class Manifest(Closed):
-    """Everything a checkpoint says of itself."""
+class Summary(Closed):
+    """What a checkpoint says of itself besides its files."""
 
     global_step: Count
     world_size: Count
@@ -74,6 +73,11 @@ class Manifest(Closed):
     """What the training loop remembers; JSON values."""
     scalars: dict[str, bool | int | float]
     """Of the engine: the same on all ranks."""
+
+
+class Manifest(Summary):
+    """Everything a checkpoint says of itself."""
+
     files: tuple[FileRecord, ...]
     shard_table: TableRecord | None
     """None: of format 1, where the manifest has the shards."""
@@ -96,11 +100,14 @@ class Manifest(Closed):
             ValueError: the table does not hold together, or not with the files.
         """
         manifest = Manifest(**fields)
-        table.check()
-        if sum(file.shards for file in manifest.files) != len(table):
-            raise ValueError("the table has other shards than the files")
-        manifest._table, manifest._folder = table, folder
+        manifest._folder, manifest._table = folder, manifest._checked(table)
         return manifest
+
+    def _checked(self, table: ShardTable) -> ShardTable:
+        table.check()
+        if sum(file.shards for file in self.files) != len(table):
+            raise ValueError("the table has other shards than the files")
+        return table
 
     @property
     def table(self) -> ShardTable:
@@ -119,13 +126,9 @@ class Manifest(Closed):
                     f"{path} is damaged: it is not what was written; go on from another checkpoint"
                 )
             try:
-                table = ShardTable.decode(raw)
-                table.check()
-                if sum(file.shards for file in self.files) != len(table):
-                    raise ValueError("it has other shards than the files")
+                self._table = self._checked(ShardTable.decode(raw))
             except ValueError as error:
                 raise CheckpointError(f"{path}: {error}"[:500]) from None
-            self._table = table
         return self._table
 
     @cached_property
@@ -250,21 +253,16 @@ class File1(FileRecord):
     fragments: tuple[Fragment1, ...]
 
 
-class Manifest1(Closed):
+class Manifest1(Summary):
     """What manifest.json was in format 1."""
 
-    global_step: Count
-    world_size: Count
-    split: str
-    state: dict[str, Any]
-    scalars: dict[str, bool | int | float]
     files: tuple[File1, ...]
 
 
 def _of_format_1(content: bytes, folder: Path) -> Manifest:
     """In the words of this version."""
     old = Manifest1.model_validate_json(content)
-    fields = {name: getattr(old, name) for name in Manifest1.model_fields if name != "files"}
+    fields = {name: getattr(old, name) for name in Summary.model_fields}
     files = tuple(
         FileRecord(**file.model_dump(exclude={"fragments", "shards"}), shards=len(file.fragments))
         for file in old.files

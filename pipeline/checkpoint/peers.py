@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,17 +17,29 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pipeline.checkpoint.folders import MEETING
 from pipeline.distributed.process_group import Job
 
 T = TypeVar("T")
+MARKER = ".meeting-"  # of a file that says: this rank writes here
 # How long ranks that have written wait for one that still writes.
 PATIENCE = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a save asks of a rank's machine, and what the rank sees there; bytes."""
+
+    host: str
+    disk: int
+    disk_free: int
+    memory: int
+    """Of the host: for a snapshot."""
+    memory_free: int
+
+
+@dataclass(frozen=True)
 class Peers:
-    """This rank among those that save. Every method is collective."""
+    """This rank among those that save. Methods are collective, where they do not say otherwise."""
 
     rank: int
     host: str
@@ -79,6 +91,18 @@ class Peers:
                 problem = self.describe(error)
         return self.gather(problem)
 
+    def lack_of_disk(self, rooms: list[Room], folder: Path) -> str | None:
+        """Which machine has none for its ranks' files: one line. Not collective."""
+        for leader in sorted(set(self.leaders)):
+            at = rooms[leader]
+            needed = sum(room.disk for room, its in zip(rooms, self.leaders, strict=True) if its == leader)
+            if needed > at.disk_free:
+                return (
+                    f"{folder} on {at.host} has {at.disk_free / 1e9:.3g} GB free and a checkpoint takes "
+                    f"{needed / 1e9:.3g} GB; make room, or lower checkpoint.keep_last"
+                )
+        return None
+
     def close(self) -> None:
         """Gives the group back. Nothing else is called after."""
         if self.group is not None:
@@ -90,7 +114,7 @@ class Peers:
         return f"rank {self.rank} on {self.host}: {error.strerror or error}{where}"
 
 
-def meet(job: Job, folder: Path, host: str) -> Peers:
+def find_peers(job: Job, folder: Path, host: str) -> Peers:
     """Finds out who shares a file system. Collective.
 
     Each machine's first rank leaves a file in `folder` (made if missing) and all look for all of them:
@@ -102,7 +126,7 @@ def meet(job: Job, folder: Path, host: str) -> Peers:
     ranks = job.ranks
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if job.is_distributed else None
     token = _gather(group, uuid.uuid4().hex)[0]
-    own = folder / f"{MEETING}{token}-{ranks.rank}"
+    own = folder / f"{MARKER}{token}-{ranks.rank}"
     problem = None
     if ranks.local_rank == 0:
         try:
@@ -116,7 +140,7 @@ def meet(job: Job, folder: Path, host: str) -> Peers:
     seen = [
         rank
         for rank, (wrote, _) in enumerate(answers)
-        if wrote and os.path.exists(folder / f"{MEETING}{token}-{rank}")
+        if wrote and os.path.exists(folder / f"{MARKER}{token}-{rank}")
     ]
     leaders = _gather(group, min(seen, default=ranks.rank))
     with suppress(OSError):
@@ -124,6 +148,21 @@ def meet(job: Job, folder: Path, host: str) -> Peers:
     if problems:
         raise OSError(problems[0])
     return Peers(ranks.rank, host, tuple(leaders), group)
+
+
+def lack_of_memory(rooms: list[Room]) -> str | None:
+    """Which machine has none for its ranks' snapshots: one line."""
+    for host in dict.fromkeys(room.host for room in rooms):
+        there = [room for room in rooms if room.host == host]
+        needed = sum(room.memory for room in there)
+        free = min(room.memory_free for room in there)
+        if needed > 0.9 * free:  # what else runs on the machine needs some too
+            return f"{host} has {free / 1e9:.3g} GB of memory free, a copy takes {needed / 1e9:.3g} GB"
+    return None
+
+
+def first(problems: Iterable[str | None]) -> str | None:
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _gather(group: Any, value: T) -> list[T]:

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.files import as_bytes, open_plain, read_exactly
-from pipeline.checkpoint.layout import Layout
 from pipeline.checkpoint.manifest import FileRecord, Manifest
+from pipeline.checkpoint.shard_file import Layout, as_bytes, open_plain, read_exactly
 from pipeline.errors import CheckpointError
 from pipeline.shards import Integers, Region, Shard, copy_runs, overlap
 

@@ -1,4 +1,4 @@
-"""One save: room looked for, each rank's share written, one manifest, one rename. Collective throughout.
+"""One save from top to bottom: room, snapshot, files, publication, what may go. Collective throughout.
 
 Every step ends in an exchange, so that what one rank met all know: nobody waits for a rank that gave up.
 """
@@ -9,16 +9,14 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+import time
 from dataclasses import dataclass
-from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.files import LayoutChangedError, hash_views, write_durably, write_file
-from pipeline.checkpoint.folders import PARTIAL, REPLACED, clear_partial, folder_name, remove
-from pipeline.checkpoint.layout import Layout
+import torch
+
+from pipeline.checkpoint.catalog import PARTIAL, REPLACED, clear_partial, folder_name, remove
 from pipeline.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
@@ -28,264 +26,229 @@ from pipeline.checkpoint.manifest import (
     Manifest,
     TableRecord,
 )
-from pipeline.checkpoint.peers import Peers
+from pipeline.checkpoint.peers import Peers, Room, first, lack_of_memory
+from pipeline.checkpoint.rank_files import RankFiles, WrittenFile
+from pipeline.checkpoint.retention import Pruner
+from pipeline.checkpoint.shard_file import Layout, LayoutChangedError
+from pipeline.checkpoint.snapshot import Snapshot, streamed
 from pipeline.checkpoint.table import ROW_BYTES, ShardTable
-from pipeline.durable import synchronise
-from pipeline.shards import Scalars, Shard
+from pipeline.distributed.machine import available_memory
+from pipeline.durable import synchronise, write_durably
+from pipeline.shards import EngineState
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Share:
-    """How a rank's part of a save went: what all are told."""
-
-    problem: str | None
-    layout_changed: bool = False
+class NotSavedError(Exception):
+    """Why there is no checkpoint, in one line; raised on every rank."""
 
 
-@dataclass(frozen=True)
-class FrozenFile:
-    """What nobody trains, as the last checkpoint has it: the next one has the same file, by a hard link."""
+@dataclass
+class Kept:
+    """What a save leaves to the next, which then costs one copy, and writes what nobody trains as a link."""
 
-    path: Path
-    record: FileRecord
-    shards: tuple[Shard, ...]
-    """With checksums."""
-
-
-@dataclass(frozen=True)
-class Content:
-    """What stands in the manifest besides the files."""
-
-    step: int
-    split: str
-    state: dict[str, Any]
-    scalars: Scalars
+    device: torch.device
+    """Of the engine's values."""
+    layout: Layout | None = None
+    snapshot: Snapshot | None = None
+    frozen: WrittenFile | None = None
+    """What nobody trains, in the last checkpoint."""
+    has_warned: bool = False
+    """That memory is short."""
 
 
-@dataclass(frozen=True)
-class Opening:
-    """What a rank tells the others first: what it asks of its machine, and what it sees there."""
+class Save:
+    """One save of one step. Its methods stand in the order in which they are called.
 
-    content: Content
-    """Rank 0's counts: every machine's manifest is the same to the last byte."""
-    host: str
-    disk: int
-    disk_free: int
-    memory: int
-    """Host memory that a snapshot would take."""
-    memory_free: int
-    problem: str | None
+    Args:
+        folder: Of the checkpoints.
+        fields: Of the manifest: split, state and scalars.
+        kept: By the save before; changed in place.
+    """
 
+    def __init__(
+        self, folder: Path, step: int, fields: dict[str, Any], peers: Peers, kept: Kept, pruner: Pruner
+    ):
+        self.fields = fields | {"global_step": step, "world_size": len(peers.leaders)}
+        self.write_seconds = 0.0
+        """From the first byte to the rename."""
+        self._folder, self._peers, self._kept, self._pruner = folder, peers, kept, pruner
+        self._final = folder / folder_name(step)
+        self._partial = folder / f"{self._final.name}{PARTIAL}"
+        self._replaced = folder / f"{self._final.name}{REPLACED}"
+        self._published: Manifest | None = None
 
-class Saving:
-    """One save of one step, under a folder of checkpoints."""
-
-    def __init__(self, folder: Path, content: Content, peers: Peers, frozen: FrozenFile | None = None):
-        self.folder = folder
-        self.content = content
-        self.peers = peers
-        self.final = folder / folder_name(content.step)
-        self.partial = folder / f"{self.final.name}{PARTIAL}"
-        self._replaced = folder / f"{self.final.name}{REPLACED}"
-        self.published: Manifest | None = None
-        self.frozen = frozen
-        self._written: list[tuple[FileRecord, ShardTable]] = []
-
-    def begin(self, layout: Layout, memory: int, memory_free: int) -> tuple[str | None, str | None]:
-        """Makes the folder and looks for room, on disk and in memory.
-
-        Args:
-            memory: Bytes of host memory that a snapshot would take.
+    def run(self, engine: EngineState, wait: bool) -> bool:
+        """Saves while training stands still: all of it, or with `wait` unset only a copy to host memory.
 
         Returns:
-            Why nothing can be written, and why not in the background; None: it can.
-        """
-        problem, disk = None, layout.num_bytes + ROW_BYTES * len(layout.shards)
-        disk_free = disk  # not known: writing will tell
-        if self.peers.is_leader:
-            try:
-                self._make_folder()
-                disk_free = shutil.disk_usage(self.folder).free
-            except OSError as error:
-                problem = self.peers.describe(error)
-        openings = self.peers.gather(
-            Opening(self.content, self.peers.host, disk, disk_free, memory, memory_free, problem)
-        )
-        self.content = openings[0].content
-        problem = first(opening.problem for opening in openings) or self._room_on_disk(openings)
-        if problem is not None and self.peers.is_leader:
-            self._withdraw()
-        return problem, _room_in_memory(openings)
-
-    def _make_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        clear_partial(self.folder)
-        self.partial.mkdir()
-
-    def _room_on_disk(self, openings: list[Opening]) -> str | None:
-        leaders = self.peers.leaders
-        for leader in sorted(set(leaders)):
-            at = openings[leader]
-            needed = sum(
-                opening.disk for opening, its in zip(openings, leaders, strict=True) if its == leader
-            )
-            if needed > at.disk_free:
-                return (
-                    f"{self.folder} on {at.host} has {at.disk_free / 1e9:.3g} GB free and a checkpoint takes "
-                    f"{needed / 1e9:.3g} GB; make room, or lower checkpoint.keep_last"
-                )
-        return None
-
-    def write(
-        self,
-        layout: Layout,
-        values: Iterable[Iterable[memoryview]],
-        rest: Iterator[Shard],
-        lasting: bool = False,
-    ) -> list[Share]:
-        """Writes this rank's share; how it went on every rank.
-
-        Args:
-            values: The bytes of each shard.
-            lasting: See write_file.
-            rest: Gone through to the end even where writing failed: fetching shards may be collective.
-        """
-        share = Share(None)
-        try:
-            if layout.shards:
-                self._write_share(layout, iter(values), lasting)
-            for _ in rest:
-                raise LayoutChangedError("more shards than before")
-        except LayoutChangedError as error:
-            share = Share(f"the engine's shards changed: {error}", layout_changed=True)
-        except OSError as error:
-            share = Share(self.peers.describe(error))
-        for _ in rest:
-            pass
-        return self.peers.gather(share)
-
-    def _write_share(self, layout: Layout, values: Iterator[Iterable[memoryview]], lasting: bool) -> None:
-        frozen = list(takewhile(lambda shard: shard.is_frozen, layout.shards))  # engines give them first
-        stem = f"rank-{self.peers.rank:05d}"
-        if frozen:
-            path, part = self.partial / f"{stem}.frozen.safetensors", Layout.of(frozen)
-            own: Iterable[Iterable[memoryview]] = islice(values, len(frozen))
-            own = list(own) if lasting else own
-            written = self._linked(path, part, own, lasting) or self._write(path, part, own, lasting)
-            self.frozen = FrozenFile(self.final / path.name, *written)
-        else:
-            self.frozen = None
-        rest = layout.shards[len(frozen) :]
-        if rest:
-            self._write(self.partial / f"{stem}.safetensors", Layout.of(rest), values, lasting)
-
-    def _linked(
-        self, path: Path, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool
-    ) -> tuple[FileRecord, tuple[Shard, ...]] | None:
-        """The last checkpoint's file, linked, if it has the same values; None: it is to be written.
+            Whether all is done. If not, training may go on, and `finish` does the rest on another thread.
 
         Raises:
-            LayoutChangedError: it is to be written, and the values have been taken.
+            NotSavedError: what a rank met.
         """
-        known = self.frozen
-        if known is None or known.shards != layout.shards:
-            return None
-        pairs = zip(values, known.shards, strict=True)
-        if all(hash_views(views).hexdigest() == shard.checksum for views, shard in pairs):
-            with suppress(OSError):  # a file system without links, or the file is gone
-                os.link(known.path, path)
-                self._written.append((known.record, ShardTable.of(known.shards)))
-                return known.record, known.shards
-        if not lasting:
-            raise LayoutChangedError("what is frozen")
-        return None
+        for _ in range(2):  # shards that are not those of the last save are laid out anew
+            try:
+                if self._open(engine, wait) and self._take_snapshot(engine):
+                    return False
+                self.finish(engine)
+                return True
+            except LayoutChangedError:
+                self._kept.layout = self._kept.snapshot = None
+        raise RuntimeError("the engine's shards are never the same twice")
 
-    def _write(
-        self, path: Path, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool
-    ) -> tuple[FileRecord, tuple[Shard, ...]]:
-        sums = write_file(path, layout, values, lasting)
-        record = FileRecord(
-            name=path.name,
-            rank=self.peers.rank,
-            host=self.peers.host,
-            place=self.peers.leader,
-            bytes=layout.num_bytes,
-            xxh3_128=sums.xxh3_128,
-            shards=len(layout.shards),
-        )
-        shards = tuple(map(Shard.described, layout.shards, sums.shards))
-        self._written.append((record, ShardTable.of(shards)))
-        return record, shards
+    def finish(self, engine: EngineState | None = None) -> None:
+        """Writes and publishes; then removes what is not to stay.
 
-    def conclude(self, shares: list[Share]) -> str | None:
-        """Publishes the checkpoint where every share is good, else removes it.
+        Args:
+            engine: Its values are written; None: those of the snapshot.
 
-        Returns:
-            Why there is none; None: it counts from now on.
+        Raises:
+            NotSavedError: what a rank met.
+            LayoutChangedError: the engine's shards are not those laid out, on some rank.
         """
-        problem = first([share.problem for share in shares])
-        if problem is None:
-            written = [each for own in self.peers.collect(self._written) for each in own]
-            files, table = [record for record, _ in written], ShardTable.joined([part for _, part in written])
-            del written  # a thousand ranks' parts are as much again
-            problem = first(self.peers.attempt(lambda: self._publish(files, table)))
-        if self.peers.is_leader:
-            if problem is not None:
-                self._withdraw()
-            else:  # only now: where another machine could not publish, it would have had to come back
-                shutil.rmtree(self._replaced, ignore_errors=True)
-        return problem
+        began = time.perf_counter()
+        try:
+            self._write(engine)
+            self._publish()
+        finally:
+            self.write_seconds = time.perf_counter() - began
+        self._kept.frozen = self._files.frozen
+        log.info("saved %s", self._final)
+        if self._published is not None:
+            self._pruner.prune(self._published)
 
-    def _publish(self, files: list[FileRecord], table: ShardTable) -> None:
+    def _open(self, engine: EngineState, wait: bool) -> bool:
+        """Makes the folder and looks for room; whether a snapshot is wanted and finds some in memory."""
+        if self._kept.layout is None:
+            self._kept.layout = Layout.of(engine.shards())
+        layout = self._kept.layout
+        problem, disk = None, layout.num_bytes + ROW_BYTES * len(layout.shards)
+        disk_free = disk  # not known: writing will tell
+        if self._peers.is_leader:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                clear_partial(self._folder)
+                self._partial.mkdir()
+                disk_free = shutil.disk_usage(self._folder).free
+            except OSError as error:
+                problem = self._peers.describe(error)
+        memory = 0 if wait or self._kept.snapshot is not None else layout.num_bytes
+        own = Room(self._peers.host, disk, disk_free, memory, available_memory())
+        said = self._peers.gather((self.fields, own, problem))
+        rooms = [room for _, room, _ in said]
+        self.fields = said[0][0]  # every machine's manifest is the same to the last byte
+        self._agree(first(wrong for *_, wrong in said) or self._peers.lack_of_disk(rooms, self._folder))
+        return not wait and self._fits_in_memory(lack_of_memory(rooms))
+
+    def _take_snapshot(self, engine: EngineState) -> bool:
+        """Copies the values of the engine; False: some rank has no memory for it, so none keeps a copy."""
+        kept, problem, changed = self._kept, None, False
+        assert kept.layout is not None
+        shards = iter(engine.shards())
+        try:
+            if kept.snapshot is None:
+                kept.snapshot = Snapshot(kept.layout, kept.device)
+            kept.snapshot.fill(shards)
+        except LayoutChangedError:
+            changed = True
+        except MemoryError as error:
+            reason, _, _ = str(error).partition("\n")
+            problem = f"{self._peers.host}: {reason}"
+        finally:
+            for _ in shards:  # fetching them may be collective
+                pass
+        if self._fits_in_memory(self._exchange(problem, changed)):
+            return True
+        kept.snapshot = None
+        return False
+
+    def _fits_in_memory(self, problem: str | None) -> bool:
+        if problem is not None and not self._kept.has_warned:
+            self._kept.has_warned = True
+            log.warning("training stands still while checkpoints are written: %s", problem)
+        return problem is None
+
+    def _write(self, engine: EngineState | None) -> None:
+        """Writes this rank's files, and hears how it went on the others."""
+        layout, snapshot = self._kept.layout, self._kept.snapshot
+        assert layout is not None
+        self._files = RankFiles(self._partial, self._final, self._peers, self._kept.frozen)
+        shards = iter(() if engine is None else engine.shards())
+        problem, changed = None, False
+        try:
+            if engine is None:
+                assert snapshot is not None
+                self._files.write(layout, snapshot.views(), lasting=True)
+            else:
+                self._files.write(layout, streamed(layout, shards), lasting=False)
+            for _ in shards:
+                raise LayoutChangedError("more shards than before")
+        except LayoutChangedError:
+            changed, self._kept.frozen = True, None
+        except OSError as error:
+            problem = self._peers.describe(error)
+        for _ in shards:  # fetching them may be collective
+            pass
+        self._agree(self._exchange(problem, changed))
+
+    def _publish(self) -> None:
+        """Every machine gets table and manifest, and the checkpoint its name."""
+        records = [file.record for file in self._files.written]
+        own = ShardTable.of(shard for file in self._files.written for shard in file.shards)
+        collected = self._peers.collect((records, own))
+        files = [record for records, _ in collected for record in records]
+        table = ShardTable.joined([part for _, part in collected])
+        del collected  # a thousand ranks' parts are as much again
+        self._agree(first(self._peers.attempt(lambda: self._rename(files, table))))
+        if self._peers.is_leader:
+            # Only now: where another machine could not publish, it would have had to come back.
+            shutil.rmtree(self._replaced, ignore_errors=True)
+
+    def _rename(self, files: list[FileRecord], table: ShardTable) -> None:
         content = table.encode()
         try:
-            manifest = Manifest.with_table(
-                table,
-                self.final,
-                global_step=self.content.step,
-                world_size=len(self.peers.leaders),
-                split=self.content.split,
-                state=self.content.state,
-                scalars=self.content.scalars,
-                files=tuple(files),
-                shard_table=TableRecord.of(content),
-            )
+            fields = self.fields | {"files": tuple(files), "shard_table": TableRecord.of(content)}
+            manifest = Manifest.with_table(table, self._final, **fields)
         except ValueError as error:  # an engine's mistake: better told now than when it is to be read
             raise OSError(errno.EINVAL, f"the shares do not add up: {error}") from error
         sealed = manifest.encode()
         if sum(map(len, content)) > MAX_TABLE_BYTES or len(sealed) > MAX_BYTES:
             raise OSError(errno.EFBIG, f"{len(table)} shards of {len(files)} ranks are too many to be read")
-        write_durably(self.partial / TABLE, *content)
-        write_durably(self.partial / MANIFEST, sealed)
-        synchronise(self.partial)
-        if os.path.lexists(self.final):  # of a step that this run, gone on from an earlier one, now repeats
-            self.final.rename(self._replaced)
-        self.partial.rename(self.final)
-        self.published = manifest
-        synchronise(self.folder)
+        write_durably(self._partial / TABLE, *content)
+        write_durably(self._partial / MANIFEST, sealed)
+        synchronise(self._partial)
+        if os.path.lexists(self._final):  # of a step that this run, gone on from an earlier one, now repeats
+            self._final.rename(self._replaced)
+        self._partial.rename(self._final)
+        self._published = manifest
+        synchronise(self._folder)
 
-    def _withdraw(self) -> None:
-        try:
-            if self.published is not None:  # another machine could not: no machine has it
-                remove(self.final)
-            shutil.rmtree(self.partial, ignore_errors=True)
-            if self._replaced.exists():
-                self._replaced.rename(self.final)
-        except OSError as error:
-            log.warning("%s cannot be removed: %s", self.partial, error)
+    def _exchange(self, problem: str | None, changed: bool) -> str | None:
+        """The first problem of any rank.
 
+        Args:
+            changed: The shards are not those laid out.
 
-def first(problems: Iterable[str | None]) -> str | None:
-    return next((problem for problem in problems if problem is not None), None)
+        Raises:
+            LayoutChangedError: so it is on some rank.
+        """
+        said = self._peers.gather((problem, changed))
+        if any(changed for _, changed in said):
+            raise LayoutChangedError("on some rank")
+        return first(problem for problem, _ in said)
 
-
-def _room_in_memory(openings: list[Opening]) -> str | None:
-    for host in dict.fromkeys(opening.host for opening in openings):
-        there = [opening for opening in openings if opening.host == host]
-        needed = sum(opening.memory for opening in there)
-        free = min(opening.memory_free for opening in there)
-        if needed > 0.9 * free:  # what else runs on the machine needs some too
-            return f"{host} has {free / 1e9:.3g} GB of memory free, a copy takes {needed / 1e9:.3g} GB"
-    return None
+    def _agree(self, problem: str | None) -> None:
+        """Ends the save, and leaves nothing of it, where all have heard of a problem."""
+        if problem is None:
+            return
+        if self._peers.is_leader:
+            try:
+                if self._published is not None:  # another machine could not: no machine has it
+                    remove(self._final)
+                shutil.rmtree(self._partial, ignore_errors=True)
+                if self._replaced.exists():
+                    self._replaced.rename(self._final)
+            except OSError as error:
+                log.warning("%s cannot be removed: %s", self._partial, error)
+        raise NotSavedError(problem)

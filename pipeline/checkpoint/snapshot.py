@@ -1,4 +1,7 @@
-"""A copy of this rank's shards in host memory, to be written while training goes on."""
+"""The values of this rank's shards on their way to the disk: fetched one at a time, or copied all at once.
+
+A copy in host memory is written while training goes on.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.files import LayoutChangedError, as_bytes
-from pipeline.checkpoint.layout import Layout
+from pipeline.checkpoint.shard_file import Layout, LayoutChangedError, as_bytes
 from pipeline.shards import Shard
 
 CHUNK = 1 << 26  # a power of two: torch rounds pinned memory up to one
 # torch's threads meet after every copy: on a busy processor the waiting took 17 times as long as the copying.
 BY_ONE_THREAD = 1 << 24
+
+
+def streamed(layout: Layout, shards: Iterator[Shard]) -> Iterator[list[memoryview]]:
+    """The bytes of each shard, fetched to the host one at a time.
+
+    Raises:
+        LayoutChangedError: a shard is not the one laid out at its place, or there are more of them.
+    """
+    return ([source.cpu().numpy().data] for source in _matched(layout, shards))
 
 
 class Snapshot:
@@ -48,22 +59,16 @@ class Snapshot:
             LayoutChangedError: they are not those laid out.
         """
         position = 0
-        for expected in self.layout.shards:
-            shard = next(shards, None)
-            if shard is None or shard.values is None or shard != expected:
-                raise LayoutChangedError(expected.title)
-            source = as_bytes(shard.values)
+        for source in _matched(self.layout, shards):
             done = 0
-            for part in self._parts(position, expected.num_bytes):
+            for part in self._parts(position, len(source)):
                 piece = source[done : done + len(part)]
                 if piece.device.type == "cpu" and len(piece) < BY_ONE_THREAD:
                     np.copyto(part.numpy(), piece.numpy())
                 else:
                     part.copy_(piece, non_blocking=True)
                 done += len(part)
-            position += expected.num_bytes
-        if next(shards, None) is not None:
-            raise LayoutChangedError("more shards than before")
+            position += done
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -81,3 +86,14 @@ class Snapshot:
             stop = min(CHUNK, start + end - position)
             yield self._chunks[index][start:stop]
             position += stop - start
+
+
+def _matched(layout: Layout, shards: Iterator[Shard]) -> Iterator[Tensor]:
+    """The bytes of each shard, where they are, while they are those laid out."""
+    for expected in layout.shards:
+        shard = next(shards, None)
+        if shard is None or shard.values is None or shard != expected:
+            raise LayoutChangedError(expected.title)
+        yield as_bytes(shard.values)
+    if next(shards, None) is not None:
+        raise LayoutChangedError("more shards than before")

@@ -12,16 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.choosing import newest_whole
-from pipeline.checkpoint.files import LayoutChangedError, streamed
-from pipeline.checkpoint.folders import Pruner, Retention, folder_name
-from pipeline.checkpoint.layout import Layout
+from pipeline.checkpoint.catalog import folder_name, newest_whole
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.peers import meet
+from pipeline.checkpoint.peers import find_peers
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.saving import Content, FrozenFile, Saving, first
-from pipeline.checkpoint.snapshot import Snapshot
-from pipeline.distributed.machine import available_memory
+from pipeline.checkpoint.retention import Pruner, Retention
+from pipeline.checkpoint.saving import Kept, NotSavedError, Save
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError
 from pipeline.shards import EngineState
@@ -63,22 +59,18 @@ class CheckpointStore:
     def __init__(self, folder: Path, retention: Retention, job: Job, split: str, host: str = platform.node()):
         self.folder = folder
         self._pruner = Pruner(folder, retention)
-        self._device = job.device
         self._split = split
         try:
-            self._peers = meet(job, folder, host)
+            self._peers = find_peers(job, folder, host)
         except OSError as error:
             raise CheckpointError(f"checkpoints cannot be written: {error}; choose another run_dir") from None
-        self._layout: Layout | None = None
-        self._snapshot: Snapshot | None = None
-        self._frozen: FrozenFile | None = None
+        self._kept = Kept(job.device)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         # Filled by the thread while `poll` empties it: a list that is swapped there would lose what comes.
         self._finished: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
-        self._bad: set[int] = set()
-        self._said_memory_is_short = self._is_closed = False
+        self._is_closed = False
 
     def save(self, engine: EngineState, state: dict[str, Any], wait: bool = False) -> SaveOutcome:
         """Saves, and removes what the policy does not keep. Collective. One save is under way at a time.
@@ -94,17 +86,22 @@ class CheckpointStore:
             background only the start is known; `poll` has the end.
         """
         started = time.perf_counter()
-        self._join()
+        self.wait()
         step = int(state["global_step"])
         if self._saved.get(step, False) or (step in self._saved and state.get("eval_loss") is None):
             return SaveOutcome(step, None, time.perf_counter() - started, 0.0)
-        content = Content(step, self._split, json.loads(json.dumps(state)), engine.scalars())
-        outcome = self._try(engine, content, wait, started)
-        if outcome is None:  # now the layout is known
-            outcome = self._try(engine, content, wait, started)
-        if outcome is None:
-            raise RuntimeError("the engine's shards are never the same twice")
-        return outcome
+        fields = {"split": self._split, "state": json.loads(json.dumps(state)), "scalars": engine.scalars()}
+        save = Save(self.folder, step, fields, self._peers, self._kept, self._pruner)
+        problem = None
+        try:
+            if not save.run(engine, wait):
+                outcome = SaveOutcome(step, None, time.perf_counter() - started, None)
+                self._finish_beside(save, outcome)
+                return outcome
+        except NotSavedError as error:
+            problem = str(error)
+        stall = time.perf_counter() - started
+        return self._ended(save, SaveOutcome(step, problem, stall, save.write_seconds))
 
     def save_final(self, engine: EngineState, state: dict[str, Any]) -> SaveOutcome:
         """As save with `wait`, for the end of a run.
@@ -120,13 +117,13 @@ class CheckpointStore:
     def poll(self) -> list[SaveOutcome]:
         """Saves in the background that ended since the last call. Does not wait; not collective."""
         if self._thread is not None and not self._thread.is_alive():
-            self._join()
+            self.wait()
         return [self._finished.get() for _ in range(self._finished.qsize())]
 
     def close(self) -> None:
         """Waits for the save under way, and gives back what a store holds. Before the process group ends."""
         try:
-            self._join()
+            self.wait()
         finally:
             if not self._is_closed:
                 self._peers.close()
@@ -134,77 +131,6 @@ class CheckpointStore:
 
     def wait(self) -> None:
         """For the save under way."""
-        self._join()
-
-    def _try(self, engine: EngineState, content: Content, wait: bool, started: float) -> SaveOutcome | None:
-        """One attempt; None: the shards are not those of the last save, on some rank."""
-        if self._layout is None:
-            self._layout = Layout.of(engine.shards())
-        layout = self._layout
-        saving = Saving(self.folder, content, self._peers, self._frozen)
-        memory = 0 if wait or self._snapshot is not None else layout.num_bytes
-        problem, short = saving.begin(layout, memory, available_memory())
-        if problem is None and not wait and short is None:
-            word = self._take_snapshot(engine, layout)
-            words = self._peers.gather(word)
-            if "changed" in words:
-                self._layout = self._snapshot = None
-                return None
-            short = first(words)
-            if short is None:
-                stall = time.perf_counter() - started
-                self._start_writing(saving, SaveOutcome(content.step, None, stall, None))
-                return SaveOutcome(content.step, None, stall, None)
-            self._snapshot = None  # one rank has no memory for it: none keeps it
-        if short is not None and not wait and not self._said_memory_is_short:
-            self._said_memory_is_short = True
-            log.warning("training stands still while checkpoints are written: %s", short)
-        began = time.perf_counter()
-        if problem is None:
-            shards = iter(engine.shards())
-            shares = saving.write(layout, streamed(layout, shards), shards)
-            problem = saving.conclude(shares)
-            if any(share.layout_changed for share in shares):
-                self._layout = self._snapshot = self._frozen = None
-                return None
-        now = time.perf_counter()
-        return self._report(saving, SaveOutcome(content.step, problem, now - started, now - began))
-
-    def _take_snapshot(self, engine: EngineState, layout: Layout) -> str | None:
-        shards = iter(engine.shards())
-        try:
-            if self._snapshot is None:
-                self._snapshot = Snapshot(layout, self._device)
-            self._snapshot.fill(shards)
-        except LayoutChangedError:
-            return "changed"
-        except MemoryError as error:
-            self._snapshot = None
-            return f"{self._peers.host}: {str(error).splitlines()[0]}"
-        finally:
-            for _ in shards:  # fetching them may be collective
-                pass
-        return None
-
-    def _start_writing(self, saving: Saving, outcome: SaveOutcome) -> None:
-        snapshot = self._snapshot
-        assert snapshot is not None
-
-        def write() -> None:
-            began = time.perf_counter()
-            try:
-                shares = saving.write(snapshot.layout, snapshot.views(), iter(()), lasting=True)
-                problem = saving.conclude(shares)
-                seconds = time.perf_counter() - began
-                done = replace(outcome, problem=problem, write_seconds=seconds)
-                self._finished.put(self._report(saving, done))
-            except BaseException as error:
-                self._failure = error
-
-        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -212,14 +138,27 @@ class CheckpointStore:
         if failure is not None:
             raise failure
 
-    def _report(self, saving: Saving, outcome: SaveOutcome) -> SaveOutcome:
+    def _finish_beside(self, save: Save, outcome: SaveOutcome) -> None:
+        """The rest of a save, on a thread of its own."""
+
+        def finish() -> None:
+            problem = None
+            try:
+                save.finish()
+            except NotSavedError as error:
+                problem = str(error)
+            except BaseException as error:
+                self._failure = error
+                return
+            ended = replace(outcome, problem=problem, write_seconds=save.write_seconds)
+            self._finished.put(self._ended(save, ended))
+
+        self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _ended(self, save: Save, outcome: SaveOutcome) -> SaveOutcome:
         if outcome.problem is None:
-            self._saved[outcome.step] = saving.content.state.get("eval_loss") is not None
-            self._bad.discard(outcome.step)
-            self._frozen = saving.frozen
-            log.info("saved %s", saving.final)
-            if saving.published is not None:
-                self._pruner.prune(saving.published, self._bad)
+            self._saved[outcome.step] = save.fields["state"].get("eval_loss") is not None
             return outcome
         line = f"step {outcome.step} is not saved: {outcome.problem}; the checkpoints before it are intact"
         log.warning("%s", line)
@@ -232,7 +171,7 @@ class CheckpointStore:
             CheckpointError: there are checkpoints, and none of them is whole.
         """
         manifest, bad = newest_whole(self.folder, self._peers)
-        self._bad |= bad
+        self._pruner.bad |= bad
         if manifest is not None:
             log.info("going on with %s from %s", self.folder.parent, folder_name(manifest.global_step))
         return manifest

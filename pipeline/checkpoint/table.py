@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.checkpoint.layout import DTYPE_NAMES, DTYPES
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES
 from pipeline.shards import Box, Region, Shard
 
 Column = npt.NDArray[Any]

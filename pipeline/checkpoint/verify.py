@@ -10,8 +10,8 @@ from pathlib import Path
 
 import xxhash
 
-from pipeline.checkpoint.files import BLOCK, opened, read_exactly
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, read_manifest
+from pipeline.checkpoint.shard_file import hash_stretch, opened, read_exactly
 from pipeline.errors import CheckpointError
 
 THREADS = 4
@@ -140,18 +140,3 @@ def _check_content(folder: Path, manifest: Manifest, file: FileRecord) -> Damage
         return Damage(file.name, file.host, (), error.strerror or str(error))
     except CheckpointError as error:
         return Damage(file.name, file.host, (), str(error))
-
-
-def hash_stretch(descriptor: int, offset: int, length: int) -> xxhash.xxh3_64:
-    """The checksum of `length` bytes of an open file.
-
-    Raises:
-        OSError: the file ends before that, or cannot be read.
-    """
-    checksum = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(length, BLOCK)))
-    for start in range(0, length, BLOCK):
-        block = buffer[: min(BLOCK, length - start)]
-        read_exactly(descriptor, offset + start, block)
-        checksum.update(block)
-    return checksum

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.catalog import named_in, steps_in
 from pipeline.checkpoint.export import weights_of
-from pipeline.checkpoint.folders import named_in, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.verify import check_content, check_sizes, look

@@ -42,7 +42,7 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
     Raises:
         CheckpointError: there is no such checkpoint, or it is not complete.
     """
-    from pipeline.checkpoint.folders import check, newest_good, steps_in
+    from pipeline.checkpoint.catalog import check, newest_good, steps_in
     from pipeline.checkpoint.listing import list_checkpoints
 
     whole = path.absolute()

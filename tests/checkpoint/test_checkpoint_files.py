@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from plain_engine import whole_region
 from safetensors import safe_open
 
-from pipeline.checkpoint.files import LayoutChangedError, streamed, write_file
-from pipeline.checkpoint.layout import DTYPES, Layout
-from pipeline.checkpoint.snapshot import Snapshot
+from pipeline.checkpoint.shard_file import DTYPES, Layout, LayoutChangedError, write_file
+from pipeline.checkpoint.snapshot import Snapshot, streamed
 from pipeline.shards import Region, Shard
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)

@@ -24,8 +24,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pipeline.assemble import build_eval_loader
+from pipeline.checkpoint.catalog import check
 from pipeline.checkpoint.export import export
-from pipeline.checkpoint.folders import check
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import CheckpointError
 from pipeline.evaluation import evaluate

@@ -18,7 +18,7 @@ import pytest
 from plain_engine import PlainEngine
 from test_store import make_store, state_at
 
-from pipeline.checkpoint.folders import newest_good
+from pipeline.checkpoint.catalog import newest_good
 from pipeline.checkpoint.verify import verify
 
 # What changes a disk. Closing is not among them: after an error it is only tidying up.

@@ -20,10 +20,11 @@ from support.checkpoints import Hostile, flip_a_bit
 from test_checkpoint_files import small_disk  # noqa: F401
 from test_manifest import resealed
 
-from pipeline.checkpoint.folders import Retention, newest_good
+from pipeline.checkpoint.catalog import newest_good
 from pipeline.checkpoint.listing import diff, list_checkpoints, read_through
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, read_manifest
 from pipeline.checkpoint.peers import Peers
+from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
@@ -301,9 +302,9 @@ def test_a_successor_that_is_gone_removes_nothing(tmp_path, monkeypatch):
     store.save(PlainEngine(0, 1), state_at(1), wait=True)
     pruned = store._pruner.prune
 
-    def lost(manifest, bad):
+    def lost(manifest):
         (tmp_path / f"step-{manifest.global_step:08d}" / "rank-00000.safetensors").unlink()
-        pruned(manifest, bad)
+        pruned(manifest)
 
     monkeypatch.setattr(store._pruner, "prune", lost)
     store.save(PlainEngine(0, 1), state_at(2), wait=True)
@@ -438,7 +439,7 @@ def test_a_disk_that_fills_up_while_it_is_written(small_disk, monkeypatch):  # n
     """Another program takes the room between the look and the write."""
     if small_disk is None:
         return
-    monkeypatch.setattr("pipeline.checkpoint.saving.Saving._room_on_disk", lambda self, demands: None)
+    monkeypatch.setattr("pipeline.checkpoint.peers.Peers.lack_of_disk", lambda *_: None)
     store, engine = make_store(small_disk / "checkpoints"), PlainEngine(0, 1, seed=3)
     store.save(engine, state_at(1), wait=True)
     with (small_disk / "filler").open("wb") as file:
@@ -453,7 +454,7 @@ def test_a_disk_that_fills_up_while_it_is_written(small_disk, monkeypatch):  # n
 
 
 def test_short_memory_is_said_once_and_training_waits(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("pipeline.checkpoint.store.available_memory", lambda: 1000)
+    monkeypatch.setattr("pipeline.checkpoint.saving.available_memory", lambda: 1000)
     store = make_store(tmp_path)
     for step in (1, 2):
         assert store.save(PlainEngine(0, 1), state_at(step)).write_seconds is not None

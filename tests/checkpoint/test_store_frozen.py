@@ -13,7 +13,8 @@ from plain_engine import PlainEngine
 from support.exchange import SPLITS, Run, run_on, tree
 from support.saved import store_in
 
-from pipeline.checkpoint.folders import Retention, check
+from pipeline.checkpoint.catalog import check
+from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
@@ -73,6 +74,18 @@ def test_where_it_is_not_the_same_it_is_written(tmp_path, monkeypatch, what, wai
     assert [done.problem for done in store.poll()] == [None] * (0 if wait else 2)
     assert verify(tmp_path / "step-00000002") == []
     assert (tmp_path / "step-00000002" / FROZEN).stat().st_ino != before
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_is_trained_may_change_beside_it(tmp_path, wait):
+    """Other shards than in the save before, seen when it was linked or copied already."""
+    store, engine = store_of(tmp_path), Frozen(0, 1)
+    store.save(engine, {"global_step": 1}, wait)
+    engine.held = [each for each in engine.held if each[0] != ("norm.bias", "weight")]
+    assert store.save(engine, {"global_step": 2}, wait).problem is None
+    store.wait()
+    assert [done.problem for done in store.poll()] == [None] * (0 if wait else 2)
+    assert verify(tmp_path / "step-00000002") == []
 
 
 def test_a_copy_that_lacks_it_says_so_in_one_line(tmp_path):

@@ -1,23 +1,25 @@
-"""The folders of a run's checkpoints: which count, which go, what a killed run left behind."""
+"""The checkpoints of a run: what they are called, which of them count, and which one a run goes on from."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import time
 from pathlib import Path
 
+import xxhash
+
 from pipeline.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from pipeline.checkpoint.verify import check_sizes
+from pipeline.checkpoint.peers import MARKER, Peers, first
+from pipeline.checkpoint.verify import check_content, check_sizes, look
 from pipeline.errors import CheckpointError
 
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
-MEETING = ".meeting-"
+LONG = 2e9  # bytes that take some seconds to read
 log = logging.getLogger(__name__)
 
 
@@ -88,41 +90,6 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over if steps_in(folder) else []
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints that are complete by `check`, oldest first."""
-    complete = []
-    for path in reversed(steps_in(folder).values()):
-        try:
-            check(path)
-        except CheckpointError:
-            continue
-        complete.append(path)
-    return complete
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay."""
-
-    keep_last: int
-    """The newest ones; at least 1."""
-    keep_every: int = 0
-    """Steps that are a multiple of it stay for ever; 0: none."""
-    keep_best: bool = False
-    """The one with the lowest evaluation loss stays."""
-
-    def stays(self, losses: Mapping[int, float | None]) -> set[int]:
-        """The steps that stay, of these: step -> evaluation loss (None: not known)."""
-        steps = sorted(losses)
-        stays = set(steps[-max(1, self.keep_last) :])
-        if self.keep_every > 0:
-            stays |= {step for step in steps if step % self.keep_every == 0}
-        known = {step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)}
-        if self.keep_best and known:
-            stays.add(min(known, key=lambda step: (known[step], -step)))
-        return stays
-
-
 def remove(path: Path) -> None:
     """Removes a checkpoint. Killed in between, it counts no more, and the next save clears it away."""
     aside = path.with_name(f"{path.name}.removed{PARTIAL}")
@@ -147,51 +114,70 @@ def clear_partial(folder: Path) -> None:
         if path.is_symlink():  # which rmtree leaves, in the way of every save of this step
             path.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(f"{MEETING}*"):
+    for path in folder.glob(f"{MARKER}*"):
         path.unlink(missing_ok=True)
 
 
-class Pruner:
-    """Removes checkpoints beyond the policy, once their successor is seen to be complete.
+def newest_whole(folder: Path, peers: Peers) -> tuple[Manifest | None, set[int]]:
+    """The newest checkpoint that verifies on all machines, and the steps passed over. Collective.
 
-    What is not complete, or of another format, neither counts nor goes: it may be all that is left of a run.
-    Nor do later steps: a run went on from before them.
+    Each that is passed over is one line that says why.
+
+    Returns:
+        No manifest: there is no checkpoint, but maybe a link or a folder without a manifest.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them is whole.
     """
-
-    def __init__(self, folder: Path, retention: Retention):
-        self._folder = folder
-        self._retention = retention
-        self._losses: dict[int, float | None] = {}  # a manifest of many fragments takes long to read
-
-    def prune(self, manifest: Manifest, bad: Collection[int]) -> None:
-        """Removes what the policy does not keep.
-
-        Args:
-            manifest: Of the checkpoint just saved.
-            bad: Steps known to be damaged.
-        """
-        newest = manifest.global_step
-        path = self._folder / folder_name(newest)
-        try:
-            if not (path / MANIFEST).is_file() or check_sizes(path, manifest):
-                raise CheckpointError(f"{path.name} is not complete")
-            self._losses[newest] = _loss(manifest)
-            counted = {}
-            for step, path in steps_in(self._folder).items():
-                if step > newest or step in bad:
-                    continue
-                try:
-                    if step not in self._losses:
-                        self._losses[step] = _loss(check(path))
-                    counted[step] = self._losses[step]
-                except CheckpointError as error:
-                    log.info("%s stays and does not count: %s", path.name, error)
-            for step in counted.keys() - self._retention.stays(counted):
-                remove(self._folder / folder_name(step))
-        except (CheckpointError, OSError) as error:
-            log.warning("old checkpoints stay: %s", error)
+    peers.attempt(lambda: bring_back(folder))  # where it cannot, that is one checkpoint less
+    steps = peers.gather(list(named_in(folder)) if peers.is_leader else [])
+    passed_over: dict[int, str] = {}
+    for step in sorted(set(itertools.chain(*steps)), reverse=True):
+        answer = _examine(folder / folder_name(step), peers)
+        if isinstance(answer, Manifest):
+            return answer, set(passed_over)
+        log.warning("%s", answer)
+        passed_over[step] = answer
+    if any(peers.gather(bool(steps_in(folder)))):
+        raise CheckpointError(
+            f"{folder} holds no whole checkpoint; the newest: {next(iter(passed_over.values()))}; "
+            "bring back what is missing, or start a new run with checkpoint.resume=never"
+        )
+    return None, set()
 
 
-def _loss(manifest: Manifest) -> float | None:
-    loss = manifest.state.get("eval_loss")
-    return float(loss) if isinstance(loss, (int, float)) else None
+def _examine(path: Path, peers: Peers) -> Manifest | str:
+    """A checkpoint's manifest once every byte of it is verified, by all ranks together; else why not."""
+    manifest = None
+    problem, checksum, here = None, "", list[str]()
+    try:
+        manifest = manifest_of(path)
+        _ = manifest.table
+        checksum = xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
+        if peers.is_leader:  # one on each file system: a thousand ranks would look for a thousand files each
+            damages, absent = look(path, manifest)
+            problem = f"on {peers.host}: {damages[0]}" if damages else None
+            here = [file.name for file in manifest.files if file.name not in absent]
+    except (CheckpointError, OSError) as error:
+        problem = f"on {peers.host}: {error}"
+    said = peers.gather((problem, checksum, here))
+    here = said[peers.leader][2]
+    problem = first(wrong for wrong, _, _ in said)
+    if problem is not None or manifest is None:
+        return f"{path.name} is passed over: {problem}"
+    if len({checksum for _, checksum, _ in said}) > 1:
+        return f"{path.name} is passed over: it is not the same checkpoint on all machines"
+    there = set(itertools.chain(*(names for _, _, names in said)))
+    for file in manifest.files:
+        if file.name not in there:
+            return f"{path.name} is passed over: no machine has {file.name}, written on {file.host}"
+    if manifest.num_bytes > LONG:
+        log.info("verifying %s, %.1f GB", path.name, manifest.num_bytes / 1e9)
+    neighbours = peers.neighbours
+    mine = here[neighbours.index(peers.rank) :: len(neighbours)]
+    began = time.perf_counter()
+    found = peers.gather([str(damage) for damage in check_content(path, manifest, mine)])
+    if (damage := next(itertools.chain(*found), None)) is not None:
+        return f"{path.name} is passed over: {damage}"
+    log.info("%s: every byte read and compared in %.1f s", path.name, time.perf_counter() - began)
+    return manifest

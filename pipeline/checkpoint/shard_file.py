@@ -1,28 +1,94 @@
-"""Files of a checkpoint at the level of the operating system: written in one pass, hashed beside it.
+"""One file of a checkpoint: where each shard lies in it, and how it is written and read.
 
-Nothing here holds more than one shard. Files are opened only where they are plain files: no links.
+It is a safetensors file, and its header follows from the shards' names, dtypes and lengths alone: a file is
+checked against its manifest to the last byte. Written in one pass, hashed beside it; nothing here holds more
+than one shard. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
 from pipeline import foreign
-from pipeline.checkpoint.layout import Layout
 from pipeline.shards import Shard
 
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT = 8
 BLOCK = 1 << 24
 FLUSH_EVERY = 1 << 26
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A whole file: its header, and its shards with the byte of the file at which each begins."""
+
+    header: bytes
+    shards: tuple[Shard, ...]
+    keys: tuple[str, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+    @staticmethod
+    def of(shards: Iterable[Shard]) -> Layout:
+        """Lays the shards out one after the other. Memory: names and numbers, no values.
+
+        Raises:
+            TypeError: a dtype has no name in safetensors.
+        """
+        shards = tuple(shard.described(shard.checksum) for shard in shards)
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        seen: Counter[tuple[str, str]] = Counter()
+        keys: list[str] = []
+        begins: list[int] = []
+        end = 0
+        for shard in shards:
+            if shard.dtype not in DTYPE_NAMES:
+                raise TypeError(f"{shard.title}: {shard.dtype} for {shard.region}")
+            # The format has no holes, and readers want a tensor at a multiple of its element's size.
+            if gap := -end % shard.dtype.itemsize:
+                entries[f"padding/{len(entries)}"] = _entry("U8", gap, end, gap)
+                end += gap
+            key = f"{shard.kind}/{shard.name}/{seen[shard.kind, shard.name]}"
+            seen[shard.kind, shard.name] += 1
+            entries[key] = _entry(DTYPE_NAMES[shard.dtype], shard.region.length, end, shard.num_bytes)
+            keys.append(key)
+            begins.append(end)
+            end += shard.num_bytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        header = len(text).to_bytes(8, "little") + text
+        offsets = tuple(len(header) + begin for begin in begins)
+        return Layout(header, shards, tuple(keys), offsets, len(header) + end)
+
+
+def _entry(dtype: str, length: int, begin: int, num_bytes: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [length], "data_offsets": [begin, begin + num_bytes]}
 
 
 class LayoutChangedError(Exception):
@@ -120,21 +186,6 @@ class _Writer:
                 self._flushed = self.position
 
 
-def streamed(layout: Layout, shards: Iterator[Shard]) -> Iterator[list[memoryview]]:
-    """The bytes of each shard, fetched to the host one at a time.
-
-    Raises:
-        LayoutChangedError: a shard is not the one laid out at its place, or there are more of them.
-    """
-    for expected in layout.shards:
-        shard = next(shards, None)
-        if shard is None or shard.values is None or shard != expected:
-            raise LayoutChangedError(expected.title)
-        yield [as_bytes(shard.values).cpu().numpy().data]
-    if next(shards, None) is not None:
-        raise LayoutChangedError("more shards than before")
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's bytes (n,) uint8, where it is; a copy only where it is not contiguous."""
     flat = tensor.detach().reshape(-1).contiguous()
@@ -175,18 +226,16 @@ def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
         done += got
 
 
-def write_durably(path: Path, *parts: bytes | memoryview) -> None:
-    """Writes a file of these parts and waits until it is on the disk.
+def hash_stretch(descriptor: int, offset: int, length: int) -> xxhash.xxh3_64:
+    """The checksum of `length` bytes of an open file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file ends before that, or cannot be read.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        for part in parts:
-            view = memoryview(part)
-            while len(view):
-                view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    checksum = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(length, BLOCK)))
+    for start in range(0, length, BLOCK):
+        block = buffer[: min(BLOCK, length - start)]
+        read_exactly(descriptor, offset + start, block)
+        checksum.update(block)
+    return checksum
