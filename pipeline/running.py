@@ -112,9 +112,8 @@ def _run(settings: Settings, job: Job, data: DataBundle) -> int:
             prepared.sinks.close(128 + signal_number)
         text = None
         if signal_number is None and data.tokenizer is not None and config.sample.max_new_tokens:
-            model = prepared.engine.generator()
             asks = isinstance(config.data, ChatDataConfig)
-            text = sample_text(model, data.tokenizer, config.sample, config.seed, job.device, asks=asks)
+            text = sample_text(prepared.engine, data.tokenizer, config.sample, config.seed, asks=asks)
     if job.ranks.is_main_process:
         _conclude(directory.path, state, signal_number, text)
     elif reports_own_exit(job.ranks.local_rank == 0):

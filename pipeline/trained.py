@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from pipeline.assemble import build_eval_loader, model_request
 from pipeline.checkpoint.export import DESCRIPTION
 from pipeline.checkpoint.weights import open_checkpoint
@@ -33,6 +31,7 @@ from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import evaluate
 from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.models import build_model
+from pipeline.models.generation import longest_sequence
 from pipeline.models.huggingface import build_described
 from pipeline.models.sharding import Whole
 from pipeline.models.transforms import Placement, transform
@@ -151,16 +150,16 @@ def generate(
     asked = isinstance(config.data, ChatDataConfig)
     ids = question_ids(tokenizer, prompt) if asked else prompt_ids(tokenizer, prompt)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    model: Any = _load(trained, job, None).module
-    longest = getattr(model.config, "max_position_embeddings", None)
+    model = _load(trained, job, None)
+    longest = longest_sequence(model.module)
     if longest is not None and len(ids) >= longest:
         raise ModelError(f"--prompt has {len(ids):,} tokens, and the model sees {longest:,}: shorten it")
-    written = write(model, tokenizer, ids.to(job.device), max_new_tokens, temperature, seed)
+    written = write(model, ids.tolist(), max_new_tokens, temperature, seed)
     text = _text_after(tokenizer, written, len(ids))
     return ("", text.strip()) if asked else (prompt, text)
 
 
-def _text_after(tokenizer: Any, written: Tensor, start: int) -> str:
+def _text_after(tokenizer: Any, written: list[int], start: int) -> str:
     """As part of the whole: a token by itself may lose a space, or be half of a character."""
     whole = tokenizer.decode(written, skip_special_tokens=True)
     before = tokenizer.decode(written[:start], skip_special_tokens=True)

@@ -20,7 +20,7 @@ def test_a_shipped_split_trains_the_language_model_and_goes_on(tmp_path, name):
     result = launch(*split, ranks=2)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stdout + result.stderr
-    assert ("the model wrote" in result.stdout) == (name != "pipeline2"), "no rank holds all of a cut model"
+    assert "the model wrote" in result.stdout
     alone = launch("--config", recipe, f"runs_dir={tmp_path / 'alone'}", "engine.precision=fp32")
     assert alone.returncode == 0, alone.stderr
     (run,) = run_directories(tmp_path)

@@ -26,6 +26,7 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.deepspeed_state import DeepSpeedState, state_of
+from pipeline.engine.generation import gathered_where_it_fits
 from pipeline.engine.interface import (
     StepResult,
     check_gradient,
@@ -44,9 +45,15 @@ from pipeline.engine.parallel_state import parallel_state
 from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.sequence_parallel import SequenceParallel, average_over_all_ranks
 from pipeline.engine.state import State
-from pipeline.engine.tensor_parallel import clip_and_guard_parts, complete_tensor_section, cut_parameters
+from pipeline.engine.tensor_parallel import (
+    clip_and_guard_parts,
+    complete_tensor_section,
+    cut_parameters,
+    first_ranks,
+)
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.unused import GradientWatch, warn_of_unused
+from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added, refuse_router
 from pipeline.optim import at_rest, parameter_groups, set_learning_rate
 
@@ -152,11 +159,17 @@ class DeepSpeedEngine(DeepSpeedState):
         """The user's model, without any wrapper."""
         return self._engine.module
 
-    def generator(self) -> nn.Module | None:
-        """See Engine.generator."""
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
+        """See Generates.generate."""
         if self._sequence is not None:
             self._sequence.release()
-        return self.module
+        whole: AbstractContextManager[bool] = nullcontext(True)
+        if self._split.zero_stage == 3:
+            whole = gathered_where_it_fits(self._zero_optimizer, self._job, settings.gather)
+        agree = first_ranks if self._split.tensor_parallel > 1 else None
+        with self._autocast(), whole as is_whole:
+            in_step = not is_whole and self._job.ranks.world_size > 1
+            return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int

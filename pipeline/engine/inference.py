@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from pipeline.engine.interface import to_device
+from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import Batch, LossSum, Objective
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,3 +45,7 @@ class Inference:
         inputs = objective.inputs(self.module, batch)
         with torch.autocast(self.device.type, self._dtype, enabled=self._is_autocast):
             return objective(self.module, to_device(batch, self.device, self._float_dtype, inputs))
+
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
+        """See Generates.generate."""
+        return generate(self.module, prompts, settings, self.device)

@@ -1,4 +1,4 @@
-"""What the loop knows of an engine: one optimizer step, one evaluation batch, its state."""
+"""What the loop knows of an engine: one optimizer step, one evaluation batch, text, its state."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.data.batches import LoadedBatch, moved
 from pipeline.errors import ModelError
+from pipeline.models.generation import Generates
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 from pipeline.shards import EngineState
 
@@ -48,7 +49,7 @@ class Evaluates(Protocol):
         ...
 
 
-class Engine(Evaluates, EngineState, Protocol):
+class Engine(Evaluates, Generates, EngineState, Protocol):
     """Steps a model. Every method is collective: all ranks enter it together."""
 
     precision: str
@@ -60,10 +61,6 @@ class Engine(Evaluates, EngineState, Protocol):
     @property
     def module(self) -> nn.Module:
         """The user's model, or this rank's part of it, without any wrapper."""
-        ...
-
-    def generator(self) -> nn.Module | None:
-        """The model to write text with, after training; None where no rank can run a whole one."""
         ...
 
     def train_step(

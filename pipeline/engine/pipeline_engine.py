@@ -33,6 +33,7 @@ from pipeline.engine.pipeline_state import stage_state
 from pipeline.engine.stages import Stages, stage_groups
 from pipeline.engine.state import State
 from pipeline.errors import DataError
+from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.staging import LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective, added, refuse_router
 from pipeline.optim import at_rest, build_torch_optimizer, set_learning_rate, skip_if_not_finite
@@ -111,9 +112,9 @@ class PipelineEngine(DeepSpeedState):
         """This rank's stage, with the whole model's `config`."""
         return self._engine.module
 
-    def generator(self) -> nn.Module | None:
-        """None: no rank holds a whole model."""
-        return None
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
+        """See Generates.generate: all stages in step, without a cache."""
+        return generate(self.module, prompts, settings, self.device)
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int

@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
+from pipeline.engine.generation import logits_through_stages
 from pipeline.errors import ModelError
+from pipeline.models.generation import LogitsOnly
 from pipeline.models.sharding import give_memory, let_go, trial_values
 from pipeline.models.staging import Layer, LayeredModel, cut_into_layers, tied_head
 from pipeline.optim import assigned, grouped
@@ -132,6 +135,13 @@ class Stages(PipelineModule):
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()
         return output
+
+    def generate(self, input_ids: Tensor, use_cache: bool, **how: Any) -> Tensor:
+        """As transformers' `generate` of the whole model, without its cache. Collective over stages."""
+        through_all = partial(logits_through_stages, self)
+        model: Any = LogitsOnly(self, input_ids.device, through_all)
+        written: Tensor = model.generate(input_ids, use_cache=False, synced_gpus=False, **how)
+        return written
 
     def _partition_layers(self, method: str = "") -> None:
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])

@@ -71,6 +71,14 @@ def clip_and_guard_parts(
     return norm, skip_if_not_finite(optimizer, norm)
 
 
+def first_ranks(scores: Tensor) -> Tensor:
+    """The scores of a tensor group's first rank: its ranks would wait for ever after two different tokens."""
+    scores = scores.contiguous()
+    first = groups.get_tensor_model_parallel_src_rank()
+    dist.broadcast(scores, first, group=groups.get_tensor_model_parallel_group())
+    return scores
+
+
 def cut_parameters(module: nn.Module) -> Places:
     """A tensor rank's parameters. Those that lie whole on each rank are written by one, in turn.
 

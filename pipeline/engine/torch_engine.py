@@ -30,6 +30,7 @@ from pipeline.engine.state import restore
 from pipeline.engine.unused import warn_of_unused
 from pipeline.errors import ModelError, listed
 from pipeline.models.batch_norm import num_batch_norms
+from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.optim import (
     build_torch_optimizer,
@@ -69,9 +70,9 @@ class TorchEngine:
         if split.parallel == "dp":
             self._replicas = _data_parallel(self.module, self.precision)
 
-    def generator(self) -> nn.Module | None:
-        """See Engine.generator."""
-        return self.module
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
+        """See Generates.generate: in fp32 on the bare module, which enters no collective."""
+        return generate(self.module, prompts, settings, self.device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")

@@ -17,6 +17,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine
 from pipeline.errors import ModelError
+from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import CausalLM
 from pipeline.training import seed_step
 
@@ -186,17 +187,13 @@ def test_evaluation_counts_every_token_once(ranks):
 
 
 def written(job: Job, tree, json):
-    """What the model writes after a step, by greedy choice; then another step's loss."""
+    """What the model writes after a step; then another step's loss."""
     engine = make_engine(job, tree, json, token_bundle())
     batches = [batch_of(engine, 0)] * 4
     engine.train_step(batches, CausalLM(), 1e-2, False)
-    model = engine.generator()
-    assert model is not None
-    model.eval()
-    prompt = torch.tensor([[5, 6, 7, 8, 9]])
-    text = model.generate(prompt, max_new_tokens=8, do_sample=False, use_cache=True, pad_token_id=0)
+    text = engine.generate([[5, 6, 7, 8, 9]], GenerationSettings(8, temperature=0.8, seed=3))
     loss = engine.train_step(batches, CausalLM(), 1e-2, False).loss_sum
-    return text.tolist(), float(job.all_reduce_sum(loss.double()))
+    return text, float(job.all_reduce_sum(loss.double()))
 
 
 def test_ranks_write_the_oracles_text_together(ranks):

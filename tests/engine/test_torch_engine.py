@@ -180,7 +180,7 @@ def saved_and_loaded(job: Job, folder: Path):
     store_in(folder, job).resume(other)
     for each in (engine, other):
         step(each, batch_of(9 + job.ranks.rank, True))
-    return weights(engine), weights(other), list(engine.module.state_dict()), type(engine.generator())
+    return weights(engine), weights(other), list(engine.module.state_dict()), type(engine.module)
 
 
 def test_the_ranks_share_the_writing_out_and_every_rank_goes_on_from_it(ranks, tmp_path):

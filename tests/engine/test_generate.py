@@ -1,0 +1,182 @@
+"""Text while training: under every split what one whole model of transformers writes, and no step changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parity.measure import ALONE, has_async_io
+from parity.splits import BUFFERED, CPU, GPT2, LLAMA, NVME, SEQUENCE_2, TENSOR_2, TWO_STAGES, WIDE, zero
+from support.exchange import Gathered, Run, shards_now, tree, whole_of
+from support.tiny import VOCABULARY
+from torch import nn
+
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import Engine
+from pipeline.errors import DataError, ModelError
+from pipeline.models import build_model
+from pipeline.models.generation import GenerationSettings
+from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import Whole
+
+DROPOUT = LLAMA | {"extra": {"attention_dropout": 0.2}}
+DROPOUT_GPT2 = {key: value for key, value in GPT2.items() if key != "extra"}
+SHARDED = zero(3, stage3_param_persistence_threshold=0)
+SPLITS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "ddp": ({"torch": {"parallel": "ddp"}}, 2, DROPOUT),
+    "zero0": (zero(0), 2, DROPOUT_GPT2),
+    "zero1": (zero(1), 2, DROPOUT),
+    "zero2-cpu": (zero(2, offload_optimizer=CPU), 2, DROPOUT),
+    "zero3": (SHARDED, 2, DROPOUT),
+    "zero3-persistent": (zero(3), 2, DROPOUT_GPT2),
+    "zero3-cpu": (zero(3, offload_optimizer=CPU, offload_param=CPU), 2, DROPOUT),
+    "zero3-nvme": (zero(3, offload_optimizer=NVME, offload_param=BUFFERED), 2, WIDE),
+    "zero3-hpz": (zero(3, zero_hpz_partition_size=2), 4, DROPOUT),
+    "tensor": (zero(1) | TENSOR_2, 2, DROPOUT),
+    "tensor-zero3": (zero(3) | TENSOR_2, 4, DROPOUT),
+    "sequence": (zero(2) | SEQUENCE_2, 2, LLAMA),
+    "sequence-zero3": (zero(3) | SEQUENCE_2, 4, LLAMA),
+    "stages": (zero(1) | TWO_STAGES, 2, DROPOUT),
+    "stages-data": (zero(0) | TWO_STAGES, 4, DROPOUT),
+    "stages-tied": (zero(1) | TWO_STAGES, 2, GPT2),
+}
+QUICK = ("zero3", "stages")
+# Of unequal lengths, so that rows are padded; those of the second data-parallel rank are others, and more.
+PROMPTS = ([[5, 6, 7, 8, 9], [200, 3]], [[11], [250, 100, 17], [4, 4, 8, 1, 90, 33, 2]])
+GREEDY = GenerationSettings(8)
+DRAWN = GenerationSettings(8, temperature=0.9, top_k=20, seed=7)
+
+
+def own_prompts(engine: Engine) -> list[list[int]]:
+    return PROMPTS[engine.dp_rank % 2]
+
+
+def state_of(engine: Engine) -> list[Any]:
+    gradients = [None if p.grad is None else p.grad.clone() for p in engine.module.parameters()]
+    return [torch.get_rng_state(), *gradients, engine.module.training]
+
+
+def writing(job: Job, tree: dict[str, Any], split: dict[str, Any]):
+    """(the curve without a word written, the curve with, whether it left all as it was, the shards at the
+    end, what was written then: for own prompts and for shared ones).
+    """
+    silent = Run(job, tree, split).train(0, 4)
+    run = Run(job, tree, split)
+    engine, curve, unchanged = run.engine, [], True
+    texts: dict[str, Any] = {}
+    for step in range(4):
+        curve += run.train(step, step + 1)
+        before = state_of(engine)
+        for gather in (True, False):
+            greedy = GenerationSettings(8, gather=gather)
+            texts[f"own, {gather}"] = engine.generate(own_prompts(engine), greedy)
+        texts["greedy"] = engine.generate(PROMPTS[0], GREEDY)
+        texts["drawn"] = engine.generate(PROMPTS[0], DRAWN)
+        unchanged &= all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            for a, b in zip(before, state_of(engine), strict=True)
+        )
+    texts["prompts"] = own_prompts(engine)
+    # The first rank comes to an end early; where forwards are collective the other still needs it.
+    engine.module.generation_config.eos_token_id = texts["greedy"][0][2]
+    few = PROMPTS[0][:1] if engine.dp_rank % 2 == 0 else PROMPTS[1]
+    texts["ended"] = engine.generate(few, GenerationSettings(8, gather=False))
+    return silent, curve, unchanged, shards_now(engine), texts
+
+
+def whole_model(model: dict[str, Any], results) -> nn.Module:
+    """transformers' own, in one process, with the weights that the ranks hold together."""
+    request = ModelRequest(Whole(), vocab_size=VOCABULARY, sequence_length=None)
+    plain = build_model(CausalLMConfig(**model), request, 1).eval()
+    held = whole_of(Gathered({}, [shard for *_, shards, _ in results for shard in shards]))
+    for name, parameter in plain.named_parameters():
+        parameter.data = torch.from_numpy(held[name, "weight"]).view_as(parameter)
+    return plain
+
+
+@torch.no_grad()
+def alone(plain: nn.Module, prompt: list[int]) -> list[int]:
+    """What transformers writes after one prompt, without any padding."""
+    ids = torch.tensor([prompt])
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    return plain.generate(ids, **how)[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def drawn(plain: nn.Module) -> list[list[int]]:
+    """What transformers draws after the first prompts, padded on the left."""
+    ids = torch.tensor([[5, 6, 7, 8, 9], [0, 0, 0, 200, 3]])
+    how = {"do_sample": True, "temperature": DRAWN.temperature, "top_k": DRAWN.top_k, "max_new_tokens": 8}
+    torch.manual_seed(DRAWN.seed)
+    written = plain.generate(ids, attention_mask=(ids > 0).long(), pad_token_id=0, **how)[:, 5:].tolist()
+    end = plain.generation_config.eos_token_id
+    return [until(row, end) for row in written]
+
+
+def until(text: list[int], end: int) -> list[int]:
+    return text[: text.index(end) + 1] if end in text else text
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SPLITS]
+)
+def test_every_split_writes_what_one_whole_model_writes_and_trains_on_as_if_it_had_not(ranks, name):
+    if "nvme" in name and not has_async_io():
+        pytest.skip("no libaio to link with (apt-get install libaio-dev)")
+    split, world_size, model = SPLITS[name]
+    results = ranks(world_size).run(writing, tree(model), split, timeout=900)
+    plain = whole_model(model, results)
+    expected = [alone(plain, prompt) for prompt in PROMPTS[0]]
+    assert len({tuple(text) for text in expected}) == len(expected), "an answer to the prompt"
+    for silent, curve, unchanged, _, texts in results:
+        assert curve == silent
+        assert unchanged, "training's random numbers, gradients or mode are others"
+        assert texts["greedy"] == expected
+        for gather in (True, False):
+            assert texts[f"own, {gather}"] == [alone(plain, prompt) for prompt in texts["prompts"]]
+        assert texts["drawn"] == drawn(plain)
+        assert texts["drawn"] != texts["greedy"]
+        own = [expected[0]] if texts["prompts"] == PROMPTS[0] else texts["own, False"]
+        assert texts["ended"] == [until(text, expected[0][2]) for text in own]
+
+
+def alone_engine(**model: Any) -> Engine:
+    return Run(ALONE, tree(LLAMA | model), {"torch": {"parallel": "single"}}).engine
+
+
+def test_one_process_writes_what_transformers_writes_and_stops_at_an_end():
+    engine = alone_engine()
+    expected = alone(engine.module.eval(), PROMPTS[0][0])
+    engine.module.generation_config.eos_token_id = [255, expected[3]]
+    (short,) = engine.generate([PROMPTS[0][0]], GREEDY)
+    assert short == expected[: expected.index(expected[3]) + 1]
+    with_another = engine.generate(PROMPTS[0], GREEDY)
+    assert with_another[0] == short, "what stands behind the end is not written"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes", "error", "words"),
+    [
+        ([], {}, DataError, "prompts: none is given"),
+        ([[1], []], {}, DataError, r"prompts\[1\] is empty"),
+        ([[1, VOCABULARY]], {}, DataError, f"ids from 1 to {VOCABULARY}"),
+        ([[-1]], {}, DataError, "ids from -1"),
+        ([[1] * 20], {}, ModelError, "20 tokens and max_new_tokens 8 are more than the 24"),
+        ([[1]], {"max_new_tokens": 0}, DataError, "max_new_tokens is 0"),
+        ([[1]], {"temperature": -1.0}, DataError, "temperature -1.0"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_in_one_line(prompts, changes, error, words):
+    engine = alone_engine()
+    with pytest.raises(error, match=words) as caught:
+        engine.generate(prompts, GenerationSettings(**{"max_new_tokens": 8, **changes}))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_cannot_write_says_so():
+    engine = alone_engine()
+    engine.module.__class__ = nn.Module  # any that has no `generate`
+    with pytest.raises(ModelError, match="has no `generate`"):
+        engine.generate([[1]], GREEDY)
