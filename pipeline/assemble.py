@@ -10,10 +10,10 @@ import weakref
 import torch
 from torch import nn
 
+from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.checkpoint.weights import open_checkpoint
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.model_schema import CausalLMConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.assemble import build_eval_loader, model_request
 from pipeline.checkpoint.export import DESCRIPTION
-from pipeline.checkpoint.weights import open_checkpoint
+from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.batch import BatchPlan, plan_batch
 from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
 from pipeline.config.deepspeed_json import precision_of

@@ -64,7 +64,7 @@ def load_weights(
     Host memory beside the model: the largest tensor, on rank 0 also in the dtype of the file.
 
     Args:
-        open_checkpoint: pipeline.checkpoint.weights has it.
+        open_checkpoint: pipeline.checkpoint.initial_weights has it.
         new_ids: Token -> id of a tokenizer that was trained for this run, in which nobody named one.
 
     Raises:

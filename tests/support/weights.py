@@ -8,7 +8,7 @@ from parity.measure import ALONE
 from support.tiny import VOCABULARY
 from torch import nn
 
-from pipeline.checkpoint.weights import open_checkpoint
+from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelSection
 from pipeline.errors import ModelError
 from pipeline.models import build_model
