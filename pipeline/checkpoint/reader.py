@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.manifest import FileRecord, Manifest
-from pipeline.checkpoint.shard_file import Layout, as_bytes, open_plain, read_exactly
+from pipeline.checkpoint.shard_file import as_bytes, open_plain, read_exactly
 from pipeline.errors import CheckpointError
 from pipeline.shards import Integers, Region, Shard, copy_runs, overlap
 
@@ -38,7 +38,8 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = manifest
         self.scalars: Mapping[str, Any] = manifest.scalars
-        self._open: OrderedDict[str, tuple[int, Layout]] = OrderedDict()
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._offsets: dict[str, Integers] = {}  # kept when a file is closed: finding them out takes long
 
     def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
         """(name, kind) -> shape of the whole tensor, of all there is."""
@@ -54,7 +55,7 @@ class CheckpointReader:
         """
         assert tuple(out.shape) == (region.length,), f"{tuple(out.shape)} for {region}"
         table = self.manifest.table
-        rows, shape = table.rows_of(name, kind), table.shapes.get((name, kind), ())
+        rows, shape = table.rows_of(name, kind, region), table.shapes.get((name, kind), ())
         if rows is None:
             raise CheckpointError(f"{self.folder} holds no {kind} of {name}; it is of another model")
         if shape != region.shape:
@@ -81,8 +82,8 @@ class CheckpointReader:
         dtype, number = shard.dtype, bisect_right(self.manifest.first_rows, row) - 1
         file = self.manifest.files[number]
         try:
-            descriptor, layout = self._opened(file)
-            offset = layout.offsets[row - self.manifest.first_rows[number]]
+            descriptor = self._opened(file)
+            offset = int(self._offsets[file.name][row - self.manifest.first_rows[number]])
             if len(runs) == 1 and target.dtype == dtype:
                 begin, into, length = runs[0].tolist()
                 straight = as_bytes(target[into : into + length]).numpy().data
@@ -99,26 +100,32 @@ class CheckpointReader:
                 f"rank {file.rank} wrote it on {file.host}; bring it here, or use a folder all nodes share"
             ) from None
 
-    def _opened(self, file: FileRecord) -> tuple[int, Layout]:
-        found = self._open.pop(file.name, None)
-        if found is None:
-            layout = self.manifest.layout_of(file)
-            found = open_plain(self.folder / file.name), layout
-            header = bytearray(len(layout.header))
+    def _opened(self, file: FileRecord) -> int:
+        descriptor = self._open.pop(file.name, None)
+        if descriptor is None:
+            descriptor = open_plain(self.folder / file.name)
             try:
-                read_exactly(found[0], 0, memoryview(header))
-                if bytes(header) != layout.header:
-                    raise OSError(errno.EINVAL, "its header is not the manifest's")
-            except OSError:
-                os.close(found[0])
+                if file.name not in self._offsets:
+                    self._offsets[file.name] = self._find_offsets(descriptor, file)
+            except (OSError, CheckpointError):
+                os.close(descriptor)
                 raise
-        self._open[file.name] = found  # the last used are at the end
+        self._open[file.name] = descriptor  # the last used are at the end
         if len(self._open) > MAX_OPEN:
-            os.close(self._open.popitem(last=False)[1][0])
-        return found
+            os.close(self._open.popitem(last=False)[1])
+        return descriptor
+
+    def _find_offsets(self, descriptor: int, file: FileRecord) -> Integers:
+        """Of each shard, once the file is seen to have the header that follows from the manifest."""
+        layout = self.manifest.layout_of(file)
+        header = bytearray(len(layout.header))
+        read_exactly(descriptor, 0, memoryview(header))
+        if bytes(header) != layout.header:
+            raise OSError(errno.EINVAL, "its header is not the manifest's")
+        return np.array(layout.offsets, np.int64)
 
     def close(self) -> None:
-        for descriptor, _ in self._open.values():
+        for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
 

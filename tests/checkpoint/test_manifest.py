@@ -23,7 +23,7 @@ from pipeline.checkpoint.manifest import MANIFEST, decode, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.table import ShardTable
 from pipeline.errors import CheckpointError
-from pipeline.shards import Region, Shard
+from pipeline.shards import Region, Shard, overlap
 
 HERE = Path("step-00000001") / MANIFEST
 
@@ -233,6 +233,24 @@ def test_ranks_rows_come_back_joined():
     assert sorted(rows) == [
         row for row in range(len(joined)) if joined.shard(row).title == "exp_avg of embed.weight"
     ]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_rows_that_meet_a_region_are_found(data):
+    by = data.draw(st.sampled_from(["values", "columns"]))
+    engines = [PlainEngine(rank, 3, by) for rank in range(3)]
+    table = ShardTable.joined([ShardTable.of(engine.shards()) for engine in engines])
+    box = data.draw(st.sampled_from([None, ((0, 11), (2, 4)), ((0, 11), (1, 5))]))
+    size = 66 if box is None else 11 * (box[1][1] - box[1][0])
+    start = data.draw(st.integers(0, size))
+    region = Region((11, 6), box, start, data.draw(st.integers(0, size - start)))
+    rows = table.rows_of("embed.weight", "weight")
+    found = table.rows_of("embed.weight", "weight", region)
+    there = [row for row in rows if len(overlap(table.shard(row).region, region))]
+    assert set(there) <= set(found) <= set(rows)
+    if by == "values" and box is None and region.length:
+        assert found == there
 
 
 def test_each_value_comes_once():

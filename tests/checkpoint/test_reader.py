@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plain_engine import PlainEngine, whole_region
 from test_manifest import written
 
-from pipeline.checkpoint.manifest import read_manifest
+from pipeline.checkpoint.manifest import Manifest, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.errors import CheckpointError
 from pipeline.shards import Region
@@ -53,12 +53,20 @@ def test_any_stretch_in_any_dtype(data):
 
 def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.checkpoint.reader.MAX_OPEN", 2)
+    layout_of, laid_out = Manifest.layout_of, []
+
+    def noted(manifest, file):
+        laid_out.append(file.name)
+        return layout_of(manifest, file)
+
+    monkeypatch.setattr(Manifest, "layout_of", noted)
     written(tmp_path, [PlainEngine(rank, 5, seed=7) for rank in range(5)])
     engine = PlainEngine(0, 1, "columns", seed=1)
     with CheckpointReader(tmp_path, read_manifest(tmp_path)) as reader:
         for _ in range(3):
             engine.restore(reader)
             assert len(reader._open) <= 2
+    assert sorted(laid_out) == [f"rank-{rank:05d}.safetensors" for rank in range(5)]
     assert engine.is_model_of(7)
 
 
