@@ -125,7 +125,7 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
 
     def noted_poll() -> list[Any]:
         outcomes = poll()
-        for outcome in outcomes:
+        for outcome in outcomes if begun else []:
             step, stall = begun.pop(0)
             diary.saves.append(Save(step, stall, stall + written(outcome), 0.0, newest_bytes()))
         return outcomes

@@ -214,7 +214,7 @@ class Save:
             raise OSError(errno.EINVAL, f"the shares do not add up: {error}") from error
         sealed = manifest.encode()
         if sum(map(len, content)) > MAX_TABLE_BYTES or len(sealed) > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"{len(table)} shards of {len(files)} ranks are too many to be read")
+            raise OSError(errno.EFBIG, f"{len(table)} shards of {len(files)} files are too many to be read")
         write_durably(self._partial / TABLE, *content)
         write_durably(self._partial / MANIFEST, sealed)
         synchronise(self._partial)

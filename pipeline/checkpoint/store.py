@@ -83,7 +83,7 @@ class CheckpointStore:
 
         Returns:
             How it went: what the system refuses (a full disk) does not end the run. Of a save in the
-            background only the start is known; `poll` has the end.
+            background only the start is known.
         """
         started = time.perf_counter()
         self.wait()
@@ -101,7 +101,10 @@ class CheckpointStore:
         except NotSavedError as error:
             problem = str(error)
         stall = time.perf_counter() - started
-        return self._ended(save, SaveOutcome(step, problem, stall, save.write_seconds))
+        outcome = self._ended(save, SaveOutcome(step, problem, stall, save.write_seconds))
+        if problem is None and not wait:
+            self._finished.put(outcome)
+        return outcome
 
     def save_final(self, engine: EngineState, state: dict[str, Any]) -> SaveOutcome:
         """As save with `wait`, for the end of a run.
@@ -115,7 +118,7 @@ class CheckpointStore:
         return outcome
 
     def poll(self) -> list[SaveOutcome]:
-        """Saves in the background that ended since the last call. Does not wait; not collective."""
+        """Saves without `wait` that ended since the last call. Does not wait; not collective."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         return [self._finished.get() for _ in range(self._finished.qsize())]

@@ -54,10 +54,7 @@ def check_content(folder: Path, manifest: Manifest, files: Collection[str] | Non
         _ = manifest.table
     except CheckpointError as error:
         return [Damage(TABLE, "", (), str(error))]
-    _, absent = look(folder, manifest)
-    chosen = [
-        file for file in manifest.files if file.name not in absent and (files is None or file.name in files)
-    ]
+    chosen = [file for file in manifest.files if files is None or file.name in files]
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(lambda file: _check_content(folder, manifest, file), chosen)
         return [damage for damage in found if damage is not None]
@@ -115,9 +112,10 @@ def _whole_file(manifest: Manifest, file: FileRecord, what: str) -> Damage:
 
 
 def _check_content(folder: Path, manifest: Manifest, file: FileRecord) -> Damage | None:
+    """None: nothing is wrong, or the file is not here."""
     try:
-        layout = manifest.layout_of(file)
         with opened(folder / file.name) as descriptor:
+            layout = manifest.layout_of(file)
             header = bytearray(len(layout.header))
             read_exactly(descriptor, 0, memoryview(header))
             right_header = bytes(header) == layout.header
@@ -136,6 +134,8 @@ def _check_content(folder: Path, manifest: Manifest, file: FileRecord) -> Damage
             part = "not" if right_header else "its header is not"
             titles = tuple(dict.fromkeys(damaged))
             return Damage(file.name, file.host, titles, f"{part} what was written, by its checksum")
+    except FileNotFoundError:
+        return None
     except OSError as error:
         return Damage(file.name, file.host, (), error.strerror or str(error))
     except CheckpointError as error:

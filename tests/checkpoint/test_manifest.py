@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import tempfile
+import tracemalloc
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from plain_engine import PlainEngine
 from support.checkpoints import written
 
-from pipeline.checkpoint.manifest import MANIFEST, decode, read_manifest
+from pipeline.checkpoint.manifest import MANIFEST, TABLE, decode, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.table import ShardTable
 from pipeline.errors import CheckpointError
@@ -115,6 +116,16 @@ def test_another_table_is_refused(tmp_path, change, said):
     (tmp_path / MANIFEST).write_bytes(resealed((tmp_path / MANIFEST).read_bytes(), change))
     with pytest.raises(CheckpointError, match=said):
         _ = read_manifest(tmp_path).table
+
+
+def test_a_table_without_an_end_is_not_read_to_its_end(tmp_path):
+    written(tmp_path, [PlainEngine(0, 1)])
+    os.truncate(tmp_path / TABLE, 1 << 40)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="not what was written"):
+        _ = read_manifest(tmp_path).table
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
 
 
 def test_a_file_of_another_length_than_its_shards_is_refused(tmp_path):

@@ -457,7 +457,9 @@ def test_short_memory_is_said_once_and_training_waits(tmp_path, monkeypatch, cap
     monkeypatch.setattr("pipeline.checkpoint.saving.available_memory", lambda: 1000)
     store = make_store(tmp_path)
     for step in (1, 2):
-        assert store.save(PlainEngine(0, 1), state_at(step)).write_seconds is not None
+        outcome = store.save(PlainEngine(0, 1), state_at(step))
+        assert outcome.write_seconds > 0
+        assert store.poll() == [outcome]  # what it took is measured as that of any other
     assert sum("memory" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -477,6 +479,14 @@ def test_moments_that_appear_later_are_saved(tmp_path):
 def test_shares_that_do_not_add_up_are_never_published(tmp_path):
     engine = PlainEngine(0, 2)  # half of a model
     assert "do not add up" in make_store(tmp_path).save(engine, state_at(1), wait=True).problem
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("limit", ["MAX_BYTES", "MAX_TABLE_BYTES"])
+def test_what_would_be_too_long_to_be_read_is_not_written(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(f"pipeline.checkpoint.saving.{limit}", 100)
+    outcome = make_store(tmp_path).save(PlainEngine(0, 1), state_at(1), wait=True)
+    assert "8 shards of 1 files are too many to be read" in outcome.problem
     assert names(tmp_path) == []
 
 

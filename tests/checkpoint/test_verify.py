@@ -12,7 +12,8 @@ from plain_engine import PlainEngine
 from support.checkpoints import Hostile, written
 
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, Manifest
-from pipeline.checkpoint.verify import verify
+from pipeline.checkpoint.shard_file import opened
+from pipeline.checkpoint.verify import check_content, verify
 
 
 @pytest.fixture
@@ -66,6 +67,25 @@ def test_several_damaged_files_are_all_named(checkpoint):
     assert [damage.file for damage in verify(folder, ["rank-00001.safetensors"])] == [
         "rank-00001.safetensors"
     ]
+
+
+def test_ranks_that_share_the_reading_look_at_no_file_twice(checkpoint, monkeypatch):
+    folder, manifest = checkpoint
+    looked_at = []
+    for module in ("manifest", "verify"):
+        monkeypatch.setattr(f"pipeline.checkpoint.{module}.opened", noting(looked_at))
+    (folder / "rank-00002.safetensors").unlink()  # another machine has it
+    for file in manifest.files:
+        assert check_content(folder, manifest, [file.name]) == []
+    assert looked_at == [file.name for file in manifest.files]
+
+
+def noting(looked_at):
+    def noted(path):
+        looked_at.append(path.name)
+        return opened(path)
+
+    return noted
 
 
 @pytest.mark.parametrize("what", ["shorter", "longer", "empty", "missing", "folder", "pipe", "link"])
