@@ -1,1 +1,47 @@
-"""A DeepSpeed training pipeline. Importing it loads neither torch nor DeepSpeed; the parts do."""
+"""A DeepSpeed training pipeline. docs/api.md shows what it offers to a script; each name loads what it needs.
+
+Importing it loads neither torch nor DeepSpeed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.api import Run
+    from pipeline.checkpoint.export import export
+    from pipeline.config.settings import Settings, load_settings
+    from pipeline.errors import PipelineError
+    from pipeline.trained import evaluate, generate
+    from pipeline.training import Step
+
+__all__ = [
+    "PipelineError",
+    "Run",
+    "Settings",
+    "Step",
+    "evaluate",
+    "export",
+    "generate",
+    "load_settings",
+]
+
+_PLACES = {
+    "PipelineError": "errors",
+    "Run": "api",
+    "Settings": "config.settings",
+    "Step": "training",
+    "evaluate": "trained",
+    "export": "checkpoint.export",
+    "generate": "trained",
+    "load_settings": "config.settings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

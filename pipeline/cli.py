@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pipeline.config.split import Device
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks, write_exit_code
 from pipeline.distributed.signals import Terminated, reports_own_exit, terminable
-from pipeline.errors import CommandLine, ConfigError, PipelineError, shown, too_long_a_name
+from pipeline.errors import CommandLine, PipelineError, shown, too_long_a_name
 from pipeline.launching.environment import take_up
 from pipeline.schedule import remark
 
@@ -101,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if ranks.is_main_process:
                 print(describe(settings, arguments.world_size or ranks.world_size))
             return 0
-        planned = refuse_early(settings, ranks.world_size)
+        planned = settings.plan(ranks.world_size)
     except PipelineError as error:
         return _refuse(error, ranks)
     except OSError as error:
@@ -126,23 +125,6 @@ def _run(settings: Settings, ranks: Ranks, planned: Resolved) -> int:
             return signal.exit_code if isinstance(signal, Terminated) else 130
 
 
-def refuse_early(settings: Settings, world_size: int) -> Resolved:
-    """What --dry-run would refuse is told before torch is loaded and any data prepared.
-
-    A GPU that the driver knows may be none of torch's: what a CPU would take is left to the run.
-    """
-    device = probe_device()
-    try:
-        return settings.resolve(world_size, device)
-    except ConfigError as error:
-        if device.kind != "cpu":
-            try:
-                return settings.resolve(world_size, Device.cpu())
-            except ConfigError:
-                pass
-        raise error
-
-
 def _refuse(error: PipelineError, ranks: Ranks) -> int:
     """Every rank finds the same mistake; one a machine tells it, and the others leave it the time to.
 
@@ -158,7 +140,7 @@ def _refuse(error: PipelineError, ranks: Ranks) -> int:
 
 def describe(settings: Settings, world_size: int) -> str:
     """What --dry-run prints: recipe, DeepSpeed JSON, split, batch plan, steps."""
-    resolved = settings.resolve(world_size, probe_device())
+    resolved = settings.resolve(world_size, Device.probe())
     plan, config = resolved.plan, settings.config
     parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", recipe_yaml(config)]
     if resolved.deepspeed is not None:
@@ -178,16 +160,3 @@ def describe(settings: Settings, world_size: int) -> str:
     else:
         parts.append(f"{config.max_epochs:g} epochs of the training data (counted when it is read)")
     return "\n".join(parts)
-
-
-def probe_device() -> Device:
-    """The device without torch: by the driver's word on a GPU, else a CPU."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    if hidden or not Path("/proc/driver/nvidia/version").exists():
-        return Device.cpu()
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
-        return Device("cuda", bf16=min(float(line) for line in answer.split()) >= 8.0, fp16=True)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return Device("cuda", bf16=True, fp16=True)

@@ -54,6 +54,8 @@ def log_to_console(ranks: Ranks) -> None:
     logger = logging.getLogger("pipeline")
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    for earlier in logger.handlers:  # an earlier run's of this process
+        earlier.close()
     logger.handlers[:] = [console]
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)

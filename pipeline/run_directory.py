@@ -21,8 +21,9 @@ from pipeline.checkpoint.catalog import bring_back, manifest_of, newest_good, st
 from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
+from pipeline.distributed.process_group import Job
 from pipeline.durable import replace_text
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import CheckpointError, ConfigError, PipelineError
 from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
 from pipeline.sinks import METRICS_FILE
 
@@ -57,6 +58,22 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
     except OSError as error:
         path = error.filename or config.run_dir or config.runs_dir
         raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
+
+
+def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> tuple[RunDirectory, FileLock | None]:
+    """As open_run_directory: rank 0 chooses and has the lock; the others are told, or told why not."""
+    lock = None
+    answer: RunDirectory | PipelineError | None = None
+    if job.ranks.is_main_process:
+        try:
+            answer, lock = open_run_directory(config, split)
+        except PipelineError as error:
+            answer = error
+    answer = job.broadcast_object(answer)
+    if isinstance(answer, PipelineError):
+        raise answer
+    assert answer is not None
+    return answer, lock
 
 
 def _open(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
 import sys
 import time
 import traceback
-from contextlib import ExitStack
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from pipeline.config.data_schema import ChatDataConfig
-from pipeline.config.settings import Resolved, Settings
+from pipeline.api import Joined, Run, join
+from pipeline.checkpoint.catalog import steps_in
+from pipeline.config.settings import Settings
+from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks, write_exit_code
 from pipeline.distributed.signals import Terminated, ignore_stop_signals, reports_own_exit
-from pipeline.durable import replace_text
-from pipeline.errors import PipelineError, printable, too_long_a_name
-from pipeline.logs import log_to_console, log_to_file
-
-if not os.path.exists("/dev/nvidiactl"):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed then says nothing of a missing GPU
-# Where the store's process was killed, torch's C++ prints a stack for every call to it.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-from pipeline.assemble import assemble
-from pipeline.checkpoint.catalog import steps_in
-from pipeline.data import DataBundle, prepare_data
-from pipeline.data.digest import check_same_data
-from pipeline.distributed.open_files import raise_open_files_limit
-from pipeline.distributed.process_group import Job, describe_device, start_job
-from pipeline.distributed.progress import Limits
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
-from pipeline.parts import Parts, TrainState
-from pipeline.run_directory import RunDirectory, open_run_directory
-from pipeline.sampling import sample_text
-from pipeline.training import train
-
-log = logging.getLogger(__name__)
+from pipeline.errors import PipelineError, printable, too_long_a_name
 
 
 def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
@@ -50,28 +25,13 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
     or lost a rank (see distributed.watchdog).
 
     Args:
-        deepspeed: The configuration on the device that there most likely is, for DeepSpeed's own validation.
+        deepspeed: See pipeline.api.join.
     """
-    log_to_console(ranks)
-    raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
     job: Job | None = None
-    waits = settings.config.distributed
     try:
-        if deepspeed is not None:
-            from pipeline.engine.validation import check_configuration
-
-            check_configuration(deepspeed)
-        # Before the process group exists: preparing data may take longer than its timeout.
-        data = prepare_data(settings.config.data)
-        job = start_job(
-            ranks,
-            distributed=settings.deepspeed is not None or ranks.world_size > 1,
-            timeout=timedelta(seconds=waits.timeout_seconds),
-            bound=waits.bind_cores,
-        )
-        if ranks.world_size > 1:
-            job.watch(Limits(waits.timeout_seconds, waits.hang_seconds))
-        return _run(settings, job, data)
+        joined = join(settings, ranks, deepspeed)
+        job = joined.job
+        return _run(settings, joined)
     except PipelineError as error:
         return _end(job, ranks, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
@@ -85,108 +45,43 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         return _end(job, ranks, traceback.format_exc(), 1, error)
 
 
-def _run(settings: Settings, job: Job, data: DataBundle) -> int:
-    config = settings.config
-    resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
-    check_same_data(job, data, is_custom=":" in config.data.kind)
-    directory, lock = _agree_on_directory(settings, resolved, job, data)
-    with ExitStack() as stack:
-        if lock is not None:
-            stack.callback(lock.release)
-        log_to_file(directory.path, job.ranks)
-        if job.watchdog is not None:
-            job.watchdog.write_to(directory.path)
-        prepared = assemble(config, resolved, job, data, directory)
-        stack.callback(prepared.loader.close)
-        stack.enter_context(prepared.sinks)
-        _announce(settings, resolved, prepared, directory)
+def _run(settings: Settings, joined: Joined) -> int:
+    job, text = joined.job, None
+    with Run(settings, joined) as prepared:
         try:
-            state, signal_number = train(prepared)
+            prepared.train()
         except BaseException:
             if job.ranks.world_size > 1:
                 # The launcher's SIGTERM, for a rank that has ended, must not cut off the word on why.
                 ignore_stop_signals()
             raise
-        job.progress.at("ending")
-        if signal_number is not None:
-            prepared.sinks.close(128 + signal_number)
-        text = None
-        if signal_number is None and data.tokenizer is not None and config.sample.max_new_tokens:
-            asks = isinstance(config.data, ChatDataConfig)
-            text = sample_text(prepared.engine, data.tokenizer, config.sample, config.seed, asks=asks)
+        if prepared.stopped_by is None:
+            text = prepared.sample()
+    number = prepared.stopped_by
     if job.ranks.is_main_process:
-        _conclude(directory.path, state, signal_number, text)
+        _conclude(prepared, text)
     elif reports_own_exit(job.ranks.local_rank == 0):
-        how = "finished" if signal_number is None else "stopped"
-        print(f"{_place(job.ranks)}: {how} at step {state.global_step}", file=sys.stderr, flush=True)
+        how = "finished" if number is None else "stopped"
+        print(f"{_place(job.ranks)}: {how} at step {prepared.global_step}", file=sys.stderr, flush=True)
     job.barrier()
     if job.ranks.world_size > 1:
         ignore_stop_signals()  # the launcher ends all with the first that leaves with a code
     job.close()
-    return 0 if signal_number is None else 128 + signal_number
+    return 0 if number is None else 128 + number
 
 
 def _place(ranks: Ranks) -> str:
     return f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()})"
 
 
-def _agree_on_directory(
-    settings: Settings, resolved: Resolved, job: Job, data: DataBundle
-) -> tuple[RunDirectory, FileLock | None]:
-    """Rank 0 chooses; the others are told, or told why not."""
-    lock = None
-    answer: RunDirectory | PipelineError | None = None
-    split = {
-        "data": data.fingerprint,
-        "global_batch_size": resolved.plan.global_batch_size,
-        "deepspeed": resolved.deepspeed,
-        "world_size": job.ranks.world_size,
-        "tf32": resolved.tf32,
-    }
-    if job.ranks.is_main_process:
-        try:
-            answer, lock = open_run_directory(settings.config, split)
-        except PipelineError as error:
-            answer = error
-    answer = job.broadcast_object(answer)
-    if isinstance(answer, PipelineError):
-        raise answer
-    assert answer is not None
-    return answer, lock
-
-
-def _announce(settings: Settings, resolved: Resolved, prepared: Parts, directory: RunDirectory) -> None:
-    job, file = prepared.job, settings.split_path
-    log.info(
-        "%s parameters; %s%s; %d rank%s on %s; %d steps; %s",
-        f"{prepared.engine.num_parameters:,}",
-        resolved.split,
-        f" ({file})" if file is not None else "",
-        job.ranks.world_size,
-        "s" * (job.ranks.world_size > 1),
-        job.device.type,
-        prepared.max_steps,
-        directory.path,
-    )
-
-
-def _conclude(path: Path, state: TrainState, signal_number: int | None, text: str | None) -> None:
-    """Says where everything lies; a finished run is marked, so that the same command starts a new one."""
-    if signal_number is None:
-        summary = {
-            "global_step": state.global_step,
-            "skipped_steps": int(state.skipped_steps),
-            "sample": text,
-        }
-        try:
-            replace_text(path / "summary.json", json.dumps(summary, indent=2))
-        except OSError as error:  # the last checkpoint is whole
-            log.warning("summary.json is not written, so that this run looks unfinished: %s", error)
-    else:
+def _conclude(run: Run, text: str | None) -> None:
+    """Says where everything lies."""
+    path = run.directory
+    if run.stopped_by is not None:
         # The last save may have been left out for want of time.
         saved = max(steps_in(path / "checkpoints"), default=None)
         goes_on = "starts again" if saved is None else f"goes on from step {saved}"
-        print(f"stopped at step {state.global_step}; the same command {goes_on}")
+        print(f"stopped at step {run.global_step}; the same command {goes_on}")
     if text is not None:
         print(f"\nthe model wrote:\n\n{printable(text)}\n")
     print(f"metrics     {path / 'metrics.jsonl'}")

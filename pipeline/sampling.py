@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pipeline.config.schema import SampleConfig
 from pipeline.data.template_process import TemplateProcess
+from pipeline.errors import ModelError
 from pipeline.models.generation import Generates, GenerationSettings, longest_sequence
 
 TEMPERATURE = 0.8
@@ -27,8 +29,26 @@ def sample_text(
     if not hasattr(writer.module, "generate"):
         return None
     prompt = (question_ids if asks else prompt_ids)(tokenizer, config.prompt)
-    written = write(writer, prompt.tolist(), config.max_new_tokens, TEMPERATURE, seed)
-    return str(tokenizer.decode(written, skip_special_tokens=True))
+    settings = GenerationSettings(config.max_new_tokens, TEMPERATURE, seed=seed)
+    return str(tokenizer.decode(_write(writer, prompt.tolist(), settings), skip_special_tokens=True))
+
+
+def generate_text(
+    writer: Generates, tokenizer: Any, prompt: str, settings: GenerationSettings, *, asks: bool
+) -> str:
+    """The prompt and what the model writes after it; to a question the answer alone. Collective.
+
+    Raises:
+        ModelError: the prompt is longer than what the model sees, or it cannot generate.
+    """
+    ids = (question_ids if asks else prompt_ids)(tokenizer, prompt).tolist()
+    longest = longest_sequence(writer.module)
+    if longest is not None and len(ids) >= longest:
+        raise ModelError(f"the prompt has {len(ids):,} tokens, and the model sees {longest:,}: shorten it")
+    # As part of the whole: a token by itself may lose a space, or be half of a character.
+    whole = tokenizer.decode(_write(writer, ids, settings), skip_special_tokens=True)
+    text = str(whole[len(tokenizer.decode(ids, skip_special_tokens=True)) :])
+    return text.strip() if asks else prompt + text
 
 
 def prompt_ids(tokenizer: Any, text: str) -> Tensor:
@@ -50,18 +70,15 @@ def question_ids(tokenizer: Any, text: str) -> Tensor:
     return ids
 
 
-def write(
-    writer: Generates, prompt: Sequence[int], max_new_tokens: int, temperature: float, seed: int
-) -> list[int]:
+def _write(writer: Generates, prompt: Sequence[int], settings: GenerationSettings) -> list[int]:
     """The ids of the prompt and of what the model writes after it, up to its end or as far as it can see.
 
     Args:
         prompt: Of one that the model has no positions for, the end is read.
-        temperature: 0: always the likeliest token.
     """
     longest = longest_sequence(writer.module)  # not every model has an end
     if longest is not None:
         prompt = prompt[-max(1, longest - 1) :]
-        max_new_tokens = min(max_new_tokens, longest - len(prompt))
-    settings = GenerationSettings(max(1, max_new_tokens), temperature, seed=seed)
+        fits = max(1, min(settings.max_new_tokens, longest - len(prompt)))
+        settings = replace(settings, max_new_tokens=fits)
     return [*prompt, *writer.generate([prompt], settings)[0]]

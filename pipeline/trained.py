@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline import evaluation
 from pipeline.assemble import build_eval_loader, model_request
 from pipeline.checkpoint.export import DESCRIPTION
+from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.batch import BatchPlan, plan_batch
 from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
@@ -28,16 +31,15 @@ from pipeline.distributed.process_group import Job, allow_tf32, describe_device,
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.inference import Inference
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
-from pipeline.evaluation import evaluate
 from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.models import build_model
-from pipeline.models.generation import longest_sequence
+from pipeline.models.generation import GenerationSettings
 from pipeline.models.huggingface import build_described
 from pipeline.models.sharding import Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.objectives import build_objective
-from pipeline.sampling import prompt_ids, question_ids, write
+from pipeline.sampling import generate_text
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +58,8 @@ class Trained:
     """split.json: how the run was divided when it was last started."""
 
 
-def open_trained(run: Path, checkpoint: Path, overrides: list[str], import_paths: bool = True) -> Trained:
-    """Reads the run's recipe, with what the command line changes of its data and evaluation.
+def _open(path: Path, step: str | int, overrides: Sequence[str], import_paths: bool) -> Trained:
+    """Finds the checkpoint and reads the run's recipe, with what is changed of its data and evaluation.
 
     Args:
         import_paths: Whether the recipe may name code to run.
@@ -67,6 +69,7 @@ def open_trained(run: Path, checkpoint: Path, overrides: list[str], import_paths
             brings code that nobody asked for here.
         CheckpointError: split.json cannot be read.
     """
+    run, checkpoint, _ = find_checkpoint(path, str(step), "step")
     changed = [".".join(parse_override(argument)[0]) for argument in overrides]
     for key in changed:
         if key.partition(".")[0] not in CHANGEABLE and key != REMOTE_CODE:
@@ -99,13 +102,24 @@ def _with_its_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 
 
-def evaluate_trained(trained: Trained) -> dict[str, float]:
-    """The row that the run itself writes at an evaluation, by one process.
+def evaluate(
+    run: str | Path, overrides: Sequence[str] = (), *, step: str | int = "last", import_paths: bool = True
+) -> dict[str, float]:
+    """The row that the run itself writes at an evaluation, by one process, whatever the checkpoint's split.
+
+    Args:
+        run: Run directory, or one of its checkpoints.
+        overrides: `key=value` of data, eval, loader and batch.
+        step: Which checkpoint of the run: a step, `last` or `best`.
+        import_paths: Whether the run's recipe may name code to run.
 
     Raises:
+        ConfigError: an override cannot be.
         DataError: nothing is held out.
-        CheckpointError, ModelError: the weights are damaged, or cannot be put into the model.
+        CheckpointError, ModelError: there is no such checkpoint; the weights are damaged, or cannot be put
+            into the model.
     """
+    trained = _open(Path(run), step, overrides, import_paths)
     config = trained.config
     data = prepare_data(config.data)
     if data.fingerprint != trained.split.get("data"):
@@ -125,21 +139,35 @@ def evaluate_trained(trained: Trained) -> dict[str, float]:
             "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
             "documents"
         )
-    row = evaluate(engine, objective, loader, job)
+    row = evaluation.evaluate(engine, objective, loader, job)
     assert row is not None  # nothing stops it early
     return row
 
 
 def generate(
-    trained: Trained, prompt: str, *, max_new_tokens: int, temperature: float, seed: int
-) -> tuple[str, str]:
-    """(what stands there already, what the model writes): after the prompt; to one that was trained on
-    conversations the prompt is a question.
+    run: str | Path,
+    prompt: str,
+    overrides: Sequence[str] = (),
+    *,
+    step: str | int = "last",
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    seed: int = 0,
+    import_paths: bool = True,
+) -> str:
+    """The prompt and what a checkpoint's language model writes after it; of one that was trained on
+    conversations, its answer to the prompt. By one process.
+
+    Args:
+        run, overrides, step, import_paths: As of `evaluate`.
+        temperature: 0: always the likeliest token.
 
     Raises:
+        ConfigError: an override cannot be.
         ModelError: it is no language model, or the prompt is longer than what it can see.
         CheckpointError: the weights are damaged.
     """
+    trained = _open(Path(run), step, overrides, import_paths)
     config = trained.config
     if not isinstance(config.model, CausalLMConfig):
         raise ModelError(
@@ -147,23 +175,10 @@ def generate(
             "(model.kind: causal_lm)"
         )
     tokenizer = load_pretrained(str(trained.run / DESCRIPTION))
-    asked = isinstance(config.data, ChatDataConfig)
-    ids = question_ids(tokenizer, prompt) if asked else prompt_ids(tokenizer, prompt)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    model = _load(trained, job, None)
-    longest = longest_sequence(model.module)
-    if longest is not None and len(ids) >= longest:
-        raise ModelError(f"--prompt has {len(ids):,} tokens, and the model sees {longest:,}: shorten it")
-    written = write(model, ids.tolist(), max_new_tokens, temperature, seed)
-    text = _text_after(tokenizer, written, len(ids))
-    return ("", text.strip()) if asked else (prompt, text)
-
-
-def _text_after(tokenizer: Any, written: list[int], start: int) -> str:
-    """As part of the whole: a token by itself may lose a space, or be half of a character."""
-    whole = tokenizer.decode(written, skip_special_tokens=True)
-    before = tokenizer.decode(written[:start], skip_special_tokens=True)
-    return str(whole[len(before) :])
+    asks = isinstance(config.data, ChatDataConfig)
+    settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
+    return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)
 
 
 def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:

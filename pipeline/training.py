@@ -56,6 +56,8 @@ class Loop:
         self._evaluated_at = -1
         self._write_seconds = 0.0
         self._has_begun = self._holds_signals = self._stopped = self._is_over = False
+        self.is_finished = False
+        """It made its last step, and that is saved."""
 
     @property
     def stopped_by(self) -> int | None:
@@ -163,6 +165,8 @@ class Loop:
         if step > 0 and (not self._stopped or self._has_time_to_save()):
             self._parts.checkpoints.save_final(self._parts.engine, self._remembered())
         self._parts.checkpoints.wait()
+        self.is_finished = not self._stopped
+        self._parts.job.progress.at("ending")
         self._release_signals()
 
     def _release_signals(self) -> None:

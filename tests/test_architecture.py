@@ -26,11 +26,12 @@ LAYERS = [
     ["run_directory", "parts"],
     ["training"],
     ["assemble"],
-    ["trained"],
+    ["trained", "api"],
     ["running"],
     ["cli", "commands"],
     ["__main__"],
 ]
+LAZY = {"importlib", "importlib.import_module", "typing", "typing.Any", "typing.TYPE_CHECKING"}
 # Never each other.
 APART = ["models", "data", "sinks", "optim", "schedule"]
 
@@ -123,8 +124,8 @@ def find_circle(graph: dict[str, set[str]]) -> list[str]:
 def test_imports_go_one_way(path):
     height = {name: level for level, names in enumerate(LAYERS) for name in names}
     part = part_of(path)
-    if part == "__init__":
-        assert not imports(path)
+    if part == "__init__":  # the face: what it offers is imported when it is asked for
+        assert {module for _, module in imports(path)} <= LAZY
         return
     assert part in height, f"{part} has no layer yet"
     for line, module in imports(path):

@@ -219,7 +219,7 @@ def test_stopped_while_it_writes_its_sample_a_run_is_not_finished(tmp_path, monk
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.running.sample_text", stopped)
+        patch.setattr("pipeline.api.sample_text", stopped)
         assert main(["--config", str(recipe)]) != 0
     (run,) = run_directories(tmp_path)
     before = numbers(run)

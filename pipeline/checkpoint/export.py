@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from pipeline import foreign
+from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, opened
@@ -44,6 +45,33 @@ class Exported:
 
 
 def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    step: str | int = "last",
+    dtype: str = "fp32",
+    advance: Callable[[int], object] = lambda count: None,
+) -> Exported:
+    """Writes a checkpoint's weights, whatever its split, to a folder. transformers opens it where the model
+    is one of its own. By one process; needs neither a GPU nor the run's machines.
+
+    Args:
+        run: Run directory, or one of its checkpoints.
+        out: Must not exist, or be empty.
+        step: Which checkpoint of the run: a step, `last` or `best`.
+        dtype: Of the weights: `fp32`, `bf16` or `fp16`.
+        advance: Called with the number of values done; there are two for each.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged; `out` cannot be written.
+    """
+    directory, checkpoint, manifest = find_checkpoint(Path(run), str(step), "step")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
+    return write_export(directory, checkpoint, manifest, Path(out), dtype, advance)
+
+
+def write_export(
     run: Path,
     checkpoint: Path,
     manifest: Manifest,

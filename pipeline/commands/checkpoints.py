@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.commands.run_argument import find_checkpoint, find_run, report_errors
+from pipeline.checkpoint.find import find_checkpoint, find_run
+from pipeline.commands.run_argument import report_errors
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.commands.run_argument import find_checkpoint, report_errors
+from pipeline.checkpoint.find import find_checkpoint
+from pipeline.commands.run_argument import report_errors
 from pipeline.config.own_code import OPTION
 from pipeline.distributed.ranks import Ranks
 from pipeline.logs import log_to_console
@@ -46,11 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
         directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
         from pipeline.inspection.screen import Screen
         from pipeline.sinks.jsonl import METRICS_FILE, read_metrics
-        from pipeline.trained import evaluate_trained, open_trained
+        from pipeline.trained import evaluate
 
-        row = evaluate_trained(
-            open_trained(directory, checkpoint, arguments.overrides, not arguments.no_import_paths)
-        )
+        row = evaluate(checkpoint, arguments.overrides, import_paths=not arguments.no_import_paths)
         record = directory / METRICS_FILE
         rows = read_metrics(record) if record.is_file() else []
         at_this_step = [each for each in rows if each["step"] == manifest.global_step and "eval/loss" in each]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.commands.run_argument import find_checkpoint, report_errors
+from pipeline.checkpoint.find import find_checkpoint
+from pipeline.commands.run_argument import report_errors
 
 HELP = "write a checkpoint's weights as safetensors (a transformers folder, where the model is one)"
 
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         total = sum(math.prod(shape) for _, shape, _ in weights_of(manifest).values())
         screen = Screen(no_color=True)
         with screen.progress("exporting", 2 * total) as advance:
-            done = export(directory, checkpoint, manifest, arguments.out, arguments.dtype, advance)
+            done = export(checkpoint, arguments.out, dtype=arguments.dtype, advance=advance)
         files = len(done.files)
         size = f"{total:,} values, {done.num_bytes / 1e6:,.1f} MB in {files} file{'s' * (files > 1)}"
         print(f"{checkpoint.name} of {directory}: {size}: {arguments.out}")

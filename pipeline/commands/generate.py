@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.commands.run_argument import find_checkpoint, report_errors
+from pipeline.checkpoint.find import find_checkpoint
+from pipeline.commands.run_argument import report_errors
 from pipeline.config.own_code import OPTION
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, printable
@@ -45,16 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError("--prompt: not UTF-8; set the terminal to UTF-8 (LANG=C.UTF-8)")
         if not 0 <= arguments.seed < 2**32:
             raise ConfigError(f"--seed {arguments.seed}: expected 0 to 2^32 - 1")
-        directory, checkpoint, _ = find_checkpoint(arguments.run, arguments.step)
-        from pipeline.trained import generate, open_trained
+        _, checkpoint, _ = find_checkpoint(arguments.run, arguments.step)
+        from pipeline.trained import generate
 
-        before, written = generate(
-            open_trained(directory, checkpoint, arguments.overrides, not arguments.no_import_paths),
+        text = generate(
+            checkpoint,
             arguments.prompt,
+            arguments.overrides,
             max_new_tokens=arguments.max_new_tokens,
             temperature=arguments.temperature,
             seed=arguments.seed,
+            import_paths=not arguments.no_import_paths,
         )
-        print(printable(before + written), flush=True)
+        print(printable(text), flush=True)
 
     return report_errors(work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,18 +109,45 @@ class Settings:
         refuse_impossible(choice, self.split)
         return resolved
 
+    def plan(self, world_size: int) -> Resolved:
+        """`resolve` on the device that there most likely is: before torch is loaded and any data prepared.
+
+        A GPU that the driver knows may be none of torch's: what a CPU would take is left to the run.
+
+        Raises:
+            ConfigError: as `resolve`.
+        """
+        device = Device.probe()
+        try:
+            return self.resolve(world_size, device)
+        except ConfigError as error:
+            if device.kind != "cpu":
+                try:
+                    return self.resolve(world_size, Device.cpu())
+                except ConfigError:
+                    pass
+            raise error
+
 
 def load_settings(
-    recipe: Path, deepspeed: Path | None, overrides: list[str], *, import_paths: bool = True
+    recipe: str | Path,
+    deepspeed: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    import_paths: bool = True,
 ) -> Settings:
     """Reads and checks both files with the command line's overrides.
 
     Args:
+        recipe: YAML; what is trained.
+        deepspeed: JSON; how the work is split. None: plain PyTorch.
+        overrides: `key=value` for the recipe, `ds.key=value` for the JSON.
         import_paths: Whether the recipe may name code to run.
 
     Raises:
         ConfigError: see pipeline.config.loading, pipeline.config.deepspeed_json and pipeline.config.own_code.
     """
+    recipe, deepspeed = Path(recipe), None if deepspeed is None else Path(deepspeed)
     for option, path in (("--config", recipe), ("--deepspeed", deepspeed)):
         if path == Path():  # what an empty text becomes
             raise ConfigError(f"{option}: empty, or the folder '.'; name a file")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,19 @@ class Device:
         except OSError:
             words = set()
         return cls("cpu", bool(words & BF16_FLAGS), bool(words & FP16_FLAGS))
+
+    @classmethod
+    def probe(cls) -> Device:
+        """Without torch: by the driver's word on a GPU, else a CPU."""
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+        if hidden or not Path("/proc/driver/nvidia/version").exists():
+            return cls.cpu()
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
+            return cls("cuda", bf16=min(float(line) for line in answer.split()) >= 8.0, fp16=True)
+        except (OSError, subprocess.SubprocessError, ValueError):
+            return cls("cuda", bf16=True, fp16=True)
 
     def emulates(self, precision: str) -> bool:
         return self.kind == "cpu" and (

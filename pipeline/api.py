@@ -1,0 +1,292 @@
+"""A run as an object: built by its settings, stepped, evaluated, saved. `launch/train.py` is written on it.
+
+What a user can cause is raised as a PipelineError; how a process ends is pipeline.running's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pipeline.config.data_schema import ChatDataConfig
+from pipeline.config.settings import Resolved, Settings
+from pipeline.distributed.orphans import stop_with_launcher
+from pipeline.distributed.ranks import Ranks, read_ranks
+from pipeline.durable import replace_text
+from pipeline.errors import DataError, ModelError
+from pipeline.logs import log_to_console, log_to_file
+
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed then says nothing of a missing GPU
+# Where the store's process was killed, torch's C++ prints a stack for every call to it.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from torch import nn
+
+from pipeline.assemble import assemble
+from pipeline.data import DataBundle, prepare_data
+from pipeline.data.digest import check_same_data
+from pipeline.distributed.open_files import raise_open_files_limit
+from pipeline.distributed.process_group import Job, describe_device, start_job
+from pipeline.distributed.progress import Limits
+from pipeline.models.generation import GenerationSettings
+from pipeline.parts import Parts
+from pipeline.run_directory import RunDirectory, agree_on_run_directory
+from pipeline.sampling import TEMPERATURE, generate_text, sample_text
+from pipeline.training import Loop, Step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This process in its job, with the data prepared."""
+
+    job: Job
+    data: DataBundle
+
+
+def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> Joined:
+    """Prepares the data and joins the process group. Collective.
+
+    Args:
+        deepspeed: The configuration on the device that there most likely is, for DeepSpeed's own validation.
+
+    Raises:
+        PipelineError: the JSON or the data cannot be used; not all ranks came.
+    """
+    log_to_console(ranks)
+    raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
+    if deepspeed is not None:
+        from pipeline.engine.validation import check_configuration
+
+        check_configuration(deepspeed)
+    # Before the process group exists: preparing data may take longer than its timeout.
+    data = prepare_data(settings.config.data)
+    waits = settings.config.distributed
+    job = start_job(
+        ranks,
+        distributed=settings.deepspeed is not None or ranks.world_size > 1,
+        timeout=timedelta(seconds=waits.timeout_seconds),
+        bound=waits.bind_cores,
+    )
+    if ranks.world_size > 1:
+        job.watch(Limits(waits.timeout_seconds, waits.hang_seconds))
+    return Joined(job, data)
+
+
+class Run:
+    """One run of training, in this process alone or as one rank of those that a launcher started.
+
+    It is built here: data, model, engine; where its directory has a checkpoint it goes on from there. Use it
+    in `with`, or call `close`. Every method is collective: all ranks call the same ones in the same order.
+
+    Between the first step and the last SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask for a stop, as they do of the
+    command: `step` saves and says that it is over.
+
+    Args:
+        settings: From `load_settings`.
+        joined: What `join` gave, where the process has joined its job already; whoever did leaves it too.
+
+    Raises:
+        PipelineError: something the user gave cannot work; ConfigError, DataError, ModelError,
+            CheckpointError or LaunchError say what.
+    """
+
+    def __init__(self, settings: Settings, joined: Joined | None = None):
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            if joined is None:
+                ranks = read_ranks(os.environ)
+                planned = settings.plan(ranks.world_size)
+                if ranks.world_size > 1:
+                    stop_with_launcher(ranks)
+                joined = join(settings, ranks, planned.deepspeed)
+                stack.push(partial(_leave, joined.job))
+            self._job, self._data, self._settings = joined.job, joined.data, settings
+            config = settings.config
+            resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
+            check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
+            known = {
+                "data": self._data.fingerprint,
+                "global_batch_size": resolved.plan.global_batch_size,
+                "deepspeed": resolved.deepspeed,
+                "world_size": self._job.ranks.world_size,
+                "tf32": resolved.tf32,
+            }
+            directory, lock = agree_on_run_directory(config, known, self._job)
+            if lock is not None:
+                stack.callback(lock.release)
+            stack.push(self._mark_finished)
+            log_to_file(directory.path, self._job.ranks)
+            if self._job.watchdog is not None:
+                self._job.watchdog.write_to(directory.path)
+            self._parts = assemble(config, resolved, self._job, self._data, directory)
+            stack.callback(self._parts.loader.close)
+            stack.enter_context(self._parts.sinks)
+            self._loop = stack.enter_context(Loop(self._parts))
+            self._directory = directory.path
+            self._sample: str | None = None
+            self._asks = isinstance(config.data, ChatDataConfig)
+            _announce(settings, resolved, self._parts, directory)
+            self._stack = stack.pop_all()
+
+    @property
+    def directory(self) -> Path:
+        """`runs/NAME-TIME`, or what `run_dir` says."""
+        return self._directory
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._job.ranks.is_main_process
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done, with those before a resume."""
+        return self._loop.state.global_step
+
+    @property
+    def max_steps(self) -> int:
+        """Where it ends."""
+        return self._parts.max_steps
+
+    @property
+    def stopped_by(self) -> int | None:
+        """The number of the signal that ended it early; None: none did."""
+        return self._loop.stopped_by
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, or this rank's part of it, without any wrapper."""
+        return self._parts.engine.module
+
+    def step(self) -> Step | None:
+        """One optimizer step, with the log row, the evaluation and the checkpoint that the recipe asks for
+        after it; after the last one, or where a stop is agreed, the checkpoint that the run ends with.
+
+        Returns:
+            None: the run was over.
+
+        Raises:
+            NonFiniteLossError: too many steps in a row had an infinite or NaN gradient.
+            PipelineError: something else the user gave does not work, as a row of the data.
+        """
+        return self._loop.step()
+
+    def train(self) -> None:
+        """All steps that are left, or those until a stop is agreed (`stopped_by`). Raises as `step` does."""
+        while self.step() is not None:
+            pass
+
+    def evaluate(self) -> dict[str, float] | None:
+        """The row of the held-out data (`eval/loss` ...) with the weights as they are, logged if it is new.
+
+        Returns:
+            None: a stop was agreed before the end.
+
+        Raises:
+            DataError: nothing is held out.
+        """
+        if self._parts.eval_loader is None:
+            raise DataError(
+                "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
+                "documents"
+            )
+        return self._loop.evaluate()
+
+    def generate(
+        self, prompt: str, *, max_new_tokens: int = 128, temperature: float = TEMPERATURE, seed: int = 0
+    ) -> str:
+        """As pipeline.generate, with the weights as they are; training goes on as if it had not been.
+
+        Raises:
+            ModelError: it is no language model, or the prompt is longer than what it sees.
+        """
+        if self._data.tokenizer is None:
+            raise ModelError("the model writes no text; that is for language models (model.kind: causal_lm)")
+        settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
+        engine, tokenizer = self._parts.engine, self._data.tokenizer
+        return generate_text(engine, tokenizer, prompt, settings, asks=self._asks)
+
+    def sample(self) -> str | None:
+        """What the model writes for the recipe's section `sample`; kept in summary.json.
+
+        Returns:
+            None: it asks for nothing, or the model writes no text.
+        """
+        config, tokenizer = self._settings.config, self._data.tokenizer
+        if tokenizer is not None and config.sample.max_new_tokens:
+            engine = self._parts.engine
+            self._sample = sample_text(engine, tokenizer, config.sample, config.seed, asks=self._asks)
+        return self._sample
+
+    def save(self) -> Path:
+        """A checkpoint of this step, unless there is one; on the disk when this returns. Its folder.
+
+        Raises:
+            CheckpointError: it cannot be written, or there was no step yet.
+        """
+        return self._loop.save()
+
+    def close(self) -> None:
+        """Ends it: a save under way is waited for, a finished run gets its summary.json, the directory is
+        unlocked and the process group left. A second call does nothing."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As `close`; after an exception nothing is waited for, and of several ranks none leaves the group:
+        their processes have to end."""
+        stack, self._stack = self._stack, ExitStack()
+        if error is None and self.stopped_by is not None:
+            self._parts.sinks.close(128 + self.stopped_by)
+        stack.__exit__(kind, error, trace)
+
+    def _mark_finished(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """So that the same settings start a new run."""
+        if error is not None or not self._loop.is_finished or not self.is_main_process:
+            return
+        summary = {
+            "global_step": self.global_step,
+            "skipped_steps": int(self._loop.state.skipped_steps),
+            "sample": self._sample,
+        }
+        try:
+            replace_text(self.directory / "summary.json", json.dumps(summary, indent=2))
+        except OSError as problem:  # the last checkpoint is whole
+            log.warning("summary.json is not written, so that this run looks unfinished: %s", problem)
+
+
+def _leave(job: Job, kind: object, error: BaseException | None, trace: object) -> None:
+    if error is None:
+        job.barrier()
+    if error is None or job.ranks.world_size == 1:
+        job.close()
+
+
+def _announce(settings: Settings, resolved: Resolved, parts: Parts, directory: RunDirectory) -> None:
+    job, file = parts.job, settings.split_path
+    log.info(
+        "%s parameters; %s%s; %d rank%s on %s; %d steps; %s",
+        f"{parts.engine.num_parameters:,}",
+        resolved.split,
+        f" ({file})" if file is not None else "",
+        job.ranks.world_size,
+        "s" * (job.ranks.world_size > 1),
+        job.device.type,
+        parts.max_steps,
+        directory.path,
+    )

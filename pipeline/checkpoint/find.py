@@ -1,0 +1,75 @@
+"""Which run, and which of its checkpoints, is meant. Loads torch only once there is something to read."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.manifest import Manifest
+
+
+def find_run(path: Path) -> Path:
+    """The run directory that is meant.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if (path / "checkpoints").is_dir():
+        return path
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a run directory, as runs/NAME-TIME")
+    whole = path.absolute()
+    above = whole.parent if whole.name == "checkpoints" else whole.parent.parent
+    if "checkpoints" in (whole.name, whole.parent.name) and (above / "checkpoints").is_dir():
+        raise CheckpointError(f"{path} lies inside of a run directory; give that: {above}")
+    raise CheckpointError(f"{path} is no run directory: it has no folder checkpoints/")
+
+
+def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Path, Path, Manifest]:
+    """(run directory, checkpoint, its manifest) of a run directory and a step, `last` or `best`.
+
+    Args:
+        path: A run directory, or one of its checkpoints: then that one is meant, whatever `which` says.
+        option: What `which` was given as, for messages.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is not complete.
+    """
+    from pipeline.checkpoint.catalog import check, newest_good, steps_in
+    from pipeline.checkpoint.listing import list_checkpoints
+
+    whole = path.absolute()
+    if whole.parent.name == "checkpoints" and whole in steps_in(whole.parent).values():
+        directory = path.parent.parent if len(path.parts) > 2 else whole.parent.parent
+        return directory, path, check(path)
+    directory = find_run(path)
+    steps = steps_in(directory / "checkpoints")
+    if which == "last":
+        newest, passed_over = newest_good(directory / "checkpoints")
+        if newest is None:
+            why = f": {passed_over[0]}" if passed_over else ""
+            raise CheckpointError(f"{directory} holds no complete checkpoint{why}")
+        for line in passed_over:
+            print(line, file=sys.stderr)
+        return directory, newest, check(newest)
+    if which == "best":
+        measured = [
+            (row.eval_loss, -row.step, row.path)
+            for row in list_checkpoints(directory)
+            if row.problem is None and row.eval_loss is not None and not math.isnan(row.eval_loss)
+        ]
+        if not measured:
+            raise CheckpointError(f"{directory}: no checkpoint knows its evaluation loss; use {option} last")
+        best = min(measured)[2]
+        return directory, best, check(best)
+    if not which.isdecimal():
+        raise CheckpointError(f"{option} {which}: expected a step, `last` or `best`")
+    if int(which) not in steps:
+        known = ", ".join(map(str, sorted(steps))) or "none"
+        raise CheckpointError(f"{directory} has no checkpoint of step {which}; it has {known}")
+    return directory, steps[int(which)], check(steps[int(which)])
