@@ -139,12 +139,16 @@ def at_rest(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
     """Inside it a step moves nothing."""
     if _reads_found_inf(optimizer):
         optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
-        yield
-        del optimizer.found_inf  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
         return
     hook = optimizer.register_step_pre_hook(lambda stepped, *_: stepped.zero_grad(set_to_none=True))
-    yield
-    hook.remove()
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _reads_found_inf(optimizer: Optimizer) -> bool:

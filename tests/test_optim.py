@@ -11,7 +11,7 @@ from torch import nn
 from pipeline.config.schema import OptimizerConfig
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.errors import ConfigError, ModelError
-from pipeline.optim import build_torch_optimizer, parameter_groups, set_learning_rate
+from pipeline.optim import at_rest, build_torch_optimizer, parameter_groups, set_learning_rate
 
 
 class Tiny(nn.Module):
@@ -154,3 +154,22 @@ def test_a_step_that_is_not_finite_moves_no_parameter_and_no_state(kind, bad):
     for now, then in zip(states, wanted, strict=True):
         assert now.keys() == then.keys()
         assert all(torch.equal(now[key], then[key]) for key in then)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_is_at_rest_inside_and_steps_again_after_an_error(kind):
+    model = Tiny()
+    optimizer = OPTIMIZERS[kind](parameter_groups(model.named_parameters(), OptimizerConfig()))
+    before, _ = held(model, optimizer)
+
+    def step_once():
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.1)
+        optimizer.step()
+
+    with pytest.raises(KeyError), at_rest(optimizer, torch.device("cpu")):
+        step_once()
+        assert all(map(torch.equal, model.parameters(), before))
+        raise KeyError
+    step_once()
+    assert not any(map(torch.equal, model.parameters(), before))
