@@ -215,8 +215,8 @@ def print_claims(console: Console, claims: list[Claim]) -> None:
     for column in ["claim", "split-ranks", "measured", "wanted", ""]:
         table.add_column(column, no_wrap=True)
     for claim in claims:
-        verdict = "holds" if claim.holds else "does not hold"
-        table.add_row(claim.what, claim.group, f"{claim.measured:.4g}", claim.wanted, verdict)
+        answer = "holds" if claim.holds else "does not hold"
+        table.add_row(claim.what, claim.group, f"{claim.measured:.4g}", claim.wanted, answer)
     console.print(table)
 
 

@@ -140,7 +140,7 @@ class Shutdown:
         if self.folder is not None:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / "verdict.txt").write_text(line + "\n")
+                (self.folder / "diagnosis.txt").write_text(line + "\n")
             line += f"; stacks: {self.folder}"
         self._write(line)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.doctor.facts import Disk, Ops
 from pipeline.doctor.probe import Answered
-from pipeline.doctor.rows import HOST, Fault, Row, Seen, Verdict, rows_of
+from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
 from pipeline.doctor.session import SilentError
 from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON
 from pipeline.op_builds import ASYNC_IO, CPU_ADAM, NativeOp
@@ -164,11 +164,11 @@ def _memory(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
     for host, each in facts.items():
         wanted = seen.devices[host]
         ranks = len(wanted) if wanted is not None else len(each.get("devices", {}).get("gpus", [])) or 1
-        verdict = _judge(each["memory"] / ranks, MEMORY_A_RANK)
-        if verdict is not None:
+        status = _judge(each["memory"] / ranks, MEMORY_A_RANK)
+        if status is not None:
             found = f"{_size(each['memory'])} free for {ranks} rank{'s' * (ranks > 1)}"
             fix = seen.on_host("ps -eo rss,user,comm --sort=-rss") + " | head; or raise the job's limit"
-            faults[host] = [(verdict, found, fix)]
+            faults[host] = [(status, found, fix)]
     least = min(facts, key=lambda host: facts[host]["memory"])
     return rows_of("memory", faults, f"at least {_size(facts[least]['memory'])} free")
 
@@ -190,9 +190,9 @@ def _disk(seen: Seen, host: str, disk: Disk) -> Fault | None:
     fix = seen.on_host(f"df -h {disk['path']}") + "; make room, or name another folder"
     if disk["path"] == "/dev/shm":
         fix = seen.on_host("'mount -o remount,size=16G /dev/shm'") + " (docker: --shm-size=16g)"
-    verdict = _judge(disk["free"], SMALL_DISK.get(disk["path"], DISK))
-    if verdict is not None:
-        return verdict, f"{disk['path']}: {_size(disk['free'])} free", fix
+    status = _judge(disk["free"], SMALL_DISK.get(disk["path"], DISK))
+    if status is not None:
+        return status, f"{disk['path']}: {_size(disk['free'])} free", fix
     if disk["files_left"] is not None and disk["files_left"] < 1000:
         return "fail", f"{disk['path']}: room for {disk['files_left']} more files", fix
     return None
@@ -236,16 +236,16 @@ def _op(seen: Seen, op: NativeOp, there: Ops) -> Fault | None:
     """What is missing on a machine to build an op."""
     # torch's AdamW takes the place of CPU Adam; nothing that of async_io.
     is_asked_for = seen.ops is not None and op is ASYNC_IO
-    verdict: Verdict = "fail" if is_asked_for else "warning"
+    status: Status = "fail" if is_asked_for else "warning"
     if set(op.folders) <= set(there["built"]):
         return None
     if there["compiler"] is None:
-        return verdict, "no C++ compiler: no offloading", seen.on_host("apt-get install g++")
+        return status, "no C++ compiler: no offloading", seen.on_host("apt-get install g++")
     if there["ninja"] is None:
         install = seen.on_host(f"{sys.executable} -m pip install ninja")
-        return verdict, "no ninja: no offloading", install
+        return status, "no ninja: no offloading", install
     if is_asked_for and not there["libaio"]:
-        return verdict, "no libaio: no offloading to NVMe", seen.on_host("apt-get install libaio-dev")
+        return status, "no libaio: no offloading to NVMe", seen.on_host("apt-get install libaio-dev")
     return None
 
 
@@ -261,7 +261,7 @@ def check_clocks(seen: Seen) -> list[Row]:
     return rows_of("clock", faults, f"within {max(most, 0.001):.3f} s")
 
 
-def _judge(value: float, limits: tuple[float, float]) -> Verdict | None:
+def _judge(value: float, limits: tuple[float, float]) -> Status | None:
     return "fail" if value < limits[0] else "warning" if value < limits[1] else None
 
 

@@ -173,7 +173,7 @@ class _Examination:
         return rows
 
     def _all_reduce(self, rows: Sequence[Row]) -> list[Row]:
-        blocking = sorted({row.check for row in rows if row.verdict == "fail" and row.check in BLOCKING})
+        blocking = sorted({row.check for row in rows if row.status == "fail" and row.check in BLOCKING})
         if blocking:
             return [Row("all-reduce", "warning", "not tried", f"first: {', '.join(blocking)}")]
         ranks = self._ranks()

@@ -10,7 +10,7 @@ from statistics import median
 from pipeline.doctor.collective import Measured
 from pipeline.doctor.network import Connection, Network
 from pipeline.doctor.probe import Answered
-from pipeline.doctor.rows import HOST, Fault, Row, Seen, Verdict, rows_of
+from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
 
 SLOW = 1 / 3
 """Share of the median below which a link is slow."""
@@ -31,15 +31,15 @@ def addresses_of(network: Network) -> list[str]:
 def address_of(host: str, facts: Mapping[str, Answered]) -> str | None:
     """Where others find a host: as most of them resolve its name; else where ssh found it; else its first."""
     own = addresses_of(facts[host]["network"])
-    votes = Counter(
+    counts = Counter(
         address
         for other, each in facts.items()
         if other != host
         for address in each["network"]["names"].get(host, [])[:1]
         if address in own
     )
-    if votes:
-        return votes.most_common(1)[0][0]
+    if counts:
+        return counts.most_common(1)[0][0]
     by_ssh = facts[host]["address"]
     return by_ssh if by_ssh in own else next(iter(own), None)
 
@@ -118,18 +118,18 @@ def _only_another_machine(seen: Seen, facts: Mapping[str, Answered]) -> list[Row
 
 
 def _name(
-    host: str, name: str, network: Network, facts: Mapping[str, Answered], verdict: Verdict
+    host: str, name: str, network: Network, facts: Mapping[str, Answered], status: Status
 ) -> Fault | None:
     """Of a name that is wrong. The first host is where all ranks meet: there it is fatal."""
     known, own = network["names"].get(name, []), addresses_of(facts[name]["network"])
     right = address_of(name, facts)
     fix = f'put "{right} {name}" into /etc/hosts of {HOST}'
     if not known:
-        return verdict, f"{name} is unknown", fix
+        return status, f"{name} is unknown", fix
     if host != name and is_loopback(known[0]):
-        return verdict, f"{name} is {known[0]}, which is {host} itself", fix
+        return status, f"{name} is {known[0]}, which is {host} itself", fix
     if host != name and known[0] not in own:
-        return verdict, f"{name} is {known[0]}, an address that {name} does not have", fix
+        return status, f"{name} is {known[0]}, an address that {name} does not have", fix
     return None
 
 
@@ -205,8 +205,8 @@ def _interface(
         for link in links
         if link["name"] == host and link["address"] == address
     ]
-    verdict: Verdict = "warning" if reached and all(reached) else "fail"
-    return verdict, f"{library} would use {name} ({address}); the first host is reached by {way}", fix
+    status: Status = "warning" if reached and all(reached) else "fail"
+    return status, f"{library} would use {name} ({address}); the first host is reached by {way}", fix
 
 
 def check_sharing(seen: Seen) -> list[Row]:

@@ -14,7 +14,7 @@ from pipeline.op_builds import NativeOp
 HOST = "<host>"
 STYLES = {"ok": "green", "warning": "yellow", "fail": "bold red"}
 WIDTH = 140  # characters, where there is no terminal to ask
-Verdict = Literal["ok", "warning", "fail"]
+Status = Literal["ok", "warning", "fail"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Row:
     """One line of the table."""
 
     check: str
-    verdict: Verdict
+    status: Status
     found: str
     fix: str = ""
     """What to do: a command or a variable."""
@@ -57,8 +57,8 @@ class Seen:
         return f"ssh {HOST} {command}" if self.is_remote else command
 
 
-Fault = tuple[Verdict, str, str]
-"""(verdict, what was found, fix), in which HOST stands for the host's name."""
+Fault = tuple[Status, str, str]
+"""(status, what was found, fix), in which HOST stands for the host's name."""
 
 
 def rows_of(check: str, faults: Mapping[str, list[Fault]], fine: str) -> list[Row]:
@@ -68,16 +68,16 @@ def rows_of(check: str, faults: Mapping[str, list[Fault]], fine: str) -> list[Ro
         for fault in each:
             together.setdefault(fault, []).append(host)
     rows = []
-    for (verdict, found, fix), hosts in together.items():
+    for (status, found, fix), hosts in together.items():
         first, *others = hosts
         more = f" (the same for {', '.join(others)})" if others else ""
-        rows.append(Row(check, verdict, found, fix.replace(HOST, first) + more, tuple(hosts)))
+        rows.append(Row(check, status, found, fix.replace(HOST, first) + more, tuple(hosts)))
     return rows or [Row(check, "ok", fine)]
 
 
 def is_red(rows: list[Row]) -> bool:
     """Whether a launch would fail."""
-    return any(row.verdict == "fail" for row in rows)
+    return any(row.status == "fail" for row in rows)
 
 
 def show(rows: Sequence[Row], seconds: float) -> None:
@@ -92,13 +92,13 @@ def show(rows: Sequence[Row], seconds: float) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        style = STYLES[row.verdict]
+        style = STYLES[row.status]
         words = Text(f"{', '.join(row.hosts)}: {row.found}" if row.hosts else row.found)
-        table.add_row(Text(row.check), Text(row.verdict, style), words)
+        table.add_row(Text(row.check), Text(row.status, style), words)
         if row.fix:
             table.add_row("", "", Text(f"-> {row.fix}", "bold"))
     console.print(table)
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in STYLES}
-    failed = sorted({host for row in rows if row.verdict == "fail" for host in row.hosts})
+    counts = {status: sum(row.status == status for row in rows) for status in STYLES}
+    failed = sorted({host for row in rows if row.status == "fail" for host in row.hosts})
     last = f"{counts['fail']} failed, {counts['warning']} warned of, {counts['ok']} fine, in {seconds:.1f} s"
     console.print(Text(f"{', '.join(failed)}: {last}" if failed else last), soft_wrap=True)

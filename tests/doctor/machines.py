@@ -81,4 +81,4 @@ def seen(facts: dict[str, Any], **more: Any) -> Seen:
 
 def bad(rows: list[Row]) -> list[Row]:
     """The rows that are not green."""
-    return [row for row in rows if row.verdict != "ok"]
+    return [row for row in rows if row.status != "ok"]

@@ -31,7 +31,7 @@ def spoil(facts, path, value):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "check", "verdict", "found", "fix"),
+    ("path", "value", "check", "status", "found", "fix"),
     [
         (["project", "commit"], "b" * 40, "project", "fail", "commit bbbbbbbbbb, here aaaaaaaaaa", "b:"),
         (["project", "digest"], "e", "project", "fail", "other source files", "rsync"),
@@ -62,11 +62,11 @@ def spoil(facts, path, value):
         ),
     ],
 )
-def test_one_fault_on_one_machine(path, value, check, verdict, found, fix):
+def test_one_fault_on_one_machine(path, value, check, status, found, fix):
     facts = well(["a", "b", "c"])
     spoil(facts["b"], path, value)
     (row,) = bad(check_machines(seen(facts)))
-    assert (row.check, row.verdict, row.hosts) == (check, verdict, ("b",))
+    assert (row.check, row.status, row.hosts) == (check, status, ("b",))
     assert found in row.found
     assert fix in row.fix
     assert row.fix
@@ -94,18 +94,18 @@ def test_a_run_that_needs_no_op_is_asked_for_none():
 
 
 @pytest.mark.parametrize(
-    ("ops", "verdicts"),
+    ("ops", "statuses"),
     [
         ((CPU_ADAM,), {"native ops": "ok", "build locks": "warning"}),
         ((ASYNC_IO,), {"native ops": "fail", "build locks": "ok"}),
         ((CPU_ADAM, ASYNC_IO), {"native ops": "fail", "build locks": "warning"}),
     ],
 )
-def test_a_run_is_asked_for_the_ops_it_needs(ops, verdicts):
+def test_a_run_is_asked_for_the_ops_it_needs(ops, statuses):
     facts = well(["a", "b"])
     facts["b"]["ops"] |= {"locks": [LOCKED], "libaio": False}
     rows = {row.check: row for row in check_machines(seen(facts, ops=ops))}
-    assert {check: rows[check].verdict for check in verdicts} == verdicts
+    assert {check: rows[check].status for check in statuses} == statuses
     if ASYNC_IO in ops:
         assert rows["native ops"].fix == "ssh b apt-get install libaio-dev"
 
@@ -134,11 +134,11 @@ def test_without_git_files_decide():
     facts, of_here = well(["a"]), here()
     facts["a"]["project"]["commit"] = of_here["project"]["commit"] = None
     (row,) = [r for r in check_machines(seen(facts, here=of_here)) if r.check == "project"]
-    assert (row.verdict, row.found) == ("ok", "the same files")
+    assert (row.status, row.found) == ("ok", "the same files")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpus", "verdict", "found"),
+    ("wanted", "gpus", "status", "found"),
     [
         ([0, 1], 2, "ok", ""),
         ([0, 1, 2], 2, "fail", "device 2 is asked for and there are 2 GPUs"),
@@ -148,15 +148,15 @@ def test_without_git_files_decide():
         (list(range(9)), 0, "warning", "9 slots on 8 cores"),
     ],
 )
-def test_slots_and_devices(wanted, gpus, verdict, found):
+def test_slots_and_devices(wanted, gpus, status, found):
     facts = well(["a", "b"], gpus)
     for each in [*facts.values(), (of_here := here())]:
         each["versions"]["CUDA"] = "13.0"
     rows = check_machines(seen(facts, here=of_here, devices={"a": None, "b": wanted}))
     (row,) = [row for row in rows if row.check == "devices"]
-    assert row.verdict == verdict
+    assert row.status == status
     assert found in row.found
-    assert row.hosts == (() if verdict == "ok" else ("b",))
+    assert row.hosts == (() if status == "ok" else ("b",))
 
 
 def test_gpus_on_some_hosts_only_in_use_or_without_cuda():
@@ -165,7 +165,7 @@ def test_gpus_on_some_hosts_only_in_use_or_without_cuda():
     facts["c"]["devices"]["gpus"][1]["used"] = 60 * GIB
     facts["a"]["devices"]["gpus"][0]["used"] = 10 * GIB
     rows = [row for row in check_machines(seen(facts)) if row.check == "devices"]
-    found = {(row.hosts, row.verdict, row.found) for row in rows}
+    found = {(row.hosts, row.status, row.found) for row in rows}
     assert found == {
         (("b",), "fail", "no GPU, where other hosts have some"),
         (("c",), "fail", "GPU 1: 60.0 GiB of 80.0 GiB is in use"),
@@ -176,7 +176,7 @@ def test_gpus_on_some_hosts_only_in_use_or_without_cuda():
 
 def test_clocks():
     rows = check_clocks(seen(well(["a", "b", "c", "d"]), offsets={"a": 0.01, "b": -2.5, "c": 0.7, "d": 2.1}))
-    assert [(row.verdict, row.hosts, row.found) for row in rows] == [
+    assert [(row.status, row.hosts, row.found) for row in rows] == [
         ("fail", ("b",), "2.5 s behind"),
         ("warning", ("c",), "0.7 s ahead"),
         ("fail", ("d",), "2.1 s ahead"),
@@ -215,7 +215,7 @@ def test_clocks():
 )
 def test_a_host_that_does_not_answer(code, said, check, found, fix):
     row = silence("b", SilentError(code, said), Path("/w"), "/py")
-    assert (row.check, row.verdict, row.hosts) == (check, "fail", ("b",))
+    assert (row.check, row.status, row.hosts) == (check, "fail", ("b",))
     assert found in row.found
     assert fix in row.fix
 

@@ -48,7 +48,7 @@ def test_a_closed_way_is_named_with_its_direction():
 
 
 @pytest.mark.parametrize(
-    ("host", "name", "known", "verdict", "found"),
+    ("host", "name", "known", "status", "found"),
     [
         ("b", "a", [], "fail", "a is unknown"),
         ("b", "a", ["127.0.1.1"], "fail", "a is 127.0.1.1, which is b itself"),
@@ -57,12 +57,12 @@ def test_a_closed_way_is_named_with_its_direction():
         ("b", "b", ["127.0.1.1"], None, ""),  # the interfaces' check judges it
     ],
 )
-def test_names(host, name, known, verdict, found):
+def test_names(host, name, known, status, found):
     facts = well(["a", "b", "c"])
     facts[host]["network"]["names"][name] = known
     rows = bad(check_names(seen(facts)))
-    assert [(row.verdict, row.hosts, row.found) for row in rows] == (
-        [(verdict, (host,), found)] if verdict else []
+    assert [(row.status, row.hosts, row.found) for row in rows] == (
+        [(status, (host,), found)] if status else []
     )
     assert all(f"10.0.0.{1 + 'abc'.index(name)} {name}" in row.fix for row in rows)
 
@@ -90,7 +90,7 @@ def test_the_own_name_is_loopback():
     facts = well(["a", "b"])
     facts["b"]["network"]["own_address"] = "127.0.1.1"
     (row,) = bad(check_interfaces(seen(facts)))
-    assert (row.verdict, row.hosts) == ("fail", ("b",))
+    assert (row.status, row.hosts) == ("fail", ("b",))
     assert "gloo would offer 127.0.1.1" in row.found
     assert "export GLOO_SOCKET_IFNAME=eth0" in row.fix
     assert "10.0.0.2" in row.fix
@@ -101,8 +101,8 @@ def test_the_own_name_is_loopback():
     assert "GLOO_SOCKET_IFNAME=eth1: there is no such interface" in row.found
 
 
-@pytest.mark.parametrize(("is_open", "verdict"), [(True, "warning"), (False, "fail")])
-def test_another_interface_than_the_one_that_leads_to_the_master(is_open, verdict):
+@pytest.mark.parametrize(("is_open", "status"), [(True, "warning"), (False, "fail")])
+def test_another_interface_than_the_one_that_leads_to_the_master(is_open, status):
     facts = well(["a", "b"])
     facts["b"]["network"]["own_address"] = "172.17.0.1"
     state = seen(facts)
@@ -110,7 +110,7 @@ def test_another_interface_than_the_one_that_leads_to_the_master(is_open, verdic
         if link["address"] == "172.17.0.1" and not is_open:
             link["problem"] = "no route to host"
     (row,) = bad(check_interfaces(state))
-    assert row.verdict == verdict
+    assert row.status == status
     assert "gloo would use docker0 (172.17.0.1)" in row.found
     assert not bad(check_ports(state))
 
@@ -153,9 +153,9 @@ def test_run_folders():
         return check_sharing(seen(well(["a", "b", "c"]), sees=sees))
 
     (row,) = rows({"a": ["a"], "b": ["b"], "c": ["c"]})
-    assert (row.verdict, "its own" in row.found) == ("ok", True)
+    assert (row.status, "its own" in row.found) == ("ok", True)
     (row,) = rows({"a": ["a", "b"], "b": ["a", "b"], "c": ["c"]})
-    assert (row.verdict, row.hosts) == ("warning", ("c",))
+    assert (row.status, row.hosts) == ("warning", ("c",))
     assert "mount it on c" in row.fix
 
 
@@ -189,7 +189,7 @@ def test_the_slow_link_or_host_is_named(speeds, hosts):
     reduced, links = check_all_reduce(seen(well(names)), names, measured(speeds), "")
     assert reduced.found == f"16.0 MiB over {len(speeds)} ranks, 4 Gbit/s a rank"
     assert links.hosts == hosts
-    assert links.verdict == ("warning" if hosts else "ok")
+    assert links.status == ("warning" if hosts else "ok")
     slowest = speeds.index(min(speeds))
     assert f"{names[slowest]} -> {names[(slowest + 1) % len(names)]}" in links.found
 
@@ -199,7 +199,7 @@ def test_who_is_furthest_behind_is_named():
     for rank, step in enumerate(["transfers", "joining", "transfers"]):
         results[rank] = {"rank": rank, "step": step, "problem": f"still at {step} after 40 s"}
     (row,) = check_all_reduce(seen(well(["a", "b", "c"])), list("abc"), results, "")
-    assert (row.verdict, row.hosts) == ("fail", ("b",))
+    assert (row.status, row.hosts) == ("fail", ("b",))
     assert row.found == "stopped at joining: still at joining after 40 s"
     assert row.fix
 

@@ -188,7 +188,7 @@ def test_transfers_and_the_all_reduce(ranks):
 def test_all_reduce_of_one_machine(tmp_path):
     """In a process of its own, that is gone when it is done."""
     rows = examine(this_machine(Wanted({}, folders=(str(tmp_path), str(tmp_path)))))
-    assert [row.verdict for row in rows if row.check == "all-reduce"] == ["ok"]
+    assert [row.status for row in rows if row.check == "all-reduce"] == ["ok"]
     assert not [
         p for p in psutil.Process().children(recursive=True) if "pipeline.doctor.collective" in p.cmdline()
     ]

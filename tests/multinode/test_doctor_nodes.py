@@ -37,8 +37,8 @@ class Report:
         assert len(found) == 1, f"{words}:\n{self.said}"
         return found[0]
 
-    def count(self, verdict: str) -> int:
-        return sum(row.split("  ")[1:2] == [verdict] for row in self.rows)
+    def count(self, status: str) -> int:
+        return sum(row.split("  ")[1:2] == [status] for row in self.rows)
 
 
 def doctor(cluster: Cluster, *arguments: str | Path, hosts=None, cwd=ROOT, **environment: str) -> Report:
