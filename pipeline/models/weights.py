@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model_schema import ModelSection
 from pipeline.distributed.process_group import Job
-from pipeline.errors import ModelError, PipelineError, listed
+from pipeline.errors import ModelError, PipelineError, listed, one_line
 from pipeline.models.sharding import Sharding
 from pipeline.models.vocabulary import fill_rows, vocabulary_parameters
 from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile, open_weights, tokenizer_beside
@@ -113,9 +113,7 @@ def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
     try:
         ids = Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # the library raises nothing narrower
-        raise ModelError(
-            f"model.weights: {file} is no tokenizer: {' '.join(str(error).split())[:200]}"
-        ) from None
+        raise ModelError(f"model.weights: {file} is no tokenizer: {one_line(error)}") from None
     if any(new_ids.get(token) != number for token, number in ids.items()):
         raise ModelError(
             f"model.weights: {path} was trained with another tokenizer than the one that was trained on this "
