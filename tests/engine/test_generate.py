@@ -23,7 +23,8 @@ from pipeline.models.sharding import Whole
 
 DROPOUT = LLAMA | {"extra": {"attention_dropout": 0.2}}
 DROPOUT_GPT2 = {key: value for key, value in GPT2.items() if key != "extra"}
-SHARDED = zero(3, stage3_param_persistence_threshold=0)
+# A forward leaves nothing gathered for the next one.
+SHARDED = zero(3, stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0)
 SPLITS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "ddp": ({"torch": {"parallel": "ddp"}}, 2, DROPOUT),
     "zero0": (zero(0), 2, DROPOUT_GPT2),
