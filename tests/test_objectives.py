@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -339,11 +340,16 @@ def test_a_function_that_is_not_there_is_refused():
         build_objective(config(OWN, kind="test_objectives:squres"))
 
 
-def test_weights_and_smoothing_of_an_objective_that_has_none_are_refused():
+def test_what_classification_alone_reads_belongs_to_no_other_kind():
     for ignored in ({"class_weights": [1.0]}, {"label_smoothing": 0.1}):
-        for model, kind in ((LANGUAGE_MODEL, "auto"), (OWN, "test_objectives:squares")):
-            with pytest.raises(ConfigError, match=f"{next(iter(ignored))}: only classification reads"):
-                build_objective(config(model, kind=kind, **ignored))
+        with pytest.raises(ValidationError, match=next(iter(ignored))):
+            config(OWN, kind="test_objectives:squares", **ignored)
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "model_loss", "test_objectives:squares"])
+def test_an_older_recipe_has_classifications_keys_at_their_defaults(kind):
+    older = config(OWN, kind=kind, class_weights=None, label_smoothing=0.0)
+    assert older.objective.model_dump() == {"kind": kind}
 
 
 class Recomputed(nn.Module):

@@ -13,6 +13,7 @@ from pipeline.config.data_schema import (
     TextDataConfig,
 )
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
+from pipeline.config.objective_schema import AutoObjectiveConfig
 from pipeline.config.schema import OptimizerConfig, RunConfig, ScheduleConfig
 
 Contradiction = tuple[tuple[str, ...], str]
@@ -134,14 +135,13 @@ def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
 
 
 def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
-    kind, language = config.objective.kind, isinstance(config.model, CausalLMConfig)
-    if kind == "auto" and not isinstance(config.model, (CausalLMConfig, CNNConfig)):
-        return  # said where the objective is built
-    kind = kind if kind != "auto" else "causal_lm" if language else "classification"
-    for name in ("class_weights", "label_smoothing"):
-        if getattr(config.objective, name) and kind != "classification":
-            key = f"objective.{name}"
-            yield (key, "objective.kind", "model"), f"{key}: only classification reads it, and this is {kind}"
+    objective, language = config.objective, isinstance(config.model, CausalLMConfig)
+    if language and isinstance(objective, AutoObjectiveConfig):
+        for name in ("class_weights", "label_smoothing"):
+            if getattr(objective, name):
+                key = f"objective.{name}"
+                why = "only classification reads it, and a causal_lm model's objective is causal_lm"
+                yield (key, "objective.kind", "model"), f"{key}: {why}"
     if language and isinstance(config.data, (DigitsDataConfig, ImagesDataConfig)):
         wanted = "text or chat"
     elif isinstance(config.model, CNNConfig) and isinstance(config.data, (TextDataConfig, ChatDataConfig)):

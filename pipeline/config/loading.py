@@ -230,7 +230,17 @@ def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
     if ALIASES.get(key, dotted) != dotted:  # the same: a key of another kind of this section
         return f"unknown key; here it is {ALIASES[key]}"
-    return f"unknown key{did_you_mean(key, section.model_fields if section else {})}"
+    hint = did_you_mean(key, section.model_fields if section else {})
+    if "did you mean" not in hint and (kinds := _kinds_with(key, dotted)):
+        hint = f"; it goes with kind {' or '.join(kinds)}"
+    return f"unknown key{hint}"
+
+
+def _kinds_with(key: str, dotted: str) -> list[str]:
+    """Of a section whose kind chooses its keys: the kinds that have this one."""
+    top = RunConfig.model_fields.get(dotted.removesuffix(f".{key}"))
+    members = _sections_in(top.annotation)[2] if top else {}
+    return [kind for kind, member in members.items() if key in member.model_fields and kind != "auto"]
 
 
 def _visible(text: str) -> str:

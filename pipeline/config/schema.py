@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from pipeline.config.data_schema import DataConfig
-from pipeline.config.model_schema import IMPORT_PATH, Closed, ModelConfig
+from pipeline.config.model_schema import Closed, ModelConfig
+from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfig
 
 RUN_NAME = r"^[\w.-]+$"
 MOST_SAMPLES_AT_ONCE = MOST_ACCUMULATED = 2**24
@@ -23,29 +24,6 @@ class LoaderConfig(Closed):
     num_workers: int = Field(0, ge=0, le=1024)
     """Worker processes that fetch ahead. 0 fetches in the training process: right for tokenised text,
     which is read from memory; images that must be decoded want a few."""
-
-
-class ObjectiveConfig(Closed):
-    """What is minimised. The loss is the mean over all valid tokens or samples of the global batch."""
-
-    kind: str = Field(
-        "auto", pattern=r"^(auto|causal_lm|classification|model_loss|" + IMPORT_PATH[1:-1] + r")$"
-    )
-    """`causal_lm`, `classification`, `model_loss`, or `package.module:function` with
-    `function(outputs, batch) -> loss_sum`. `model_loss`: the model is called with the targets too and
-    returns the mean loss of the samples it was given. `auto`: by the model's kind. An import path runs that
-    code; `--no-import-paths` refuses it."""
-    class_weights: list[Annotated[float, Field(ge=0)]] | None = None
-    """Weight of each class in the classification loss. Default: all 1."""
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of the target spread evenly over all classes (classification)."""
-
-    @field_validator("class_weights")
-    @classmethod
-    def _some_weight(cls, value: list[float] | None) -> list[float] | None:
-        if value and not any(value):
-            raise ValueError("all weights are 0, so nothing is learned; give a class a weight above 0")
-        return value
 
 
 class BatchConfig(Closed):
@@ -236,7 +214,7 @@ class RunConfig(Closed):
     model: ModelConfig
     data: DataConfig
     loader: LoaderConfig = LoaderConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: ObjectiveConfig = AutoObjectiveConfig()
     batch: BatchConfig = BatchConfig(micro_batch_size=8)
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
+from pipeline.config.objective_schema import AutoObjectiveConfig, ClassificationObjectiveConfig
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.importing import import_object
@@ -36,12 +37,11 @@ def build_objective(config: RunConfig) -> Objective:
     """The objective the recipe names; `auto` follows the model's kind.
 
     Raises:
-        ConfigError: `auto` with a model of one's own, an import path that leads nowhere, or settings of
-            classification for another objective.
+        ConfigError: `auto` with a model of one's own, or an import path that leads nowhere.
     """
-    objective = config.objective
-    kind = objective.kind
-    if kind == "auto":
+    section = config.objective
+    kind = section.kind
+    if isinstance(section, AutoObjectiveConfig):
         kinds = {CausalLMConfig: "causal_lm", CNNConfig: "classification"}
         kind = kinds.get(type(config.model), "")
         if not kind:
@@ -51,10 +51,8 @@ def build_objective(config: RunConfig) -> Objective:
             )
     call = ModelCall(config.model.inputs, with_targets=kind == "model_loss")
     if kind == "classification":
-        return Classification(objective.class_weights, objective.label_smoothing, call)
-    for name in ("class_weights", "label_smoothing"):
-        if getattr(objective, name):
-            raise ConfigError(f"objective.{name}: only classification reads it, and this is {kind}")
+        assert isinstance(section, AutoObjectiveConfig | ClassificationObjectiveConfig)
+        return Classification(section.class_weights, section.label_smoothing, call)
     if kind == "causal_lm":
         return CausalLM(call)
     if kind == "model_loss":

@@ -52,6 +52,8 @@ def refused(tmp_path, capsys):
         (LLAMA, ["objective.class_weights=[1, 2]"], "command line: objective.class_weights: only"),
         (LLAMA + "objective: {label_smoothing: 0.1}\n", [], "recipe.yaml:8: objective.label_smoothing: only"),
         (CNN, ["objective={kind: model_loss, class_weights: [1]}"], "command line: objective.class_we"),
+        (CNN, ["objective.kind=clasification"], "command line: objective.kind: 'clasification' is no kn"),
+        (LLAMA, ["model.channels=3"], "command line: model.channels: unknown key; it goes with kind cnn"),
         (CNN, ["schedule.decay_steps=3"], "command line: schedule.decay_steps: a cosine schedule does"),
         (CNN + "schedule: {kind: constant, min_learning_rate_ratio: 0}\n", [], "recipe.yaml:4: schedule.min"),
         (CNN, ["data={kind: text, paths: [a]}"], "command line: data.kind text: a cnn model cannot"),

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from pipeline.config.aliases import ALIASES
 from pipeline.config.loading import parse_override, read_yaml
+from pipeline.config.reference import _sections
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings, recipe_yaml
 from pipeline.errors import ConfigError
@@ -415,10 +416,10 @@ def test_nothing_changes_a_config_after_it_was_validated(load):
 def test_every_field_has_a_meaning_in_the_documentation():
     def check(section, prefix):
         for name, field in section.model_fields.items():
-            inner = getattr(field.annotation, "model_fields", None)
-            if inner is not None:
-                check(field.annotation, f"{prefix}{name}.")
-            elif name not in ("model", "data", "kind"):
+            inner = _sections(field.annotation)
+            for each in inner:
+                check(each, f"{prefix}{name}.")
+            if not inner and name != "kind":
                 assert field.description, f"{prefix}{name} has no docstring"
 
     check(RunConfig, "")
