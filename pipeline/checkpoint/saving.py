@@ -124,6 +124,8 @@ class Save:
             self._kept.layout = Layout.of(engine.shards())
         layout = self._kept.layout
         problem, disk = None, layout.num_bytes + ROW_BYTES * len(layout.shards)
+        if self._kept.frozen is not None:
+            disk -= self._kept.frozen.record.bytes  # it will be a link; where it cannot be, writing will tell
         disk_free = disk  # not known: writing will tell
         if self._peers.is_leader:
             try:

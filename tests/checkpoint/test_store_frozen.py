@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from parity.measure import ALONE
 from plain_engine import PlainEngine
 from support.exchange import SPLITS, Run, run_on, tree
@@ -19,7 +21,7 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError
-from pipeline.shards import Shard
+from pipeline.shards import Region, Shard
 
 FROZEN = "rank-00000.frozen.safetensors"
 
@@ -74,6 +76,22 @@ def test_where_it_is_not_the_same_it_is_written(tmp_path, monkeypatch, what, wai
     assert [done.problem for done in store.poll()] == [None] * (0 if wait else 2)
     assert verify(tmp_path / "step-00000002") == []
     assert (tmp_path / "step-00000002" / FROZEN).stat().st_ino != before
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_no_room_is_asked_for_what_is_linked(tmp_path, monkeypatch, wait):
+    store, engine = store_of(tmp_path), Frozen(0, 1)
+    engine.held.insert(
+        0, (("embed.weight", "weight"), Region((200_000,), None, 0, 200_000), torch.ones(200_000))
+    )
+    del engine.held[1]
+    assert store.save(engine, {"global_step": 1}, wait).problem is None
+    store.wait()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
+    assert store.save(engine, {"global_step": 2}, wait).problem is None
+    store.close()
+    assert "GB free" in store_of(tmp_path).save(engine, {"global_step": 3}, wait).problem
 
 
 @pytest.mark.parametrize("wait", [True, False])
