@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -88,6 +89,15 @@ def test_importing_it_loads_nothing(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment(), check=False
     )
     assert done.stdout.splitlines() == ["3", "[]"], done.stderr
+
+
+def test_an_installation_has_all_files_and_the_types():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["pipeline"]
+    taken = {path for pattern in patterns for path in (ROOT / "pipeline").glob(pattern)}
+    others = {path for path in (ROOT / "pipeline").rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert taken == others
+    assert ROOT / "pipeline" / "py.typed" in taken
 
 
 @pytest.mark.parametrize("name", pipeline.__all__)
