@@ -190,7 +190,8 @@ def build_engine(
     model = model_in(sharding)
     swap.check_space(count_parameters(model))
     engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job, placement.is_autocast)
-    weakref.finalize(engine, swap.close)  # at the latest when the interpreter ends
+    engine.closing.callback(swap.close)
+    weakref.finalize(engine, swap.close)  # of an engine that nobody closes
     return engine
 
 

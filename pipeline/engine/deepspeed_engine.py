@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,16 @@ from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.changing_buffers import ChangingBuffers
+from pipeline.engine.deepspeed_patches import (
+    average_over_all_ranks,
+    first_update_kept,
+    forget_model,
+    go_on_at_the_minimum,
+    keep_autocast,
+    keep_misaligned_gradients,
+    loss_scale_left_to_us,
+    prepare_for_cpu,
+)
 from pipeline.engine.deepspeed_state import DeepSpeedState, state_of
 from pipeline.engine.generation import gathered_where_it_fits
 from pipeline.engine.interface import (
@@ -34,16 +44,11 @@ from pipeline.engine.interface import (
     count_parameters,
     to_device,
 )
-from pipeline.engine.loss_scale import (
-    go_on_at_the_minimum,
-    loss_scale_left_to_us,
-)
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.nvme import keep_misaligned_gradients
 from pipeline.engine.optimizer import build_optimizer
-from pipeline.engine.parallel_state import parallel_state
+from pipeline.engine.parallel_state import EngineGroups, parallel_state
 from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
-from pipeline.engine.sequence_parallel import SequenceParallel, average_over_all_ranks
+from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import State
 from pipeline.engine.tensor_parallel import (
     clip_and_guard_parts,
@@ -55,7 +60,7 @@ from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.unused import GradientWatch, warn_of_unused
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added, refuse_router
-from pipeline.optim import at_rest, parameter_groups, set_learning_rate
+from pipeline.optim import parameter_groups, set_learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -63,19 +68,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def start_deepspeed(job: Job) -> None:
-    """Hands the job's process group to DeepSpeed and turns off what a CPU run does not need.
-
-    On a CPU DeepSpeed would compile a shared-memory all-reduce for a minute; only its inference uses it.
-    """
+    """Hands the job's process group to DeepSpeed and turns off what a CPU run does not need."""
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # ninja, which compiles DeepSpeed's ops, lies beside the venv's python, activated or not.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times a step: 5 % of it, and the log.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if job.device.type == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # torch computes in fp16 on every CPU; DeepSpeed asks whether the CPU has instructions for it.
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        prepare_for_cpu()
     deepspeed.init_distributed(dist_init_required=False)
 
 
@@ -97,6 +97,9 @@ class DeepSpeedEngine(DeepSpeedState):
             autocast: Compute model and objective under torch.autocast, in the run's half precision.
         """
         config = copy.deepcopy(config)  # what is changed below is not the user's to see
+        self.closing = ExitStack()
+        groups_used = EngineGroups()
+        self.closing.callback(groups_used.destroy)
         self.device = job.device
         self.num_parameters = count_parameters(model)
         self.precision = split.precision
@@ -124,6 +127,7 @@ class DeepSpeedEngine(DeepSpeedState):
         self._sequence: SequenceParallel | None = None
         if split.sequence_parallel > 1:
             self._sequence = SequenceParallel(model, split.sequence_parallel)
+            self.closing.callback(self._sequence.close)
         self._initialize(model, config, mpu)
         cut = split.tensor_parallel > 1
         self._places = cut_parameters(self.module) if cut else whole_parameters(self.module)
@@ -137,18 +141,17 @@ class DeepSpeedEngine(DeepSpeedState):
         # DeepSpeed trains on in silence where a parameter takes no part.
         self._buffers = ChangingBuffers(self.module)
         self._watch: GradientWatch | None = GradientWatch(self.module.named_parameters())
+        groups_used.keep()
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: ModuleType | None) -> None:
-        # At stage 0 in half precision DeepSpeed allocates the optimizer's state by a step with zero
-        # gradients, which would count as the first and decay the weights.
-        with at_rest(self._optimizer, self.device):
+        with first_update_kept(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=self._optimizer, config=config, mpu=mpu, dist_init_required=False
             )
+        self.closing.callback(forget_model, self._engine)
+        self.closing.callback(self._engine.destroy)
         if self._is_autocast:
-            # Read by the engine's forward alone, which on a GPU ends any autocast that it was not told of.
-            self._engine._config.torch_autocast_enabled = True
-            self._engine._config.torch_autocast_dtype = self._float_dtype
+            keep_autocast(self._engine, self._float_dtype)
         for buffer in self.module.buffers():  # zero.Init moves parameters only
             buffer.data = buffer.data.to(self.device)
         go_on_at_the_minimum(self._zero_optimizer)
@@ -170,6 +173,11 @@ class DeepSpeedEngine(DeepSpeedState):
         with self._autocast(), whole as is_whole:
             in_step = not is_whole and self._job.ranks.world_size > 1
             return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self.closing.close()
+        self.__dict__ = {"closing": self.closing}
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int

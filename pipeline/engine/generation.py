@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.distributed.machine import available_memory
 from pipeline.distributed.process_group import Job
+from pipeline.engine.deepspeed_patches import without_hooks
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def gathered_where_it_fits(optimizer: Any, job: Job, wanted: bool) -> Iterator[b
     if not (wanted and _fit(sharded, job)):
         yield False
         return
-    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)), _without_hooks(offload):
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)), without_hooks(offload):
         yield True
 
 
@@ -45,23 +46,6 @@ def _fit(sharded: list[Any], job: Job) -> bool:
         free = available_memory() // job.ranks.local_world_size
     too_much = torch.tensor(float(on_disk or 2 * needed > free), device=job.device)
     return bool(job.all_reduce_sum(too_much) == 0)
-
-
-@contextmanager
-def _without_hooks(offload: Any) -> Iterator[None]:
-    """A forward neither gathers nor releases: DeepSpeed's hooks would shard what they find whole."""
-    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
-    tables = {id(table): table for handle in handles if (table := handle.hooks_dict_ref()) is not None}
-    before = {key: dict(table) for key, table in tables.items()}
-    for handle in handles:
-        if (table := handle.hooks_dict_ref()) is not None:
-            table.pop(handle.id, None)
-    try:
-        yield
-    finally:
-        for key, table in tables.items():
-            table.clear()
-            table.update(before[key])  # in their order
 
 
 def logits_through_stages(stages: Any, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor:

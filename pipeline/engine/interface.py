@@ -73,6 +73,13 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Ends the engine's process groups and lets go of its model, hooks and buffers.
+
+        Nothing else of the engine can be used afterwards. A second call does nothing.
+        """
+        ...
+
 
 def to_device(
     batch: Batch,

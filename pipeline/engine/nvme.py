@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError
@@ -29,7 +28,6 @@ _NAME = "pipeline-swap-"
 _BLOCK = 8 * 2**20  # bytes
 _PROBE_BLOCKS = 8
 _PROBE_SECONDS = 0.7
-_DIRECT_ALIGNMENT = 512  # bytes; what O_DIRECT asks of an address
 _SLOW = 1e9  # bytes a second
 # fp32 weights, two Adam states and, between backward and step, the gradient.
 _OPTIMIZER_BYTES = 16
@@ -141,32 +139,6 @@ class SwapFolder:
         for lock in self._locks:
             lock.release()
         self._removers, self._locks = [], []
-
-
-def keep_misaligned_gradients(zero_optimizer: Any) -> None:
-    """Keeps in memory those gradients that DeepSpeed would read back from the disk to the wrong numbers.
-
-    It reads (0.19.8) past the page cache, straight to the gradient's place in a buffer. Where that place is
-    no multiple of 512 bytes the read fails without a word: on two ranks any odd number of rows does it.
-    """
-    swapper = getattr(zero_optimizer, "optimizer_swapper", None)
-    if swapper is None:
-        return
-    swap_out = swapper.swap_out_gradients
-
-    def swap_out_aligned(
-        parameter: Tensor, gradient_offsets: list[int], gradient_tensors: list[Tensor]
-    ) -> None:
-        info = swapper.swap_params_info.get(swapper.parameter_id(parameter))
-        aligned = []
-        for offset, gradient in zip(gradient_offsets, gradient_tensors, strict=True):
-            if info is not None and offset * gradient.element_size() % _DIRECT_ALIGNMENT:
-                info.unswapped_gradients[offset] = gradient
-            else:
-                aligned.append((offset, gradient))
-        swap_out(parameter, [offset for offset, _ in aligned], [gradient for _, gradient in aligned])
-
-    swapper.swap_out_gradients = swap_out_aligned
 
 
 def _lock_of(folder: Path) -> Path:

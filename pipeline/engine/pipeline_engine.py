@@ -9,26 +9,29 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_engine import DTYPES
-from pipeline.engine.deepspeed_state import DeepSpeedState
-from pipeline.engine.interface import StepResult, count_and_flags, to_device
-from pipeline.engine.loss_scale import (
+from pipeline.engine.deepspeed_patches import (
+    first_update_kept,
+    forget_model,
     go_on_at_the_minimum,
+    have_a_norm_of_nothing,
     loss_scale_left_to_us,
 )
+from pipeline.engine.deepspeed_state import DeepSpeedState
+from pipeline.engine.interface import StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
+from pipeline.engine.parallel_state import EngineGroups
 from pipeline.engine.pipeline_state import stage_state
 from pipeline.engine.stages import Stages, stage_groups
 from pipeline.engine.state import State
@@ -36,7 +39,7 @@ from pipeline.errors import DataError
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.staging import LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective, added, refuse_router
-from pipeline.optim import at_rest, build_torch_optimizer, set_learning_rate, skip_if_not_finite
+from pipeline.optim import build_torch_optimizer, set_learning_rate, skip_if_not_finite
 
 INPUT_KEYS = ("input_ids", "position_ids")
 
@@ -63,6 +66,9 @@ class PipelineEngine(DeepSpeedState):
             ConfigError: a mixture whose routers are to be balanced.
         """
         refuse_router(model, "pipeline stages")
+        self.closing = ExitStack()
+        groups_used = EngineGroups()
+        self.closing.callback(groups_used.destroy)
         self.device = job.device
         self.precision = split.precision
         self.num_parameters = model.num_parameters
@@ -73,6 +79,7 @@ class PipelineEngine(DeepSpeedState):
         self._stages = split.pipeline_stages
         self._config, self._own_norm = _for_stages(config, self.precision)
         self._start(model, bounds)
+        groups_used.keep()
 
     def _start(self, model: LayeredModel, bounds: list[int]) -> None:
         """Builds this rank's stage, its optimizer and DeepSpeed around them. Collective."""
@@ -90,19 +97,19 @@ class PipelineEngine(DeepSpeedState):
         # At ZeRO 1 a bucket is allocated whole in each step, by default half a billion elements.
         held = sum(p.numel() for group in groups for p in group["params"])
         zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", held)), held)
-        # In fp16 at stage 0 DeepSpeed allocates the optimizer's state by a step with zero gradients: it would
-        # count as the first and decay the weights. Its bf16 optimizer prints the memory in use.
-        with redirect_stdout(io.StringIO()), at_rest(self._optimizer, self.device):
+        quiet = redirect_stdout(io.StringIO())  # its bf16 optimizer prints the memory in use
+        with quiet, first_update_kept(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
                 model=module, optimizer=self._optimizer, config=config, dist_init_required=False
             )
+        self.closing.callback(forget_model, self._engine)
+        self.closing.callback(self._engine.destroy)
         self._norm = torch.full((), torch.inf, device=self.device)
         self._skipped = torch.zeros((), device=self.device)
         if self._own_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         go_on_at_the_minimum(self._zero_optimizer)
-        if isinstance(self._zero_optimizer, BF16_Optimizer):
-            _have_a_norm_of_nothing(self._zero_optimizer, self.device)
+        have_a_norm_of_nothing(self._zero_optimizer, self.device)
         self._shapes: Any = None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
@@ -115,6 +122,11 @@ class PipelineEngine(DeepSpeedState):
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate: all stages in step, without a cache."""
         return generate(self.module, prompts, settings, self.device)
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self.closing.close()
+        self.__dict__ = {"closing": self.closing}
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
@@ -213,22 +225,6 @@ class _LastStage:
         loss = self._objective(lambda *_, **__: model_output(logits), batch)
         self.losses.append(loss.detached())
         return loss.minimised * self._scale
-
-
-def _have_a_norm_of_nothing(optimizer: Any, device: torch.device) -> None:
-    """A stage that counts no gradient has the norm 0: of all its own frozen, or of a tied copy alone.
-
-    DeepSpeed stacks the norms of its gradients, and torch refuses to stack none.
-    """
-    gradients = optimizer.get_grads_for_norm
-
-    def counted(for_clipping: bool = False) -> Any:
-        found = gradients(for_clipping)
-        if for_clipping or found[0]:
-            return found
-        return [torch.zeros(1, device=device)], found[1]
-
-    optimizer.get_grads_for_norm = counted
 
 
 def _for_stages(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:

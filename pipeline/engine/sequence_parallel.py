@@ -76,6 +76,11 @@ class SequenceParallel:
         """The model attends by itself again, over whole sequences: to generate."""
         self._model.set_attn_implementation(self._whole)
 
+    def close(self) -> None:
+        """As release, and transformers' table of attentions holds nothing of this model's any more."""
+        self.release()
+        register_attention(NAME, self._core)
+
     def part(self, batch: Batch) -> dict[str, Any]:
         """This rank's positions of every (B, T) tensor, with `position_ids`, and `shift_labels` for `labels`.
 
@@ -92,7 +97,8 @@ class SequenceParallel:
         counted = torch.arange(length).expand(len(batch["input_ids"]), -1)
         whole.setdefault("position_ids", counted)
         positions = on_host(batch).get("position_ids", counted).cpu()
-        self._positions = None if torch.equal(positions, counted) else positions
+        # On the device already where the batch is.
+        self._positions = None if torch.equal(positions, counted) else whole["position_ids"]
         self._mask = None
         size = length // self._degree
         mine = slice(self._rank * size, (self._rank + 1) * size)
@@ -138,8 +144,9 @@ class SequenceParallel:
     ) -> tuple[Tensor, None]:
         """query (B, heads, P, width), key and value (B, groups, P, width) -> (B, P, heads, width)."""
         if self._positions is not None and self._mask is None:
-            positions = self._positions.to(query.device)
-            self._mask = document_mask(self._model.config, self._whole, positions, query.dtype)
+            # Once a micro-batch: every layer looks at them.
+            self._positions = self._positions.to(query.device, non_blocking=True)
+            self._mask = document_mask(self._model.config, self._whole, self._positions, query.dtype)
         shared = self._shared_attention(query, key)
         groups = getattr(module, "num_key_value_groups", None)
         rest["position_ids"] = torch.zeros(1, 1, device=query.device)  # gathered, and then not looked at
@@ -154,7 +161,7 @@ class SequenceParallel:
         """Attention over whole sequences (B, heads of this rank, T, width), within their documents."""
         query, key, value, _ = tensors
         if self._positions is not None:  # flash attention finds documents by them; others look at the mask
-            rest["position_ids"] = self._positions.to(position_ids.device)
+            rest["position_ids"] = self._positions
         output: tuple[Tensor, None] = self._core(module, query, key, value, self._mask, **rest)
         return output
 
@@ -173,13 +180,3 @@ class SequenceParallel:
                 seq_length_is_variable=True,
             )
         return self._shared[shape]
-
-
-def average_over_all_ranks(engine: Any) -> None:
-    """Has DeepSpeed average gradients over data-parallel times sequence ranks, at every stage.
-
-    DeepSpeed 0.19.8 divides by the data-parallel ranks alone at stages 0 to 2 (and at stage 3 without
-    reduce_scatter), but by all of them in stage 3's reduce_scatter_coalesced.
-    """
-    engine.sequence_parallel_size = 1
-    engine.optimizer.sequence_parallel_size = 1

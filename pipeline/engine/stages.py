@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import Tensor, nn
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
+from pipeline.engine.deepspeed_patches import TiedPipelineModule
 from pipeline.engine.generation import logits_through_stages
 from pipeline.errors import ModelError
 from pipeline.models.generation import LogitsOnly
@@ -108,7 +109,7 @@ def stage_sharding(
     return StageSharding(job.ranks.rank // split.dp_world_size, bounds_of)
 
 
-class Stages(PipelineModule):
+class Stages(TiedPipelineModule):
     """This rank's stage of the model."""
 
     def __init__(self, model: LayeredModel, bounds: list[int], loss: Callable[[Tensor, Any], Tensor]):
@@ -145,10 +146,6 @@ class Stages(PipelineModule):
 
     def _partition_layers(self, method: str = "") -> None:
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
-
-    @torch.no_grad()  # DeepSpeed leaves it off, and backward would find a broadcast on its way
-    def _synchronize_tied_weights(self) -> None:
-        super()._synchronize_tied_weights()
 
 
 class _Shared(TiedLayerSpec):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -73,6 +74,10 @@ class TorchEngine:
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate: in fp32 on the bare module, which enters no collective."""
         return generate(self.module, prompts, settings, self.device)
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self.__dict__ = {}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -165,7 +170,7 @@ class _Reducing:
     def __init__(self, module: nn.Module, config: EngineConfig, job: Job):
         self._module = module
         self._may_be_unused = config.find_unused_parameters
-        self._is_complete = False
+        self.is_complete = False
         self.wrapper = DistributedDataParallel(
             module,
             device_ids=[job.device] if job.device.type == "cuda" else None,
@@ -173,8 +178,10 @@ class _Reducing:
             find_unused_parameters=config.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
-        # DDP refuses a hook whose annotations are postponed; a lambda has none.
-        self.wrapper.register_comm_hook(None, lambda _, bucket: self._send(bucket))
+        # DDP refuses a hook whose annotations are postponed; a lambda has none. What its C++ holds is never
+        # collected: it may hold no way back to itself.
+        own = weakref.ref(self)
+        self.wrapper.register_comm_hook(None, lambda _, bucket: _send(own(), bucket))
         if not config.find_unused_parameters:
             self._settle_buckets()
 
@@ -191,11 +198,7 @@ class _Reducing:
         torch.stack([0 * p.flatten()[:1].sum() for p in parameters]).sum().backward()
         for p in parameters:
             p.grad = None
-        self._is_complete = False
-
-    def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        self._is_complete = bucket.is_last()
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: all ranks
+        self.is_complete = False
 
     def check(self) -> None:
         """After a step's last backward, before anything reads a gradient. Not collective.
@@ -203,7 +206,7 @@ class _Reducing:
         Raises:
             ModelError: gradients are missing, so that the ranks' differ; names the parameters.
         """
-        is_complete, self._is_complete = self._is_complete, False
+        is_complete, self.is_complete = self.is_complete, False
         if is_complete or self._may_be_unused:
             return
         names = without_gradient(self._module)
@@ -213,6 +216,12 @@ class _Reducing:
             "what is not used, or let it look each step with engine.find_unused_parameters: true (in a "
             "split file torch.find_unused_parameters)"
         )
+
+
+def _send(reducing: _Reducing | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    if reducing is not None:
+        reducing.is_complete = bucket.is_last()
+    return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: all ranks
 
 
 class _Autocasting(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
+from pipeline.engine.deepspeed_patches import check_patches
 from pipeline.errors import ConfigError
 
 
@@ -16,9 +17,10 @@ def check_configuration(config: dict[str, Any]) -> None:
     """Lets the installed DeepSpeed look at every value; a newer one may refuse what config/ knows nothing of.
 
     Raises:
-        ConfigError: DeepSpeed refuses one.
+        ConfigError: DeepSpeed refuses one, or is not the version that deepspeed_patches knows.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    check_patches()
     config = copy.deepcopy(config)
     config.pop("train_batch_size", None)  # it would be held to the ranks, who may not have met yet
     try:

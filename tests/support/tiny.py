@@ -143,4 +143,6 @@ def train_curve(
         curve.append(
             (float(mean_loss(total, result.global_count)), float("nan") if norm is None else float(norm))
         )
+    loader.close()
+    engine.close()
     return curve

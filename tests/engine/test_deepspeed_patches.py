@@ -1,0 +1,168 @@
+"""Each change to DeepSpeed's internals is needed: every test here fails without the one that it names.
+
+Three have theirs elsewhere: test_close.py (a model after its engine), test_zero3_construction.py (weights)
+and test_generate.py (forwards over whole parameters).
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from parity.measure import has_async_io
+from parity.splits import NVME
+from support.tiny import BANDS, deepspeed_json, make_engine, recipe, token_bundle, train_curve
+
+from pipeline.data.bundle import collate_items
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.engine import deepspeed_patches as patches
+from pipeline.engine.validation import check_configuration
+from pipeline.errors import ConfigError
+from pipeline.objectives import CausalLM, LossSum
+
+pytestmark = pytest.mark.slow
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+LARGE = recipe()["model"] | {"num_layers": 1, "hidden_size": 128, "intermediate_size": 8191}
+
+
+def oracle(steps: int, **changes):
+    return train_curve(ALONE, recipe(batch={"micro_batch_size": 8}, **changes), None, steps)
+
+
+def hold(curve, expected, precision: str) -> None:
+    for column, band in enumerate(BANDS[precision]):
+        assert max(abs(a[column] / b[column] - 1) for a, b in zip(curve, expected, strict=True)) < band
+
+
+def batches(data):
+    """As many as the recipe accumulates on two ranks: with fewer DeepSpeed would not step."""
+    return [collate_items([data.train[i], data.train[i + 1]]) for i in (0, 2)]
+
+
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.name)
+def test_another_source_is_refused_by_name(monkeypatch, patch):
+    patches.check_patches()
+    place = next(iter(patch.sources))
+    monkeypatch.setitem(patch.sources, place, "0" * 12)
+    with pytest.raises(ConfigError) as error:
+        check_configuration({"train_micro_batch_size_per_gpu": 1})
+    assert patch.name in str(error.value)
+    assert "DeepSpeed 0.19" in str(error.value)
+    assert place.rpartition(":")[2] in str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def first_steps_counted(job: Job, split) -> set[float]:
+    data = token_bundle()
+    engine = make_engine(job, recipe(), split, data)
+    engine.train_step(batches(data), CausalLM(), 1e-3, 0)
+    states = engine._optimizer.state.values()
+    counted = {float(state["step"]) for state in states}
+    engine.close()
+    return counted
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_first_update_at_stage_0_is_the_first(ranks, precision):
+    assert ranks(2).run(first_steps_counted, deepspeed_json(0, precision)) == [{1.0}, {1.0}]
+
+
+def test_the_loss_is_scaled_at_stage_0_in_fp16(ranks):
+    """With an optimizer that takes steps as long as the gradient is; Adam's are hurt where that nears eps."""
+    sgd = {"optimizer": {"kind": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5}}
+    curve = ranks(2).run(train_curve, recipe(**sgd), deepspeed_json(0, "fp16"), 4)[0]
+    hold(curve, oracle(4, **sgd), "fp16")
+
+
+class Overflowing(CausalLM):
+    def __call__(self, model, batch):
+        loss = super().__call__(model, batch)
+        return LossSum(loss.loss_sum * float("inf"), loss.count, loss.extras)
+
+
+def overflow_at_the_minimum(job: Job) -> list[float]:
+    data = token_bundle()
+    scale = {"initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}
+    engine = make_engine(job, recipe(), deepspeed_json(2) | {"fp16": {"enabled": True, **scale}}, data)
+    steps = [engine.train_step(batches(data), Overflowing(), 1e-3, 0) for _ in range(2)]
+    engine.close()
+    return [float(step.skipped) for step in steps]
+
+
+def test_an_overflow_at_the_smallest_scale_is_a_skipped_step(ranks):
+    assert ranks(2).run(overflow_at_the_minimum) == [[1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3, "reduce_scatter": False}], ids=str)
+def test_gradients_are_averaged_over_sequence_ranks_too(ranks, zero):
+    split = deepspeed_json(**zero) | {"sequence_parallel_size": 2}
+    hold(ranks(2).run(train_curve, recipe(), split, 3)[0], oracle(3), "fp32")
+
+
+@pytest.mark.skipif(not has_async_io(), reason="libaio is missing")
+def test_gradients_come_back_from_the_disk_as_they_went(ranks):
+    """Matrices of an odd number of rows: their halves lie at addresses that direct I/O cannot read to."""
+    split = deepspeed_json(3, offload_optimizer=NVME)
+    curve = ranks(2).run(train_curve, recipe(model=LARGE), split, 3, timeout=1800)[0]  # an op may be built
+    hold(curve, oracle(3, model=LARGE), "fp32")
+
+
+def autocast_inside(job: Job) -> bool:
+    data = token_bundle()
+    engine = make_engine(job, recipe(), deepspeed_json(2, "bf16"), data)
+    patches.keep_autocast(engine._engine, torch.bfloat16)
+    seen: list[bool] = []
+    hook = engine.module.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    torch.set_autocast_enabled("cuda", True)  # what DeepSpeed looks at, whatever the device
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            engine._engine(input_ids=data.train[0]["input_ids"][None])
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        hook.remove()
+        engine.close()
+    return seen[0]
+
+
+def test_the_engines_forward_leaves_autocast_on(ranks):
+    assert ranks(2).run(autocast_inside) == [True, True]
+
+
+TIED = {"architecture": "gpt2", "extra": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+
+
+def curve_and_warnings(job: Job, *run) -> tuple[list[tuple[float, float]], list[str]]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        curve = train_curve(job, *run)
+    return curve, [str(each.message) for each in heard if "broadcast" in str(each.message)]
+
+
+def test_weights_tied_over_stages_train(ranks):
+    model = {key: value for key, value in recipe()["model"].items() if key != "intermediate_size"} | TIED
+    split = deepspeed_json(1) | {"pipeline": {"stages": 2}}
+    for curve, heard in ranks(2).run(curve_and_warnings, recipe(model=model), split, 3):
+        hold(curve, oracle(3, model=model), "fp32")
+        assert not heard
+
+
+def test_a_stage_that_counts_no_gradient_trains_in_bf16(ranks):
+    """All of the first stage is frozen."""
+    model = recipe()["model"] | {"freeze": ["model.embed_tokens.*", "model.layers.0.*"]}
+    split = deepspeed_json(1, "bf16") | {"pipeline": {"stages": 2}}
+    hold(ranks(2).run(train_curve, recipe(model=model), split, 3)[0], oracle(3, model=model), "bf16")
+
+
+def on_a_cpu(job: Job) -> tuple[bool, bool]:
+    import deepspeed
+    from deepspeed.comm.torch import build_shm_op
+
+    return build_shm_op() is None, deepspeed.accelerator.get_accelerator().is_fp16_supported()
+
+
+def test_a_cpu_compiles_no_all_reduce_and_takes_fp16(ranks):
+    assert ranks(2).run(on_a_cpu) == [(True, True)] * 2
