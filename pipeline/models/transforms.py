@@ -1,7 +1,8 @@
 """What is done to every model between its weights and torch.compile: an ordered list of steps.
 
-A step takes the model with the whole model's names (under ZeRO 3 its parameters lie in shards; stages and
-AutoTP cut it later) and gives it back, changed or wrapped. To add one, write it and put it into TRANSFORMS.
+A step takes the model with the whole model's names and gives it back, changed or wrapped. Under ZeRO 3 its
+parameters lie in shards; AutoTP cuts it later. Pipeline stages have taken their layers from it already, so a
+model that they train is changed in place. To add a step, write it and put it into TRANSFORMS.
 """
 
 from __future__ import annotations
