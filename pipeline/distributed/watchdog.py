@@ -131,11 +131,13 @@ class Watchdog:
                 self._shutdown.alone(self._quiet)
 
     def _talk(self) -> None:
-        count, last = 0, time.monotonic()
+        count, last, memory = 0, time.monotonic(), memory_now()
         while not self._stopped.is_set():
             try:
                 count += 1
-                self._store.send_heartbeat(Heartbeat(count, self._progress.activity.step, memory_now()))
+                with suppress(OSError):  # no more files may be opened: what was known last will do
+                    memory = memory_now()
+                self._store.send_heartbeat(Heartbeat(count, self._progress.activity.step, memory))
                 failure = self._store.failure()
                 now = time.monotonic()
                 passed, last = min(now - last, 2 * self._timing.period), now

@@ -80,6 +80,12 @@ def test_a_rank_that_sleeps_is_named_with_its_line(tmp_path):
         probe.bind(("127.0.0.1", job.port))  # held by nobody
 
 
+def test_a_rank_that_may_open_no_more_files_is_not_lost(tmp_path):
+    """Its memory, which its heartbeats tell, is read from files."""
+    job = Ranks(tmp_path, "no more files", 1, world_size=2)
+    assert job.codes([0, 1]) == [0, 0], job.said()
+
+
 @pytest.mark.daily("0")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_in_one_line_of_each_rank(tmp_path, victim):

@@ -6,6 +6,7 @@ RANK=0 ... python -m support.watched FAULT RANK_IT_HAPPENS_TO FOLDER
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -27,6 +28,9 @@ HANG_SECONDS = 3.0
 def something_happens(fault: str) -> None:
     if fault == "sleep":
         time.sleep(600)
+    if fault == "no more files":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1,) * 2)
+        return
     if fault == "another collective":
         dist.broadcast(torch.ones(1), 0)
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
@@ -38,7 +42,7 @@ def steps(job: Job, fault: str, victim: int) -> None:
         if step == 5 and job.ranks.rank == victim:
             something_happens(fault)
         job.all_reduce_sum(torch.ones(3))
-        time.sleep(0.01)
+        time.sleep(0.04 if fault == "no more files" else 0.01)  # longer than a rank may be silent
 
 
 def main(fault: str, victim: str, folder: str) -> None:
@@ -48,6 +52,7 @@ def main(fault: str, victim: str, folder: str) -> None:
     job.watchdog.write_to(Path(folder))
     try:
         steps(job, fault, int(victim))
+        job.close()
     except RuntimeError as error:
         job.watchdog.look_for_lost(error)
         raise
