@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +21,16 @@ import torch
 from pipeline import foreign
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.reader import CheckpointReader, stretches
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, opened
 from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
-from pipeline.shards import BUFFER, WEIGHT, Region
+from pipeline.shards import BUFFER, WEIGHT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000  # as transformers cuts its own
 KINDS = (WEIGHT, BUFFER)
-VALUES_AT_ONCE = 1 << 22
 DESCRIPTION = "model"  # folder of a run directory with config.json and the tokenizer
 
 
@@ -207,19 +206,13 @@ def _write_shard(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, (kind, shape, dtype) in wanted.items():
-            for region in _stretches(shape):
+            for region in stretches(shape):
                 values = torch.empty(region.length, dtype=dtype)
                 reader.read(name, kind, region, values)
                 if dtype == torch.float16 and not values.isfinite().all():
                     raise CheckpointError(f"{name} has values that fp16 cannot hold; export bf16 or fp32")
                 file.write(as_bytes(values).numpy().data)
                 advance(region.length)
-
-
-def _stretches(shape: tuple[int, ...]) -> Iterator[Region]:
-    size = math.prod(shape)
-    for start in range(0, size, VALUES_AT_ONCE):
-        yield Region(shape, None, start, min(VALUES_AT_ONCE, size - start))
 
 
 def _copy_description(source: Path, folder: Path, dtype: str) -> bool:

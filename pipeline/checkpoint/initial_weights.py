@@ -27,9 +27,10 @@ class CheckpointWeights:
 
     def __init__(self, reader: CheckpointReader):
         self._reader = reader
-        self._kinds = {name: kind for name, (kind, _, _) in weights_of(reader.manifest).items()}
+        weights = weights_of(reader.manifest)
+        self._kinds = {name: kind for name, (kind, _, _) in weights.items()}
         self.entries: Mapping[str, Entry] = {
-            name: Entry(shape, dtype) for name, (_, shape, dtype) in weights_of(reader.manifest).items()
+            name: Entry(shape, dtype) for name, (_, shape, dtype) in weights.items()
         }
 
     def read(self, name: str) -> Tensor:

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from pipeline.checkpoint.catalog import manifest_of, named_in, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
-from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.reader import CheckpointReader, stretches
 from pipeline.checkpoint.verify import THREADS, Damage, check_content, check_sizes, look
 from pipeline.errors import CheckpointError
 from pipeline.shards import Region
-
-VALUES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,7 @@ def _compare(
 ) -> TensorChange:
     size, changed, largest = math.prod(shape), 0, 0.0
     squares_of_difference = squares = 0.0
-    for start in range(0, size, VALUES_AT_ONCE):
-        region = Region(shape, None, start, min(VALUES_AT_ONCE, size - start))
+    for region in stretches(shape):
         one, other = (_values(reader, name, kind, region) for reader in (a, b))
         differs = ~((one == other) | (one.isnan() & other.isnan()))
         changed += int(differs.sum())

@@ -6,12 +6,12 @@ Only the stretches asked for are read, straight into the tensor where it takes t
 from __future__ import annotations
 
 import errno
+import math
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from pipeline.errors import CheckpointError
 from pipeline.shards import Integers, Region, Shard, copy_runs, overlap
 
 MAX_OPEN = 64
+VALUES_AT_ONCE = 1 << 22
 
 
 class CheckpointReader:
@@ -132,10 +133,15 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def stretches(shape: tuple[int, ...]) -> Iterator[Region]:
+    """A whole tensor, a few MB at a time."""
+    size = math.prod(shape)
+    for start in range(0, size, VALUES_AT_ONCE):
+        yield Region(shape, None, start, min(VALUES_AT_ONCE, size - start))
 
 
 def _batches(runs: Integers) -> list[Integers]:
