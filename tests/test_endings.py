@@ -215,7 +215,7 @@ def test_stopped_while_it_writes_its_sample_a_run_is_not_finished(tmp_path, monk
     """All that is left for the same command is the sample."""
     recipe = write_recipe(tmp_path, max_steps=4, sample={"max_new_tokens": 4})
 
-    def stopped(*_):
+    def stopped(*_, **__):
         raise error
 
     with monkeypatch.context() as patch:
