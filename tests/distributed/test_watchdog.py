@@ -69,7 +69,7 @@ def test_a_rank_that_sleeps_is_named_with_its_line(tmp_path):
     assert f"no step for 3 s. rank 1 on {socket.gethostname()} (pid {job.processes[1].pid}) is behind" in line
     assert "step 5, at tests/support/watched.py:" in line
     assert "in something_happens (time.sleep(600)); ranks 0, 2 wait in all_reduce number 6 (step 5, " in line
-    assert line.endswith(f"stacks: {tmp_path / 'hang'}")
+    assert line == f"{(tmp_path / 'hang' / 'diagnosis.txt').read_text().strip()}; stacks: {tmp_path / 'hang'}"
     assert "something_happens" in (tmp_path / "hang" / "rank-00001.txt").read_text()
     for rank in range(3):
         assert "Thread 0x" in (tmp_path / "hang" / f"rank-{rank:05d}.txt").read_text()
