@@ -103,6 +103,7 @@ class Run:
 
     def __init__(self, settings: Settings, joined: Joined | None = None):
         self._stack = ExitStack()
+        leaves = joined is None
         with ExitStack() as stack:
             if joined is None:
                 ranks = read_ranks(os.environ)
@@ -130,6 +131,8 @@ class Run:
             if self._job.watchdog is not None:
                 self._job.watchdog.write_to(directory.path)
             self._parts = assemble(config, resolved, self._job, self._data, directory)
+            if leaves:
+                stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
             stack.enter_context(self._parts.sinks)
             self._loop = stack.enter_context(Loop(self._parts))
@@ -166,7 +169,7 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The model, or this rank's part of it, without any wrapper."""
+        """The model, or this rank's part of it, without any wrapper; until the run is closed."""
         return self._parts.engine.module
 
     def step(self) -> Step | None:
@@ -268,6 +271,11 @@ class Run:
             replace_text(self.directory / "summary.json", json.dumps(summary, indent=2))
         except OSError as problem:  # the last checkpoint is whole
             log.warning("summary.json is not written, so that this run looks unfinished: %s", problem)
+
+
+def _close_engine(parts: Parts, kind: object, error: BaseException | None, trace: object) -> None:
+    if error is None or parts.job.ranks.world_size == 1:
+        parts.engine.close()
 
 
 def _leave(job: Job, kind: object, error: BaseException | None, trace: object) -> None:

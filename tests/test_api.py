@@ -78,6 +78,29 @@ def test_an_exception_on_one_rank_ends_the_launch(tmp_path):
     assert "RuntimeError: ('mine', " in done.stderr
 
 
+AFTER_ANOTHER = """
+import pipeline
+
+def main():
+    for name in ("one", "other"):
+        settings = pipeline.load_settings("recipe.yaml", "ds_config.json", [f"run_dir={name}"])
+        with pipeline.Run(settings) as run:
+            run.train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_one_deepspeed_run_after_the_other_in_a_process(tmp_path):
+    write_recipe(tmp_path, max_steps=4)
+    (tmp_path / "ds_config.json").write_text((ROOT / "ds_configs" / "zero2.json").read_text())
+    done = run_script(tmp_path, AFTER_ANOTHER)
+    assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path / "one") == numbers(tmp_path / "other")
+
+
 def test_importing_it_loads_nothing(tmp_path):
     recipe = write_recipe(tmp_path)
     code = (
