@@ -33,6 +33,8 @@ def something_happens(fault: str) -> None:
         return
     if fault == "another collective":
         dist.broadcast(torch.ones(1), 0)
+    if fault == "kill":
+        time.sleep(1)  # until the others have heard of its memory
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
 
 

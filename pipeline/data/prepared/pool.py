@@ -24,7 +24,7 @@ from pipeline.data.prepared.encoder import Encoder, EncoderSettings, TextEncoder
 from pipeline.data.prepared.parts import Advance, PartTask, prepare_part
 from pipeline.errors import DataError, PipelineError
 
-PATIENCE_SECONDS = 10.0  # for a worker to notice that it is to end: it does so after a batch of documents
+PATIENCE_SECONDS = 60.0  # for a worker to notice that it is to end, after a batch; the machine may be busy
 
 
 @dataclass(frozen=True)
