@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -96,15 +97,18 @@ def test_a_lock_is_left_alone_while_a_compiler_works_there(ranks, tmp_path):
 
 
 def test_a_run_trains_on_after_a_killed_build(tmp_path):
-    """In the directory that this machine's runs build into: without the fix this hangs for ever."""
+    """Without the fix this hangs for ever. In a copy of what was built: other tests use it too."""
     from torch.utils.cpp_extension import _get_build_directory
 
     split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2_offload.json")]
     recipe = ["--config", str(write_recipe(tmp_path)), "max_steps=2"]
     assert launch(*recipe, *split, f"run_dir={tmp_path / 'first'}").returncode == 0  # builds it
-    lock = Path(_get_build_directory("cpu_adam", verbose=False)) / "lock"
+    built = Path(_get_build_directory("cpu_adam", verbose=False))
+    folder = tmp_path / "extensions"
+    shutil.copytree(built, folder / "cpu_adam")
+    lock = folder / "cpu_adam" / "lock"
     lock.touch()
-    result = launch(*recipe, *split, f"run_dir={tmp_path / 'second'}")
+    result = launch(*recipe, *split, f"run_dir={tmp_path / 'second'}", TORCH_EXTENSIONS_DIR=str(folder))
     assert result.returncode == 0, result.stderr
     assert result.stderr.count(f"was killed and left {lock}; removed it") == 1
     assert "ninja" not in result.stdout + result.stderr
