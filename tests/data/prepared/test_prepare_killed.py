@@ -26,7 +26,6 @@ from support.prepare_command import (
 )
 
 FILES, CHARACTERS = 8, 2_000_000
-KILLS = 20
 WHOM = ("group", "parent", "worker")
 
 
@@ -76,27 +75,31 @@ def quiet(recipe_for, corpus, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.daily("6")
 @pytest.mark.timeout(1800)
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(recipe_for, corpus, quiet, tmp_path):
+@pytest.mark.parametrize("kills", [6, 20])
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(recipe_for, corpus, quiet, tmp_path, kills):
     """Whoever was killed, the command is given again at once; a run that ends before is compared."""
     rng = random.Random(4)
     history: list[tuple[str, float]] = []
-    while len(history) < KILLS:
+    while len(history) < kills:
         folder = tmp_path / f"after-{len(history)}"
         folder.mkdir()
         recipe = recipe_for(folder, corpus)
-        while disturb(Command(recipe), rng, quiet, history):
+        while disturb(Command(recipe), rng, quiet, history, kills):
             pass
         assert bytes_of(folder / "cache") == quiet.content, history
         shutil.rmtree(folder)
     assert {whom for whom, _ in history} == set(WHOM)
 
 
-def disturb(command: Command, rng: random.Random, quiet: Quiet, history: list[tuple[str, float]]) -> bool:
+def disturb(
+    command: Command, rng: random.Random, quiet: Quiet, history: list[tuple[str, float]], kills: int
+) -> bool:
     """Kills one or all of the processes, and notes it; False: the command came to its end before."""
     whom, moment = WHOM[len(history) % len(WHOM)], rng.uniform(quiet.begin, quiet.end)
     try:
-        command.process.wait(moment if len(history) < KILLS else PATIENCE)
+        command.process.wait(moment if len(history) < kills else PATIENCE)
     except subprocess.TimeoutExpired:
         if whom != "worker":
             command.kill(orphans=whom == "parent")
