@@ -56,13 +56,11 @@ def _reset_console() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """`ranks(2)` is a living pool of two ranks; one that a failure ended, or that is crowded, starts anew."""
+    """`ranks(2)` is a living pool of two ranks; one that a failure ended starts anew."""
     pools: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:
         living = pools.get(world_size)
-        if living is not None and living.is_alive and living.is_crowded:
-            living.close()
         if living is None or not living.is_alive:
             pools[world_size] = RankPool(world_size)
         return pools[world_size]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, command, environment, launch, numbers, run_directories, write_recipe
+from support.launch import ROOT, command, environment, launch, numbers, run_directories, start, write_recipe
 from support.wandb_server import Server
 
 from pipeline.cli import main
@@ -65,14 +65,7 @@ def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, ro
 
 def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int, **extra: str) -> None:
     """SIGKILL to the whole process group once `rows` rows are logged."""
-    process = subprocess.Popen(
-        command(*arguments, ranks=ranks),
-        env=environment(**extra),
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-    )
+    process = start(*arguments, ranks=ranks, output=Path(os.devnull), **extra)
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
         written = [p for run in run_directories(folder) for p in run.glob("metrics.jsonl")]

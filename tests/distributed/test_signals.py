@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from support.launch import ROOT, TRAIN, environment, write_recipe
+from support.launch import ROOT, TRAIN, environment, start, write_recipe
 from support.ranks import free_port
 
 from pipeline.distributed.signals import STOP_SIGNALS, Terminated, terminable
@@ -66,7 +67,7 @@ def test_what_is_printed_where_nobody_reads_is_no_error(terminal):
 
 
 def start_rank(folder, rank, local_rank=0, **changes):
-    """A rank of two, alone on its machine, with streams of its own."""
+    """A rank of two, alone on its machine, with streams of its own; and the file of its stderr."""
     place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1 + local_rank}
     recipe = write_recipe(
         folder,
@@ -76,13 +77,9 @@ def start_rank(folder, rank, local_rank=0, **changes):
         distributed={"timeout_seconds": 5},
     )
     variables = place | {"PYTHONPATH": ROOT / "tests"} | changes
-    return subprocess.Popen(
-        [sys.executable, TRAIN, "--config", str(recipe)],
-        env=environment(**{name: str(value) for name, value in variables.items()}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    errors = folder / f"{local_rank}-of-{rank}.txt"
+    extra = {name: str(value) for name, value in variables.items()}
+    return start("--config", str(recipe), output=Path(os.devnull), errors=errors, **extra), errors
 
 
 @pytest.mark.slow
@@ -97,9 +94,9 @@ def test_each_rank_says_why_it_ends(tmp_path):
         second: "rank 1 on .* does not reach the master, 127.0.0.1",
         alone: "rank 1 of 2 is not there",
     }
-    for process, words in expected.items():
-        _, said = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 2
+    for (process, errors), words in expected.items():
+        assert process.wait(PATIENCE) == 2
+        said = errors.read_text()
         last = said.splitlines()[-1]
         assert last.startswith("error: "), said
         assert re.search(words, last), said

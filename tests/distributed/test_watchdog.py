@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
-import psutil
 import pytest
+from support.forked import Program
 from support.launch import ROOT, environment, launch, write_recipe
 from support.ranks import free_port
 
@@ -38,15 +35,9 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": self.port,
             }
-            with self.output[rank].open("w") as file:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "support.watched", fault, str(victim), str(folder)],
-                        env=environment(**FAULTS, **{key: str(value) for key, value in place.items()}),
-                        stdout=file,
-                        stderr=file,
-                    )
-                )
+            variables = environment(**FAULTS, **{key: str(value) for key, value in place.items()})
+            words = ["-m", "support.watched", fault, str(victim), str(folder)]
+            self.processes.append(Program(words, variables, self.output[rank]))
 
     def codes(self, living):
         """Exit codes of those that are to leave by themselves; all are gone afterwards."""
@@ -140,7 +131,7 @@ def test_a_real_run_that_hangs_ends_with_its_own_code(tmp_path):
     assert "is behind: step 2, at tests/support/faults.py:" in line
     assert "; rank 0 waits in all_reduce" in line
     assert "Traceback" not in result.stderr + result.stdout
-    assert not left_of(tmp_path)
+    assert not result.left()
 
 
 def test_a_real_run_that_loses_a_rank_says_so_instead_of_a_traceback(tmp_path):
@@ -156,14 +147,4 @@ def test_a_real_run_that_loses_a_rank_says_so_instead_of_a_traceback(tmp_path):
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("rank 1 on ")]
     assert " is gone: last heartbeat " in line
     assert "Traceback" not in result.stderr + result.stdout
-    assert not left_of(tmp_path)
-
-
-def left_of(folder):
-    """Processes of a run that are still there."""
-    time.sleep(0.5)
-    return [
-        process
-        for process in psutil.process_iter(["cmdline", "pid"])
-        if process.info["pid"] != os.getpid() and str(folder) in " ".join(process.info["cmdline"] or [])
-    ]
+    assert not result.left()

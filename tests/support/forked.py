@@ -1,25 +1,40 @@
 """Processes that start with their imports done: forks of a server that has torch, DeepSpeed and transformers.
 
-A fresh interpreter spends six seconds of processor time on them, for every rank of a pool.
+A fresh interpreter spends six seconds of processor time on them, for every rank of a pool or of a launch.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
+import multiprocessing.process
 import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+from typing import Any
 
 # None of them may start a thread, which a fork would leave behind: tests/test_support_forked.py looks.
 PRELOAD = [
+    "pipeline.running",
     "torch",
     "torch._dynamo",
     "deepspeed",
+    "deepspeed.launcher.runner",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 ]
 HAS_GPU = os.path.exists("/dev/nvidiactl")
+# Environment variables that only a module read at its import, in the server, would have heeded.
+READ_AT_IMPORT = ("OMP_", "MKL_", "HF_", "TRANSFORMERS_", "DS_", "CUDA_", "PYTHON", "TORCH_", "LD_")
 
 
 def context(on_gpu: bool = HAS_GPU) -> ForkServerContext | SpawnContext:
@@ -29,3 +44,145 @@ def context(on_gpu: bool = HAS_GPU) -> ForkServerContext | SpawnContext:
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOAD)
     return server
+
+
+def is_same_in_fork(extra: Mapping[str, str]) -> bool:
+    """Whether a program with these further variables is the same in a fork as in a fresh interpreter."""
+    return not HAS_GPU and not any(key.startswith(READ_AT_IMPORT) and key != "PYTHONPATH" for key in extra)
+
+
+class Program:
+    """`python *arguments` in a fork that leads a session of its own, with what subprocess.Popen has of it.
+
+    What such a program starts with sys.executable, as launchers start ranks, is a fork too; each is its
+    parent's child as ever, with its own id, signals and exit code.
+
+    Args:
+        output: A file that gets its stdout, and its stderr if there is no `errors`.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path | None = None,
+        cwd: Path = Path(),
+    ):
+        files = str(output), str(errors or output)
+        self._process = context().Process(
+            target=_lead, args=(list(arguments), dict(environment), _ignored(), str(cwd.absolute()), *files)
+        )
+        self._process.start()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; -N: signal N ended it.
+
+        Raises:
+            subprocess.TimeoutExpired: after `timeout` seconds.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0)
+        return self._process.exitcode
+
+
+class _ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """subprocess.Popen, which a launcher calls with a command of words and an environment alone."""
+
+    def __init__(self, args: Any, *further: Any, **options: Any):
+        if further or set(options) - {"env"} or isinstance(args, str) or args[0] != sys.executable:
+            super().__init__(args, *further, **options)
+            return
+        super().__init__(["true"])  # every attribute that a Popen has
+        super().wait()
+        self.args, self.returncode = args, None
+        environment = dict(os.environ if options.get("env") is None else options["env"])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(args[1:], environment, _ignored())
+
+
+def _ignored() -> list[int]:
+    """Signals that a program started now ignores, as it inherits that through an exec."""
+    return [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
+
+
+def _lead(
+    arguments: list[str], environment: dict[str, str], ignored: Sequence[int], cwd: str, *files: str
+) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    for number, file in enumerate((os.devnull, *files)):
+        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    _run(arguments, environment, ignored)
+
+
+def _run(arguments: list[str], environment: dict[str, str], ignored: Sequence[int]) -> None:
+    """What an interpreter does from its start to its end. Never returns."""
+    _start_anew(environment, ignored)
+    code: Any = 0
+    interrupted = False
+    try:
+        if unbuffered := arguments[0] == "-u":
+            arguments = arguments[1:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=unbuffered)
+        if arguments[0] == "-m":
+            sys.path.insert(0, os.getcwd())
+            sys.argv[:] = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+            sys.argv[:] = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        traceback.print_exc()
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)
+
+
+def _start_anew(environment: dict[str, str], ignored: Sequence[int]) -> None:
+    """Undoes what a fork has of the process it came from, but for its imports."""
+    handlers = dict.fromkeys(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}, signal.SIG_DFL)
+    handlers |= {signal.SIGINT: signal.default_int_handler}
+    handlers |= dict.fromkeys([*ignored, signal.SIGPIPE, signal.SIGXFSZ], signal.SIG_IGN)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    warnings.filterwarnings(environment.get("PYTHONWARNINGS", "default"), append=True)  # type: ignore[arg-type]
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *installed]
+    main: Any = multiprocessing.current_process()  # a server's child until now
+    main._identity, main._name, main._parent_pid, main._popen = (), "MainProcess", None, None
+    main._config = {
+        "authkey": multiprocessing.process.AuthenticationString(os.urandom(32)),
+        "semprefix": "/mp",
+    }
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    multiprocessing.process._children = set()  # type: ignore[attr-defined]
+    subprocess.Popen = _ForkingPopen  # type: ignore[misc]

@@ -1,14 +1,21 @@
-"""Real launches of launch/train.py, as a user starts them."""
+"""Launches of launch/train.py as users start them; forked, imports done, where that is the same."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+from support.forked import Program, is_same_in_fork
 from support.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -35,19 +42,58 @@ def command(*arguments: str, ranks: int = 0) -> list[str]:
     return [*launcher, TRAIN, *arguments]
 
 
-def launch(
-    *arguments: str, ranks: int = 0, cwd: Path = ROOT, **extra: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments, ranks=ranks),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment(**extra),
-        timeout=PATIENCE,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+@dataclass
+class Launched:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    session: int
+    """Of the processes that it started."""
+
+    def left(self) -> list[int]:
+        """Processes of its session that are still there, a moment later."""
+        time.sleep(0.5)
+        return [pid for pid in psutil.pids() if _session_of(pid) == self.session]
+
+
+def _session_of(pid: int) -> int | None:
+    with suppress(OSError):
+        return os.getsid(pid)
+    return None
+
+
+def start(
+    *arguments: str, ranks: int = 0, cwd: Path = ROOT, output: Path, errors: Path | None = None, **extra: str
+) -> Program | subprocess.Popen[bytes]:
+    """The command, in a session of its own."""
+    words, whole = command(*arguments, ranks=ranks), environment(**extra)
+    if is_same_in_fork(extra):
+        return Program(words if ranks else words[1:], whole, output, errors, cwd)
+    with output.open("w") as stdout, (errors or output).open("a") as stderr:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            env=whole,
+            start_new_session=True,
+        )
+
+
+def launch(*arguments: str, ranks: int = 0, cwd: Path = ROOT, **extra: str) -> Launched:
+    """The command, to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder) / "output", Path(folder) / "errors"
+        process = start(*arguments, ranks=ranks, cwd=cwd, output=output, errors=errors, **extra)
+        try:
+            code = process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return Launched(code, output.read_text(), errors.read_text(), process.pid)
 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:

@@ -6,18 +6,22 @@ with RankPool(2) as pool:
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 from support.forked import context
+
+if TYPE_CHECKING:
+    from pipeline.engine.parallel_state import EngineGroups
 
 
 def free_port() -> int:
@@ -27,9 +31,6 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-CROWD = 150  # threads of a rank
 
 
 class RankFailedError(AssertionError):
@@ -68,11 +69,6 @@ class RankPool:
     @property
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
-
-    @property
-    def is_crowded(self) -> bool:
-        """By groups that engines made and nobody ended: the threads of each wake a hundred times a second."""
-        return any(psutil.Process(process.pid).num_threads() > CROWD for process in self._processes)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
         """`function(job, *arguments)` on every rank; the results in rank order."""
@@ -115,21 +111,46 @@ class RankPool:
 
 def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
+    import cpuinfo
     import torch
 
     from pipeline.distributed.process_group import start_job
     from pipeline.distributed.ranks import read_ranks
     from pipeline.engine.deepspeed_engine import start_deepspeed
+    from pipeline.engine.parallel_state import EngineGroups
 
     job = start_job(read_ranks(os.environ), distributed=True)
     torch.set_num_threads(1)
     start_deepspeed(job)
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # a second, at each start of DeepSpeed's CPU Adam
+    gc.freeze()  # what is imported; DeepSpeed collects garbage at each start of ZeRO 3
     while True:
         try:
             function, arguments = pipe.recv()
         except EOFError:
             return
+        made = EngineGroups()
         try:
             pipe.send((True, function(job, *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        else:
+            _close_engines(made)
+
+
+def _close_engines(groups: EngineGroups) -> None:
+    """Those that a function left open: the threads of their groups wake a hundred times a second each."""
+    from deepspeed import DeepSpeedEngine
+
+    from pipeline.engine.deepspeed_patches import forget_model
+    from pipeline.engine.parallel_state import EngineGroups
+
+    gc.collect()
+    for each in gc.get_objects():
+        if isinstance(each, DeepSpeedEngine):
+            each.destroy()
+            forget_model(each)
+    EngineGroups._open.clear()
+    groups.keep()
+    groups.destroy()
+    gc.collect()
