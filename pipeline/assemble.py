@@ -26,6 +26,7 @@ from pipeline.data.prefetch import DevicePrefetcher
 from pipeline.data.source import BatchSource
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.stragglers import Stragglers
+from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import Engine, Evaluates, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
@@ -136,6 +137,7 @@ def go_on(
     return start, state.get("eval_loss")
 
 
+@freed_at_once()
 def build_engine(
     config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, *, resumes: bool = False
 ) -> Engine:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import pytest
 from parity.splits import TWO_STAGES, zero
 from support.exchange import Gathered, shards_now, whole_of
 from support.memory import forget_peak, held_bytes, resident_bytes
+from support.ranks import RankPool
 from support.tiny import make_engine, recipe, token_bundle
 from support.weights import SIZES
 
 from pipeline.distributed.process_group import Job
+from pipeline.engine.host_memory import chosen_by_user
 
 # 100 MB in fp32: more than what a process allocates beside it.
 MODEL = {
@@ -45,6 +48,20 @@ def test_a_stage_is_all_that_a_rank_ever_has(ranks):
     for peak, held in ranks(2).run(peak_while_made, TREE, STAGES):
         assert 0.45 < held < 0.55
         assert peak < 1
+
+
+@pytest.mark.skipif(chosen_by_user(os.environ), reason="the environment says how malloc is to work")
+@pytest.mark.parametrize(
+    ("half", "most"), [({}, 2.3), ({"bf16": {"enabled": True}}, 1.9)], ids=["fp32", "bf16"]
+)
+def test_zero3_gives_back_what_it_drew_to_shard_it(half, most):
+    """Held: a half each of parameters, fp32 copies and gradients. Beside it only some modules' weights.
+
+    On ranks without a past: what earlier engines left in a heap would be taken first, and hide it.
+    """
+    with RankPool(2) as pool:
+        for peak, _ in pool.run(peak_while_made, TREE, zero(3) | half):
+            assert peak < most
 
 
 @pytest.mark.parametrize("how", ["uniform", "time"])
