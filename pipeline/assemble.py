@@ -168,11 +168,10 @@ def build_engine(
     allow_tf32(resolved.tf32)
     if resolved.deepspeed is None:
         return TorchEngine(model_in(Whole()), config.optimizer, config.engine, split, job)
-    from pipeline.engine.deepspeed_engine import DTYPES, DeepSpeedEngine, start_deepspeed
+    from pipeline.engine.deepspeed_engine import DTYPES, DeepSpeedEngine, sharding_for, start_deepspeed
     from pipeline.engine.native_ops import prepare_native_ops
     from pipeline.engine.nvme import SwapFolder
     from pipeline.engine.parallel_state import keep_parameter_groups
-    from pipeline.engine.zero3 import Zero3Sharding
 
     start_deepspeed(job)
     if split.pipeline_stages > 1:
@@ -186,12 +185,12 @@ def build_engine(
         return PipelineEngine(stages.model, config.optimizer, resolved.deepspeed, split, job, stages.bounds)
     keep_parameter_groups(int(resolved.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1)))
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
-    sharding: Sharding = Whole()
-    if split.zero_stage == 3 and split.tensor_parallel == 1:  # AutoTP cuts whole matrices
-        sharding = Zero3Sharding(swap.config, DTYPES[split.precision])
+    sharding = sharding_for(swap.config, split)
     model = model_in(sharding)
     swap.check_space(count_parameters(model))
-    engine = DeepSpeedEngine(model, config.optimizer, swap.config, split, job, placement.is_autocast)
+    engine = DeepSpeedEngine(
+        model, config.optimizer, swap.config, split, job, placement.is_autocast, sharding
+    )
     engine.closing.callback(swap.close)
     weakref.finalize(engine, swap.close)  # of an engine that nobody closes
     return engine

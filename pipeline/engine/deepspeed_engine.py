@@ -50,16 +50,14 @@ from pipeline.engine.parallel_state import EngineGroups, parallel_state
 from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import State
-from pipeline.engine.tensor_parallel import (
-    clip_and_guard_parts,
-    complete_tensor_section,
-    cut_parameters,
-    first_ranks,
-)
+from pipeline.engine.tensor_parallel import clip_and_guard_parts, cut_parameters, first_ranks
+from pipeline.engine.tensor_sharding import TensorSharding
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.unused import GradientWatch, warn_of_unused
+from pipeline.engine.zero3 import Zero3Sharding
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added, refuse_router
+from pipeline.models.sharding import Sharding, Whole
+from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.optim import parameter_groups, set_learning_rate
 
 log = logging.getLogger(__name__)
@@ -79,6 +77,17 @@ def start_deepspeed(job: Job) -> None:
     deepspeed.init_distributed(dist_init_required=False)
 
 
+def sharding_for(config: dict[str, Any], split: Split) -> Sharding:
+    """How a model is held while it is made for a DeepSpeedEngine.
+
+    Args:
+        config: The DeepSpeed JSON, filled in.
+    """
+    if split.tensor_parallel > 1:  # at stage 3 too: AutoTP cuts whole matrices
+        return TensorSharding(config, split)
+    return Zero3Sharding(config, DTYPES[split.precision]) if split.zero_stage == 3 else Whole()
+
+
 class DeepSpeedEngine(DeepSpeedState):
     """Steps a model through deepspeed.initialize; the JSON decides the ZeRO stage and the precision."""
 
@@ -90,11 +99,13 @@ class DeepSpeedEngine(DeepSpeedState):
         split: Split,
         job: Job,
         autocast: bool = False,
+        sharding: Sharding | None = None,
     ):
         """Wraps the model, and cuts it where tensors are. Collective.
 
         Args:
             autocast: Compute model and objective under torch.autocast, in the run's half precision.
+            sharding: What the model was made in; needed where tensors are cut.
         """
         config = copy.deepcopy(config)  # what is changed below is not the user's to see
         self.closing = ExitStack()
@@ -117,20 +128,18 @@ class DeepSpeedEngine(DeepSpeedState):
         self._own_guard = split.zero_stage == 0 and (split.precision == "fp32" or split.tensor_parallel > 1)
         if self._own_guard:
             config["gradient_clipping"] = 0.0
+        mpu = parallel_state(split)
+        if isinstance(sharding, TensorSharding):
+            sharding.cut(model)
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_optimizer(groups, optimizer, config)
-        if split.tensor_parallel > 1:
-            refuse_router(model, "tensor parallelism")
-            complete_tensor_section(config, model)
-        mpu = parallel_state(split)
         self._sequence: SequenceParallel | None = None
         if split.sequence_parallel > 1:
             self._sequence = SequenceParallel(model, split.sequence_parallel)
             self.closing.callback(self._sequence.close)
         self._initialize(model, config, mpu)
-        cut = split.tensor_parallel > 1
-        self._places = cut_parameters(self.module) if cut else whole_parameters(self.module)
+        self._places = (cut_parameters if split.tensor_parallel > 1 else whole_parameters)(self.module)
         self._is_part = [is_model_parallel_parameter(p) for p in self._parameters]
         self._norm: Tensor | None = None
         self._skipped = torch.zeros((), device=self.device)

@@ -152,13 +152,13 @@ PATCHES = (
 )
 
 
-def check_patches() -> None:
+def check_patches(patches: tuple[Patch, ...] = PATCHES) -> None:
     """Before anything is built.
 
     Raises:
         ConfigError: the installed DeepSpeed differs where one of them applies.
     """
-    for patch in PATCHES:
+    for patch in patches:
         for place, expected in patch.sources.items():
             if digest(place) != expected:
                 raise ConfigError(
@@ -295,6 +295,6 @@ def forget_model(engine: Any) -> None:
 
 
 if __name__ == "__main__":
-    for each in PATCHES:
-        for where in each.sources:
-            print(f'"{where}": "{digest(where)}",')
+    tensor_sharding = importlib.import_module("pipeline.engine.tensor_sharding")
+    for where in [where for each in (*PATCHES, tensor_sharding.CUT_WITHOUT_VALUES) for where in each.sources]:
+        print(f'"{where}": "{digest(where)}",')

@@ -38,6 +38,7 @@ class StageSharding:
     lets go of what another stage has.
     """
 
+    takes_tensors = False
     zero3_config: dict[str, Any] | None = None
 
     def __init__(self, stage: int, bounds_of: Callable[[LayeredModel], list[int]]):

@@ -9,7 +9,8 @@ from typing import Any
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-from pipeline.engine.deepspeed_patches import check_patches
+from pipeline.engine.deepspeed_patches import PATCHES, check_patches
+from pipeline.engine.tensor_sharding import CUT_WITHOUT_VALUES
 from pipeline.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ def check_configuration(config: dict[str, Any]) -> None:
         ConfigError: DeepSpeed refuses one, or is not the version that deepspeed_patches knows.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    check_patches()
+    check_patches((*PATCHES, CUT_WITHOUT_VALUES))
     config = copy.deepcopy(config)
     config.pop("train_batch_size", None)  # it would be held to the ranks, who may not have met yet
     try:

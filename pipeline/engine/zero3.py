@@ -106,6 +106,8 @@ class _InitOnCpu(deepspeed.zero.Init):
 class Zero3Sharding:
     """See pipeline.models.sharding.Sharding."""
 
+    takes_tensors = False
+
     def __init__(self, config: dict[str, Any], dtype: torch.dtype):
         self.zero3_config: dict[str, Any] | None = config
         self._dtype = dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError, one_line
-from pipeline.foreign import is_path
-from pipeline.models.pretrained_folder import check_folder
+from pipeline.models.pretrained_folder import folder_or_hub_name
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Sharding
+from pipeline.models.tensorwise import filled_tensorwise
 from pipeline.models.vocabulary import grow_vocabulary
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ def _draw_weights(model: PreTrainedModel, sharding: Sharding) -> None:
 
 
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
-    given, name = f"model.pretrained: {config.pretrained!r}", _folder_or_hub_name(config.pretrained or "")
+    given, name = f"model.pretrained: {config.pretrained!r}", folder_or_hub_name(config.pretrained or "")
     trust = config.trust_remote_code
     try:
         hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
@@ -171,18 +172,32 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         nor += "; model.trust_remote_code=true runs it" if "custom code" in str(error) else ""
         raise ModelError(f"{given}: {_reason(error)}{nor}") from None
     for key, value in _stated_fields(config, hf_config).items():
-        grows = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
-        if getattr(hf_config, key) != value and not grows:
+        may_differ = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
+        if getattr(hf_config, key) != value and not may_differ:
             raise ModelError(
                 f"model: {name} has {key} {getattr(hf_config, key)}, the recipe says {value}; "
                 "drop it, the weights decide"
             )
     _check_fit(hf_config, config, request)
-    keep_alive = None
-    if request.sharding.zero3_config is not None:
+    rows = max(request.vocab_size or 0, config.vocab_size or 0)
+    grows = config.grow_vocabulary and rows > hf_config.get_text_config().vocab_size
+    sharding = request.sharding
+    tensorwise = sharding.takes_tensors and not grows  # whose new rows are the mean of all others
+    with filled_tensorwise(sharding) if tensorwise else nullcontext():
+        model = _read_pretrained(name, hf_config, config, sharding.zero3_config)
+    if grows:
+        grow_vocabulary(model, rows, sharding)
+    return model
+
+
+def _read_pretrained(
+    name: str, hf_config: PretrainedConfig, config: CausalLMConfig, zero3_config: dict[str, Any] | None
+) -> PreTrainedModel:
+    given, keep_alive = f"model.pretrained: {config.pretrained!r}", None
+    if zero3_config is not None:
         from transformers.integrations import HfDeepSpeedConfig
 
-        keep_alive = HfDeepSpeedConfig(request.sharding.zero3_config)  # read while weights are loaded
+        keep_alive = HfDeepSpeedConfig(zero3_config)  # read while weights are loaded
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report says that weights which do not fit can be ignored
     try:
@@ -192,7 +207,7 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
             dtype=torch.float32,
             attn_implementation=config.attention,
             use_safetensors=True,
-            trust_remote_code=trust,
+            trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they come back in `info`, by name
         )
@@ -204,10 +219,8 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         transformers_logging.set_verbosity(verbosity)
         del keep_alive
     _refuse_what_does_not_fit(info, given)
-    rows = max(request.vocab_size or 0, config.vocab_size or 0)
-    if config.grow_vocabulary and rows > hf_config.get_text_config().vocab_size:
-        grow_vocabulary(model, rows, request.sharding)
-    return model
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
@@ -232,16 +245,6 @@ def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
     model.config.use_cache = False  # with a cache transformers lets the documents of a row see each other
     model.tie_weights()
     return model
-
-
-def _folder_or_hub_name(given: str) -> str:
-    path = Path(given).expanduser()
-    if path.is_dir():
-        check_folder(path, given)
-        return str(path)
-    if is_path(given) or path.exists():
-        raise ModelError(f"model.pretrained: {given!r}: there is no such folder")
-    return given
 
 
 def _refuse_what_does_not_fit(info: dict[str, Any], given: str) -> None:

@@ -5,9 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import ModelError
-from pipeline.foreign import inside, unsafe_files, weight_map
+from pipeline.foreign import inside, is_path, unsafe_files, weight_map
 
 INDEX = "model.safetensors.index.json"
+
+
+def folder_or_hub_name(given: str) -> str:
+    """What transformers is to load, of what the recipe says.
+
+    Raises:
+        ModelError: see `check_folder`; it is a path, and there is no folder.
+    """
+    path = Path(given).expanduser()
+    if path.is_dir():
+        check_folder(path, given)
+        return str(path)
+    if is_path(given) or path.exists():
+        raise ModelError(f"model.pretrained: {given!r}: there is no such folder")
+    return given
 
 
 def check_folder(folder: Path, given: str) -> None:

@@ -1,5 +1,5 @@
 """How a model is held while it is made: whole, in shards from the first parameter on (ZeRO 3), or, of other
-ranks' parts, without values (pipeline stages).
+ranks' parts, without values (pipeline stages, tensor parallelism).
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Sharding(Protocol):
         ...
 
     @property
+    def takes_tensors(self) -> bool:
+        """Whether `made` runs nothing, so that the weights may come after it, one tensor at a time."""
+        ...
+
+    @property
     def zero3_config(self) -> dict[str, Any] | None:
         """The DeepSpeed configuration under which transformers loads weights straight into shards."""
         ...
@@ -46,6 +51,7 @@ class Sharding(Protocol):
 class Whole:
     """Every rank holds every parameter."""
 
+    takes_tensors = False
     zero3_config: dict[str, Any] | None = None
 
     def construct(self) -> AbstractContextManager[Any]:
@@ -63,14 +69,19 @@ class Whole:
 
 def give_memory(parameter: nn.Parameter) -> None:
     """One without values gets memory on the CPU, not yet filled; it stays the same object."""
-    torch.utils.swap_tensors(
-        parameter, nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-    )
+    give_values(parameter, torch.empty_like(parameter, device="cpu"))
 
 
 def let_go(parameter: nn.Parameter) -> None:
     """Keeps its shape and dtype, not its values."""
-    torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+    give_values(parameter, parameter.detach().to("meta"))
+
+
+def give_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """It holds these, not a copy of them, and stays the same object with what was noted on it."""
+    filled = nn.Parameter(values, parameter.requires_grad)
+    vars(filled).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, filled)
 
 
 @contextmanager

@@ -246,12 +246,15 @@ def _fill(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -
             assert values is not None
             _put(target.data, values)
             return
-        whole = torch.empty(target.shape, dtype=target.dtype)
+        whole = target.data
+        if whole.device.type != "cpu" or not whole.is_contiguous():
+            whole = torch.empty(target.shape, dtype=target.dtype)
         if values is not None:
             _put(whole, values)
         if whole.numel():
             dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # gloo has no 16-bit integers
-        target.data.copy_(whole)
+        if whole.data_ptr() != target.data_ptr():
+            target.data.copy_(whole)
 
 
 def _put(target: Tensor, values: Tensor) -> None:

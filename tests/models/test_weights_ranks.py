@@ -103,9 +103,9 @@ def test_every_split_has_the_plain_models_values(ranks, folder, split):
     check(ranks, folder, split)
 
 
-@pytest.mark.daily("zero3", "pipeline-zero1")
+@pytest.mark.daily("zero3", "pipeline-zero1", "tensor-zero1")
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["zero3", "zero3-hpz", "pipeline-zero1"])
+@pytest.mark.parametrize("split", ["zero3", "zero3-hpz", "pipeline-zero1", "tensor-zero1"])
 def test_a_pretrained_vocabulary_grows_under_every_split(ranks, folder, split):
     check(ranks, folder, split, "pretrained")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 
 import torch
 
@@ -29,7 +32,34 @@ def held_bytes() -> int:
 
 def resident_bytes(peak: bool = False) -> int:
     """Of this process, now or at the most since `forget_peak`."""
-    wanted = "VmHWM:" if peak else "VmRSS:"
+    return _status("VmHWM:" if peak else "VmRSS:")
+
+
+def anonymous_bytes() -> int:
+    """Of this process: what is resident and no file's, without what was freed and is kept for the next."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status("RssAnon:")
+
+
+@contextmanager
+def most_anonymous() -> Iterator[list[int]]:
+    """[the most anonymous memory inside of it]: looked at a thousand times a second, so a lower bound."""
+    most, done = [anonymous_bytes()], Event()
+
+    def look() -> None:
+        while not done.wait(0.001):
+            most[0] = max(most[0], _status("RssAnon:"))
+
+    thread = Thread(target=look)
+    thread.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        thread.join()
+
+
+def _status(wanted: str) -> int:
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(wanted))
     return int(line.split()[1]) * 1024

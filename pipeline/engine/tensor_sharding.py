@@ -1,0 +1,227 @@
+"""AutoTP while a model is made: of a matrix that it will cut, a rank keeps its own part alone.
+
+DeepSpeed cuts matrices that lie whole on every rank. Here it cuts a model without values, to say which part
+is whose, and the model itself, of which this rank then puts its parts in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+from accelerate import init_empty_weights
+from deepspeed.module_inject import set_autotp_mode
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.tensor_parallel.config import get_tensor_parallel_config
+from torch import Tensor, nn
+
+from pipeline.config.split import Split
+from pipeline.engine.deepspeed_patches import Patch
+from pipeline.engine.parallel_state import parallel_state
+from pipeline.engine.state import WHOLE, Place
+from pipeline.engine.tensor_parallel import complete_tensor_section, cut_parameters
+from pipeline.errors import ModelError, one_line
+from pipeline.models.sharding import give_memory, give_values, let_go
+from pipeline.objectives import refuse_router
+
+_LAYERS = "deepspeed.module_inject.layers"
+CUT_WITHOUT_VALUES = Patch(
+    "matrices cut while they have no values",
+    "AutoTP cuts what lies whole on every rank, when the engine is made",
+    {
+        "deepspeed.runtime.engine:DeepSpeedEngine._configure_tensor_parallel": "8c001254e2ae",
+        "deepspeed.runtime.engine:DeepSpeedEngine._apply_autotp_partitioning": "1fa67eabb70d",
+        f"{_LAYERS}:TensorParallel_Layer.move": "97f65560c4e6",
+        "deepspeed.module_inject.auto_tp:AutoTP._slice_embedding": "cb0f0216b891",
+    },
+)
+_ALIGNMENT = 64  # bytes; what vectorised kernels like best
+
+
+class _Part:
+    """What this rank keeps of one parameter: of the shape that its own has once it is cut."""
+
+    def __init__(self, place: Place, dtype: torch.dtype):
+        """Takes the memory at once, lest what is whole for a moment leaves holes between the parts."""
+        self.place = place
+        self.values = torch.empty(place.own_shape, dtype=dtype)
+        self.is_there = False
+
+    @torch.no_grad()
+    def take(self, whole: Tensor) -> None:
+        for own, there in self._slices():
+            self.values[own] = whole[there]
+        self.is_there = True
+
+    @torch.no_grad()
+    def put(self, whole: Tensor) -> None:
+        for own, there in self._slices():
+            whole[there] = self.values[own]
+
+    def _slices(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        for boxes in self.place.boxes:
+            own, there = (tuple(slice(*bounds) for bounds in box or ()) for box in boxes)
+            yield own, there
+
+
+class TensorSharding:
+    """See pipeline.models.sharding.Sharding: this rank has values for its parts of cut matrices alone.
+
+    Every rank draws all weights, module by module, so that random numbers stay in step. A cut parameter is
+    whole for as long as it is drawn or filled, in memory that the next one gets after it.
+
+    Where one is made whole again, this rank's part has its values and the rest is NaN. So an `_init_weights`
+    that changes a parameter drawn before it element by element does what it does to a whole model; what it
+    computes from all of its values (a norm, a mean) is NaN.
+    """
+
+    takes_tensors = True
+    zero3_config: dict[str, Any] | None = None
+
+    def __init__(self, config: dict[str, Any], split: Split):
+        """Knows nothing of a model yet.
+
+        Args:
+            config: The DeepSpeed JSON, filled in.
+        """
+        self._config = {"tensor_parallel": dict(config["tensor_parallel"])}
+        self._split = split
+        self._is_made = False
+        self._parts: dict[nn.Parameter, list[_Part]] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._is_lent = False
+
+    def construct(self) -> AbstractContextManager[None]:
+        """See Sharding.construct: what a module draws for itself is whole until the model is made."""
+        return contextlib.nullcontext()
+
+    def construct_empty(self) -> AbstractContextManager[None]:
+        """See Sharding.construct_empty. Buffers have values."""
+        context: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
+        return context
+
+    def made(self, model: nn.Module) -> None:
+        """See Sharding.made. Makes the tensor groups; the second call of a model does nothing.
+
+        Raises:
+            ConfigError: the model's routers are to be balanced.
+            ModelError: AutoTP cannot cut it, or does not say how it does.
+        """
+        if self._is_made:
+            return
+        self._is_made = True
+        refuse_router(model, "tensor parallelism")
+        complete_tensor_section(self._config, model)
+        parallel_state(self._split)
+        twin = _without_values(model)
+        try:
+            with _unheard(), torch.random.fork_rng(devices=[]):  # a new embedding draws, before it is filled
+                self._partition(twin)
+        except (NotImplementedError, ValueError) as error:  # of how to cut, in DeepSpeed's words
+            raise ModelError(f"tensor_parallel: {one_line(error)}") from None
+        named = dict(model.named_parameters(remove_duplicate=False))
+        places = list(cut_parameters(twin).values())
+        # What is whole under one of its names has all values, from which AutoTP itself takes the parts.
+        whole = {named[place.name] for place in places if place.boxes == WHOLE}
+        for place in places:
+            if (parameter := named[place.name]) not in whole:
+                self._parts.setdefault(parameter, []).append(_Part(place, parameter.dtype))
+        for parameter in self._parts:
+            if not parameter.is_meta:
+                self._keep_parts(parameter)
+
+    @contextmanager
+    def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """See Sharding.whole. Not to be entered twice at a time."""
+        lent = []
+        for parameter in dict.fromkeys(parameters):
+            if parameter.is_meta and parameter in self._parts:
+                lent.append(parameter)
+            elif parameter.is_meta:
+                give_memory(parameter)
+        assert not (lent and self._is_lent)
+        self._is_lent = bool(lent)
+        for parameter, memory in zip(lent, self._memory_for(lent), strict=True):
+            give_values(parameter, memory)
+            self._put_parts(parameter)
+        try:
+            yield
+        finally:
+            for parameter in lent:
+                self._keep_parts(parameter)
+            self._is_lent = False
+
+    def cut(self, model: nn.Module) -> None:
+        """The model, with all its values, becomes this rank's part of it. Collective; before an optimizer."""
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self._partition(model)
+        kept = {part.place.name: part for parts in self._parts.values() for part in parts}
+        self._parts, self._scratch = {}, torch.empty(0, dtype=torch.uint8)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(before[name].requires_grad)  # a cut embedding is a new one
+            if name in kept and kept[name].is_there:
+                assert parameter.shape == kept[name].values.shape, name
+                assert not parameter._backward_hooks, name  # they would stay with the empty one
+                give_values(parameter, kept[name].values)
+            assert not parameter.is_meta, name
+
+    def _partition(self, model: nn.Module) -> None:
+        for module in model.modules():
+            weight = module._parameters["weight"] if isinstance(module, nn.Embedding) else None
+            if weight is not None and weight.is_meta:
+                give_memory(weight)  # AutoTP may copy from it, whatever it holds
+        set_autotp_mode(training=True)
+        engine = SimpleNamespace(local_rank=-1, autotp_size=lambda: self._split.tensor_parallel)
+        section = get_tensor_parallel_config(self._config)
+        DeepSpeedEngine._apply_autotp_partitioning(engine, model, section)
+
+    def _memory_for(self, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+        """The same memory each time: new pages would cost more than what is done with them."""
+        sizes = [p.numel() * p.element_size() for p in parameters]
+        room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        if sum(room) > len(self._scratch):
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # let go of first
+            self._scratch = torch.empty(sum(room), dtype=torch.uint8)
+        start = 0
+        for parameter, size, taken in zip(parameters, sizes, room, strict=True):
+            yield self._scratch[start : start + size].view(parameter.dtype).view(parameter.shape)
+            start += taken
+
+    def _put_parts(self, parameter: nn.Parameter) -> None:
+        parts = [part for part in self._parts[parameter] if part.is_there]
+        if parts:
+            parameter.data.fill_(float("nan") if parameter.is_floating_point() else 0)
+        for part in parts:
+            part.put(parameter)
+
+    def _keep_parts(self, parameter: nn.Parameter) -> None:
+        for part in self._parts[parameter]:
+            part.take(parameter)
+        let_go(parameter)
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy whose parameters have shapes alone."""
+    empty: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, empty)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """DeepSpeed says nothing inside it: it will say the same of the model itself."""
+    logger, was = deepspeed.utils.logger, deepspeed.utils.logger.disabled
+    logger.disabled = True
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.disabled = was

@@ -1,0 +1,201 @@
+"""A model that will be cut, while it is made: the whole model's values, and of them a rank's own parts."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from parity.splits import LLAMA, QWEN2, TENSOR_2, zero
+from safetensors.torch import load_file, save_file
+from support.exchange import Gathered, shards_now, whole_of
+from support.memory import anonymous_bytes, held_bytes, most_anonymous
+from support.tiny import make_engine, recipe, resolve, token_bundle
+from support.weights import SIZES
+
+from pipeline.assemble import model_request
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.distributed.process_group import Job
+from pipeline.errors import ModelError
+from pipeline.models import build_model
+from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import Whole
+
+TENSORS = zero(0) | TENSOR_2
+PHI3 = LLAMA | {"architecture": "phi3", "extra": {"pad_token_id": 0}}
+# Two matrices in one, each cut by itself.
+FUSED = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1]},
+        {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"},
+    ],
+}
+# 100 MB in fp32: more than what a process allocates beside it.
+LARGE = {
+    "kind": "causal_lm",
+    "architecture": "llama",
+    "num_layers": 6,
+    "num_heads": 8,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "max_sequence_length": 24,
+}
+
+
+def made(model: dict[str, Any], seed: int = 5):
+    """One that another run may have trained."""
+    sizes = {key: value for key, value in model.items() if key != "kind"}
+    return build_model(CausalLMConfig(**sizes), ModelRequest(Whole(), 257, sequence_length=24), seed)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folders of a large model's tensors, in fp32 and in bf16."""
+    folder = tmp_path_factory.mktemp("large")
+    model = made(LARGE)
+    model.save_pretrained(folder / "fp32")
+    model.bfloat16().save_pretrained(folder / "bf16")
+    return folder
+
+
+def most_while_made(job: Job, model: dict[str, Any], split: dict[str, Any]) -> tuple[float, float]:
+    """(most anonymous memory while the engine is made, tensors held after it), in sizes of the fp32 model."""
+    data = token_bundle()
+    make_engine(job, recipe(model=LARGE | SIZES), split, data)  # what is imported and allocated once
+    gc.collect()
+    held, before = held_bytes(), anonymous_bytes()
+    with most_anonymous() as most:
+        engine = make_engine(job, recipe(model=model), split, data)
+    size = 4 * engine.num_parameters
+    gc.collect()
+    return (most[0] - before) / size, (held_bytes() - held) / size
+
+
+@pytest.mark.daily("new", "pretrained")
+@pytest.mark.parametrize("source", ["new", "weights", "pretrained"])
+def test_a_rank_never_has_all_of_the_model(ranks, folder, source):
+    model = {
+        "new": LARGE,
+        "weights": LARGE | {"weights": str(folder / "fp32")},
+        "pretrained": {"kind": "causal_lm", "pretrained": str(folder / "bf16")},  # cast to fp32 on the way
+    }[source]
+    for most, held in ranks(2).run(most_while_made, model, TENSORS):
+        assert 0.45 < held < 0.55
+        assert most < 0.85
+
+
+def weights_at_start(job: Job, model: dict[str, Any], split: dict[str, Any]) -> list[Any]:
+    """This rank's shards."""
+    written = shards_now(make_engine(job, recipe(model=model), split, token_bundle()))
+    return [shard for shard in written if shard[1] == "weight"]
+
+
+TIED = {"extra": {"tie_word_embeddings": True}}
+MODELS = {
+    "llama": (LLAMA, {}),
+    "tied": (LLAMA | TIED, {}),
+    "biased and grouped": (QWEN2, {}),
+    "norms of heads": (LLAMA | {"architecture": "qwen3", "num_key_value_heads": 2}, {}),
+    "two matrices in one": (PHI3, {"partition_config": FUSED}),
+}
+
+
+def hold_to_the_whole(ranks, model: dict[str, Any], how: dict[str, Any], expected: dict[str, Any]) -> None:
+    cut = zero(0) | {"tensor_parallel": {"autotp_size": 2} | how}
+    shards = [shard for rank in ranks(2).run(weights_at_start, model, cut) for shard in rank]
+    found = {name: values for (name, _), values in whole_of(Gathered({}, shards)).items()}
+    assert found.keys() == {name for name in expected if name != "lm_head.weight" or name in found}
+    for name, values in found.items():
+        assert torch.equal(torch.from_numpy(values), expected[name].reshape(-1).float()), name
+
+
+@pytest.mark.daily("tied", "norms of heads", "two matrices in one")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_new_weights_are_the_whole_models(ranks, name):
+    model, how = MODELS[name]
+    hold_to_the_whole(ranks, model, how, made(model, seed=0).state_dict())
+
+
+@pytest.mark.daily("bfloat16-tied")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pretrained_weights_are_the_whole_models(ranks, tmp_path, name, dtype):
+    model, how = MODELS[name]
+    old = made(model).to(getattr(torch, dtype))
+    old.save_pretrained(tmp_path / "old")
+    pretrained = {"kind": "causal_lm", "pretrained": str(tmp_path / "old")}
+    hold_to_the_whole(ranks, pretrained, how, old.state_dict())
+
+
+def refusal(job: Job, model: dict[str, Any], split: dict[str, Any]) -> str:
+    with pytest.raises(ModelError) as caught:
+        make_engine(job, recipe(model=model), split, token_bundle())
+    return str(caught.value)
+
+
+def test_two_tensors_for_a_tied_one_are_refused(ranks, tmp_path):
+    """As one they would be whichever comes last."""
+    made(LLAMA | TIED).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    model = {"kind": "causal_lm", "pretrained": str(tmp_path)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert len(ranks(2).run(weights_at_start, model, TENSORS)) == 2
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for told in ranks(2).run(refusal, model, TENSORS):
+        assert "the files have two, which differ" in told
+
+
+def test_a_plan_that_deepspeed_does_not_take_is_told_in_a_line(ranks):
+    model = LLAMA | {"architecture": "mixtral", "extra": {"num_local_experts": 2}}
+    for told in ranks(2).run(refusal, model, TENSORS):
+        assert told.startswith("tensor_parallel: ")
+        assert "unsupported partition style" in told
+        assert "\n" not in told
+
+
+def cut(job: Job, section: dict[str, Any], name: str, change: str):
+    """A rank's part of one parameter, frozen, after a change of the whole one."""
+    from pipeline.engine.deepspeed_engine import start_deepspeed
+    from pipeline.engine.tensor_sharding import TensorSharding
+
+    start_deepspeed(job)
+    json = zero(0) | {"tensor_parallel": {"autotp_size": 2} | section}
+    config, resolved = resolve(recipe(model=LLAMA), json, job.ranks.world_size)
+    sharding = TensorSharding(resolved.deepspeed, resolved.split)
+    model = build_model(config.model, model_request(config, token_bundle(), sharding), 0)
+    parameter = model.get_parameter(name).requires_grad_(False)
+    with sharding.whole([parameter]), torch.no_grad():
+        {"twice": lambda: parameter.mul_(2), "normed": lambda: parameter.div_(parameter.norm())}[change]()
+    sharding.cut(model)
+    assert not model.get_parameter(name).requires_grad
+    return model.get_parameter(name).detach()
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_what_comes_back_may_be_changed_element_by_element(ranks):
+    whole = 2 * made(LLAMA, seed=0).get_parameter(UP)
+    for rank, part in enumerate(ranks(2).run(cut, {}, UP, "twice")):
+        assert torch.equal(part, whole.chunk(2)[rank])
+    for part in ranks(2).run(cut, {}, UP, "normed"):
+        assert part.isnan().all(), "of all of its values only a part is known"
+
+
+def test_an_embedding_is_cut_too_where_the_file_says_so(ranks):
+    name = "model.embed_tokens.weight"
+    section = {
+        "partition_config": {
+            "use_default_specs": False,
+            "layer_specs": [{"patterns": [r".*embed_tokens\.weight$"], "partition_type": "row"}],
+        }
+    }
+    whole = 2 * made(LLAMA, seed=0).get_parameter(name)
+    for rank, part in enumerate(ranks(2).run(cut, section, name, "twice")):
+        assert torch.equal(part, whole.chunk(2, dim=1)[rank])
