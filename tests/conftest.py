@@ -2,14 +2,21 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Threads of two processes on the same cores wait for each other in every operator: several times slower.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+# Of each environment its own: another one's ops are built anew wherever the two take turns.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+if shutil.which("g++"):
+    os.environ.setdefault("CXX", str(Path(__file__).parent / "support" / "compiler" / "g++"))
 os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests of the sink set their own
 
 import hypothesis
