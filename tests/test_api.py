@@ -13,7 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.launch import PATIENCE, ROOT, environment, launch, numbers, run_directories, write_recipe
+from support.launch import (
+    ROOT,
+    TORCHRUN,
+    Launched,
+    environment,
+    launch,
+    numbers,
+    run_directories,
+    run_python,
+    write_recipe,
+)
 from support.ranks import free_port
 
 import pipeline
@@ -22,27 +32,11 @@ from pipeline.cli import main
 SCRIPT, NOTEBOOK = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.M | re.S)
 
 
-def run_script(folder: Path, text: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+def run_script(folder: Path, text: str, ranks: int = 0) -> Launched:
     """As `python my_script.py`, or through torchrun on `ranks`."""
     (folder / "my_script.py").write_text(text)
-    several = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--master-port",
-        str(free_port()),
-    ]
-    return subprocess.run(
-        [sys.executable, *(several if ranks else []), "my_script.py"],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(PYTHONPATH=str(ROOT)),
-        timeout=PATIENCE,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    launcher = [*TORCHRUN, "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    return run_python(*(launcher if ranks else []), "my_script.py", cwd=folder, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.slow

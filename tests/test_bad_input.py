@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.launch import BIN, ROOT, TRAIN, environment, launch, write_recipe
+from support.launch import ROOT, TORCHRUN, TRAIN, launch, run_python, write_recipe
 from support.ranks import free_port
 from torch import nn
 
@@ -296,28 +295,14 @@ def test_a_value_that_deepspeed_refuses_is_one_line_before_data_is_prepared(home
     ],
 )
 def test_two_ranks_say_it_once(home, tmp_path, override, message):
-    command = [
-        str(BIN / "torchrun"),
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-        TRAIN,
-    ]
+    launcher = [*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port()), TRAIN]
     arguments = [
         "--config",
         str(home / "recipe.yaml"),
         "--deepspeed",
         str(ROOT / "ds_configs" / "zero2.json"),
     ]
-    done = subprocess.run(
-        [*command, *arguments, f"runs_dir={tmp_path}", override],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=300,
-        check=False,
-    )
+    done = run_python(*launcher, *arguments, f"runs_dir={tmp_path}", override)
     assert "exitcode  : 2 " in done.stderr
     # The console that both share; torchrun adds a traceback of its own, the ranks may not.
     assert "Traceback" not in done.stdout

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, TRAIN, environment, launch, numbers, write_recipe
+from support.launch import TORCHRUN, TRAIN, launch, numbers, run_python, write_recipe
 
 OFFLINE = "wandb.mode=disabled"
 
@@ -99,16 +97,8 @@ def evaluated(run: Path, capsys) -> float:
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_script(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", TRAIN]
     small = ["max_steps=2", "model.num_layers=1", "model.hidden_size=32", "eval.max_samples=8", OFFLINE]
-    result = subprocess.run(
-        [*torchrun, "--deepspeed", "ds_configs/zero1.json", *small, f"run_dir={tmp_path}"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-        timeout=200,
-    )
+    result = run_python(*torchrun, "--deepspeed", "ds_configs/zero1.json", *small, f"run_dir={tmp_path}")
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "split.json").read_text())["world_size"] == 2

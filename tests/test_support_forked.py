@@ -90,12 +90,17 @@ def test_a_program_ends_as_in_a_fresh_interpreter(tmp_path, name):
 
 LAUNCHER = """
 import os, subprocess, sys
-process = subprocess.Popen([sys.executable, "-u", sys.argv[1]], env={**os.environ, "RANK": "7"})
-print(process.wait(), os.getsid(0) == os.getpid(), flush=True)
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import Popen
+child, environment = [sys.executable, "-u", sys.argv[1]], {**os.environ, "RANK": "7"}
+print(subprocess.Popen(child, env=environment).wait(), flush=True)
+piped = Popen(child, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+print(piped.communicate()[0].strip(), piped.returncode, flush=True)
+fresh = "import sys; print('torch' in sys.modules)"
+print(subprocess.run([sys.executable, "-c", fresh], capture_output=True, text=True).stdout.strip())
 """
 CHILD = """
 import os, sys
-print(os.environ["RANK"], os.getppid() == os.getsid(0), "torch" in sys.modules)
+print(os.environ["RANK"], os.getppid() == os.getsid(0), os.getsid(0) == os.getpid(), "torch" in sys.modules)
 os.kill(os.getpid(), 9)
 """
 
@@ -106,4 +111,6 @@ def test_what_a_program_starts_is_its_child_and_forked_too(tmp_path):
         (tmp_path / f"{name}.py").write_text(text)
     words = [str(tmp_path / "launcher.py"), str(tmp_path / "child.py")]
     assert Program(words, environment(), tmp_path / "output").wait(PATIENCE) == 0
-    assert (tmp_path / "output").read_text().splitlines() == ["7 True True", f"{-signal.SIGKILL} True"]
+    shown = (tmp_path / "output").read_text().splitlines()
+    killed = -signal.SIGKILL
+    assert shown == ["7 True False True", f"{killed}", f"7 False True True {killed}", "False"]

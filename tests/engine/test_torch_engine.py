@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.heard import heard
-from support.launch import ROOT, TRAIN, command, environment
+from support.launch import ROOT, TORCHRUN, TRAIN, command, run_python
 from support.saved import store_in
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from torch import nn
@@ -304,20 +302,11 @@ def test_frozen_parameters_are_not_missed():
 # --- real launches ------------------------------------------------------------------------------------------
 
 RECIPE = ["--config", str(ROOT / "launch" / "recipes" / "digits_cnn.yaml"), "wandb.mode=disabled"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
+TWO = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", TRAIN]
 
 
 def run(arguments, folder, **extra):
-    done = subprocess.run(
-        [*arguments, f"run_dir={folder}"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(**extra),
-        timeout=240,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    done = run_python(*arguments, f"run_dir={folder}", **extra)
     text = done.stdout + done.stderr
     return done.returncode, text
 
@@ -326,7 +315,7 @@ def run(arguments, folder, **extra):
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_train_with_ddp_and_end_well(tmp_path, launcher):
     small = [*RECIPE, "max_epochs=2", "optimizer.learning_rate=1e-2", "schedule.warmup_steps=0"]
-    start = [*TORCHRUN, *small]
+    start = [*TWO, *small]
     if launcher == "deepspeed":
         start = command("--deepspeed", "ds_configs/torch_ddp.json", *small, ranks=2)
     code, text = run(start, tmp_path)
@@ -355,7 +344,7 @@ def by_rank():
 def test_a_parameter_that_one_rank_leaves_out_is_told_and_ends_the_job(tmp_path):
     own = ["model={kind: 'test_torch_engine:by_rank'}", "objective={kind: classification}", "max_epochs=1"]
     path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("", "engine"))
-    code, text = run([*TORCHRUN, *RECIPE, *own], tmp_path, PYTHONPATH=path)
+    code, text = run([*TWO, *RECIPE, *own], tmp_path, PYTHONPATH=path)
     assert code != 0
     assert text.count("error: ") == 1, text
     assert "error: model: second.weight, second.bias took no part in the loss" in text

@@ -6,6 +6,7 @@ A fresh interpreter spends six seconds of processor time on them, for every rank
 from __future__ import annotations
 
 import atexit
+import inspect
 import multiprocessing.process
 import os
 import runpy
@@ -25,6 +26,7 @@ PRELOAD = [
     "pipeline.running",
     "torch",
     "torch._dynamo",
+    "torch.distributed.run",
     "deepspeed",
     "deepspeed.launcher.runner",
     "transformers.models.auto.modeling_auto",
@@ -35,6 +37,20 @@ PRELOAD = [
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 # Environment variables that only a module read at its import, in the server, would have heeded.
 READ_AT_IMPORT = ("OMP_", "MKL_", "HF_", "TRANSFORMERS_", "DS_", "CUDA_", "PYTHON", "TORCH_", "LD_")
+
+# Options of subprocess.Popen with which a program is not forked.
+NOT_IN_FORK = (
+    "executable",
+    "preexec_fn",
+    "pass_fds",
+    "cwd",
+    "shell",
+    "p2cread",
+    "gid",
+    "gids",
+    "uid",
+    "process_group",
+)
 
 
 def context(on_gpu: bool = HAS_GPU) -> ForkServerContext | SpawnContext:
@@ -94,22 +110,36 @@ class Program:
         return self._process.exitcode
 
 
-class _ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """subprocess.Popen, which a launcher calls with a command of words and an environment alone."""
+_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
-    def __init__(self, args: Any, *further: Any, **options: Any):
-        if further or set(options) - {"env"} or isinstance(args, str) or args[0] != sys.executable:
-            super().__init__(args, *further, **options)
-            return
-        super().__init__(["true"])  # every attribute that a Popen has
-        super().wait()
-        self.args, self.returncode = args, None
-        environment = dict(os.environ if options.get("env") is None else options["env"])
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _run(args[1:], environment, _ignored())
+
+def _execute_child(popen: Any, args: Any, *options: Any) -> None:
+    """subprocess.Popen's: a script or module run by this interpreter, as launchers start ranks, is a fork."""
+    values = dict(zip(list(inspect.signature(_execute).parameters)[2:], options, strict=True))
+    asked = {name for name in NOT_IN_FORK if values[name] not in (None, (), False, -1)}
+    if (
+        isinstance(args, (str, bytes))
+        or args[0] != sys.executable
+        or list(args[1:2]) in ([], ["-c"])
+        or asked
+    ):
+        _execute(popen, args, *options)
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    popen.pid = os.fork()
+    popen._child_created = True
+    if popen.pid == 0:
+        if values["start_new_session"]:
+            os.setsid()
+        for number, file in ((1, values["c2pwrite"]), (2, values["errwrite"])):
+            if file != -1:
+                os.dup2(file, number)
+        environment = dict(os.environ if values["env"] is None else values["env"])
+        _run(list(args[1:]), environment, _ignored())
+    popen._close_pipe_fds(
+        *(values[name] for name in ["p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"])
+    )
 
 
 def _ignored() -> list[int]:
@@ -185,4 +215,4 @@ def _start_anew(environment: dict[str, str], ignored: Sequence[int]) -> None:
     }
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.process._children = set()  # type: ignore[attr-defined]
-    subprocess.Popen = _ForkingPopen  # type: ignore[misc]
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]

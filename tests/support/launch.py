@@ -21,6 +21,7 @@ from support.ranks import free_port
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "launch" / "train.py")
 BIN = Path(sys.executable).parent
+TORCHRUN = ["-m", "torch.distributed.run"]
 
 PATIENCE = 900.0  # seconds, on a busy machine
 # Differ from run to run by nature; everything else must not.
@@ -68,32 +69,43 @@ def start(
     *arguments: str, ranks: int = 0, cwd: Path = ROOT, output: Path, errors: Path | None = None, **extra: str
 ) -> Program | subprocess.Popen[bytes]:
     """The command, in a session of its own."""
-    words, whole = command(*arguments, ranks=ranks), environment(**extra)
-    if is_same_in_fork(extra):
-        return Program(words if ranks else words[1:], whole, output, errors, cwd)
-    with output.open("w") as stdout, (errors or output).open("a") as stderr:
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=cwd,
-            env=whole,
-            start_new_session=True,
-        )
+    return _start(command(*arguments, ranks=ranks), cwd, output, errors, extra)
 
 
 def launch(*arguments: str, ranks: int = 0, cwd: Path = ROOT, **extra: str) -> Launched:
     """The command, to its end."""
+    return run_python(*command(*arguments, ranks=ranks), cwd=cwd, **extra)
+
+
+def run_python(*words: str, cwd: Path = ROOT, **extra: str) -> Launched:
+    """A script of Python with its arguments, with or without the interpreter, to its end."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "output", Path(folder) / "errors"
-        process = start(*arguments, ranks=ranks, cwd=cwd, output=output, errors=errors, **extra)
+        process = _start(list(words), cwd, output, errors, extra)
         try:
             code = process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
         return Launched(code, output.read_text(), errors.read_text(), process.pid)
+
+
+def _start(
+    words: list[str], cwd: Path, output: Path, errors: Path | None, extra: dict[str, str]
+) -> Program | subprocess.Popen[bytes]:
+    own = words[1:] if words[0] == sys.executable else words
+    if is_same_in_fork(extra):
+        return Program(own, environment(**extra), output, errors, cwd)
+    with output.open("w") as stdout, (errors or output).open("a") as stderr:
+        return subprocess.Popen(
+            [sys.executable, *own],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            env=environment(**extra),
+            start_new_session=True,
+        )
 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:
