@@ -47,11 +47,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json $(ARGS)
 
-PARALLEL := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One worker more than cores: ranks wait for each other, for disks, and for a patience to end.
+PARALLEL := python -m pytest -n $(shell echo $$(($$(nproc) + 1))) --dist loadscope --no-loadscope-reorder
 
 test: setup-dev
-	$(PARALLEL) -m 'not nightly' --ignore tests/multinode
-	python -m pytest tests/multinode -m 'not nightly'
+	$(PARALLEL) -m 'not nightly'
 
 test-nodes: setup-dev
 	python -m pytest tests/multinode $(PYTEST_ARGS)

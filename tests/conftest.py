@@ -22,6 +22,10 @@ os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests o
 import hypothesis
 import pytest
 from support.ranks import RankPool
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+NODES = Path(__file__).parent / "multinode"
 
 hypothesis.settings.register_profile("busy machine", deadline=None)  # by default 200 ms an example
 hypothesis.settings.load_profile("busy machine")
@@ -40,9 +44,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     one_by_one = any("::" in argument for argument in config.args)
     if not one_by_one and (wrong := {test: cases for test, cases in missing.items() if cases}):
         raise pytest.UsageError(f"marker daily names cases that are not there: {wrong}")
-    # Files with long tests first: two workers then end together.
+    # Files with long tests first, those of nodes before them: workers then end together.
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item.path.parent != NODES, item.path not in long))
+
+
+class Scheduling(LoadScopeScheduling):
+    """A file's tests to one worker; those of nodes, which there is one set of, to one too."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "nodes" if file.startswith("tests/multinode/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)
