@@ -27,7 +27,7 @@ from pipeline.engine.generation import logits_through_stages
 from pipeline.errors import ModelError
 from pipeline.models.generation import LogitsOnly
 from pipeline.models.sharding import give_memory, let_go, trial_values
-from pipeline.models.staging import Layer, LayeredModel, cut_into_layers, tied_head
+from pipeline.models.staging import Layer, LayeredModel, cut_into_layers, tied_head, without_values
 from pipeline.optim import assigned, grouped
 
 
@@ -38,7 +38,7 @@ class StageSharding:
     lets go of what another stage has.
     """
 
-    takes_tensors = False
+    takes_tensors = True
     zero3_config: dict[str, Any] | None = None
 
     def __init__(self, stage: int, bounds_of: Callable[[LayeredModel], list[int]]):
@@ -49,7 +49,7 @@ class StageSharding:
         """
         self._stage = stage
         self._bounds_of = bounds_of
-        self._kept: set[int] = set()
+        self._kept: set[nn.Parameter] = set()
         self.bounds: list[int] = []
         self.model: LayeredModel | None = None
 
@@ -63,18 +63,28 @@ class StageSharding:
         return context
 
     def made(self, model: nn.Module) -> None:
-        """See Sharding.made. The second call of a model does nothing."""
+        """See Sharding.made. Once a model is cut, another call does nothing.
+
+        One whose buffers have no values yet cannot run, as the proof of the cut does: one like it is cut to
+        say what this stage keeps, and the model itself by the next call.
+        """
         if self.model is not None:
             return
-        self.model = cut_into_layers(model)
-        self.bounds = self._bounds_of(self.model)
-        layers = self.model.layers[self.bounds[self._stage] : self.bounds[self._stage + 1]]
-        if self.model.is_tied and layers[-1] is self.model.layers[-1]:
-            layers = [*layers, self.model.layers[0]]
-        self._kept = {id(p) for layer in layers for p in layer.parameters()}
+        can_run = not any(buffer.is_meta for buffer in model.buffers())
+        whole = model if can_run else without_values(model, self.construct_empty())
+        layered = cut_into_layers(whole)
+        self.bounds = self.bounds or self._bounds_of(layered)
+        layers = layered.layers[self.bounds[self._stage] : self.bounds[self._stage + 1]]
+        if layered.is_tied and layers[-1] is layered.layers[-1]:
+            layers = [*layers, layered.layers[0]]
+        own = {p for layer in layers for p in layer.parameters()}
+        names = {name for name, p in whole.named_parameters(remove_duplicate=False) if p in own}
+        self._kept = {p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
         for parameter in model.parameters():
-            if id(parameter) not in self._kept and not parameter.is_meta:
+            if parameter not in self._kept and not parameter.is_meta:
                 let_go(parameter)
+        if can_run:
+            self.model = layered
 
     @contextmanager
     def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -86,7 +96,7 @@ class StageSharding:
             yield
         finally:
             for parameter in lent:
-                if id(parameter) not in self._kept:
+                if parameter not in self._kept:
                     let_go(parameter)
 
 

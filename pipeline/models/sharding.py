@@ -39,7 +39,7 @@ class Sharding(Protocol):
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether `made` runs nothing, so that the weights may come after it, one tensor at a time."""
+        """Whether a model may be `made` before it has weights, which then come one tensor at a time."""
         ...
 
     @property

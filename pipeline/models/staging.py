@@ -6,7 +6,9 @@ to what has none on this rank.
 
 from __future__ import annotations
 
+import copy
 import inspect
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -148,6 +151,20 @@ class LayeredModel:
 def model_output(logits: Tensor) -> CausalLMOutput:
     """What the whole model returns, for objectives."""
     return CausalLMOutput(logits=logits)
+
+
+def without_values(model: nn.Module, empty: AbstractContextManager[None]) -> nn.Module:
+    """A model of transformers like this one, made in `empty`; buffers have values.
+
+    Raises:
+        ModelError: it is another's model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise _uncuttable(type(model).__name__, "it is no model of transformers")
+    with empty, no_init_weights():
+        other = type(model)(copy.deepcopy(model.config))
+    other.tie_weights()
+    return other
 
 
 def cut_into_layers(model: nn.Module) -> LayeredModel:

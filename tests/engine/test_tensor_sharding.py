@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity.splits import LLAMA, QWEN2, TENSOR_2, zero
+from parity.splits import LLAMA, QWEN2, TENSOR_2, TWO_STAGES, zero
 from safetensors.torch import load_file, save_file
 from support.exchange import Gathered, shards_now, whole_of
 from support.memory import anonymous_bytes, held_bytes, most_anonymous
@@ -73,15 +73,17 @@ def most_while_made(job: Job, model: dict[str, Any], split: dict[str, Any]) -> t
     return (most[0] - before) / size, (held_bytes() - held) / size
 
 
-@pytest.mark.daily("new", "pretrained")
+@pytest.mark.daily("tensor-new", "tensor-pretrained", "stages-pretrained")
 @pytest.mark.parametrize("source", ["new", "weights", "pretrained"])
-def test_a_rank_never_has_all_of_the_model(ranks, folder, source):
+@pytest.mark.parametrize("split", ["tensor", "stages"])
+def test_a_rank_never_has_all_of_the_model(ranks, folder, split, source):
     model = {
         "new": LARGE,
         "weights": LARGE | {"weights": str(folder / "fp32")},
         "pretrained": {"kind": "causal_lm", "pretrained": str(folder / "bf16")},  # cast to fp32 on the way
     }[source]
-    for most, held in ranks(2).run(most_while_made, model, TENSORS):
+    json = {"tensor": TENSORS, "stages": zero(0) | TWO_STAGES}[split]
+    for most, held in ranks(2).run(most_while_made, model, json):
         assert 0.45 < held < 0.55
         assert most < 0.85
 
@@ -102,8 +104,11 @@ MODELS = {
 }
 
 
-def hold_to_the_whole(ranks, model: dict[str, Any], how: dict[str, Any], expected: dict[str, Any]) -> None:
-    cut = zero(0) | {"tensor_parallel": {"autotp_size": 2} | how}
+def tensors(how: dict[str, Any]) -> dict[str, Any]:
+    return zero(0) | {"tensor_parallel": {"autotp_size": 2} | how}
+
+
+def hold_to_the_whole(ranks, model: dict[str, Any], cut: dict[str, Any], expected: dict[str, Any]) -> None:
     shards = [shard for rank in ranks(2).run(weights_at_start, model, cut) for shard in rank]
     found = {name: values for (name, _), values in whole_of(Gathered({}, shards)).items()}
     assert found.keys() == {name for name in expected if name != "lm_head.weight" or name in found}
@@ -116,19 +121,21 @@ def hold_to_the_whole(ranks, model: dict[str, Any], how: dict[str, Any], expecte
 @pytest.mark.parametrize("name", MODELS)
 def test_new_weights_are_the_whole_models(ranks, name):
     model, how = MODELS[name]
-    hold_to_the_whole(ranks, model, how, made(model, seed=0).state_dict())
+    hold_to_the_whole(ranks, model, tensors(how), made(model, seed=0).state_dict())
 
 
-@pytest.mark.daily("bfloat16-tied")
+@pytest.mark.daily("bfloat16-tied-tensor", "float32-tied-stages", "bfloat16-norms of heads-stages")
 @pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor", "stages"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pretrained_weights_are_the_whole_models(ranks, tmp_path, name, dtype):
+def test_pretrained_weights_are_the_whole_models(ranks, tmp_path, name, dtype, split):
     model, how = MODELS[name]
     old = made(model).to(getattr(torch, dtype))
     old.save_pretrained(tmp_path / "old")
     pretrained = {"kind": "causal_lm", "pretrained": str(tmp_path / "old")}
-    hold_to_the_whole(ranks, pretrained, how, old.state_dict())
+    cut = tensors(how) if split == "tensor" else zero(0) | TWO_STAGES
+    hold_to_the_whole(ranks, pretrained, cut, old.state_dict())
 
 
 def refusal(job: Job, model: dict[str, Any], split: dict[str, Any]) -> str:
