@@ -4,7 +4,7 @@
 # make test-all every case of every test, a new .venv for each Python from 3.11 to 3.14 found here among them: hours
 # make test-matrix a run saved under every split, resumed under every other
 # make parity every split x precision x number of ranks against one process
-# make check   ruff, mypy --strict and the quick tests: some minutes on two cores
+# make check   ruff, mypy --strict and the quick tests: two minutes on two cores
 # make bench   this project against its peers on this machine
 
 PYTHON ?= python3
@@ -47,11 +47,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json $(ARGS)
 
-# One worker more than cores: ranks wait for each other, for disks, and for a patience to end.
-PARALLEL := python -m pytest -n $(shell echo $$(($$(nproc) + 1))) --dist loadscope --no-loadscope-reorder
+PARALLEL := --dist loadscope --no-loadscope-reorder
+CORES := $(shell nproc)
 
+# A worker more than cores: one has the nodes, whose stories wait more than they compute.
 test: setup-dev
-	$(PARALLEL) -m 'not nightly'
+	python -m pytest -n $$(($(CORES) + 1)) $(PARALLEL) -m 'not nightly'
 
 test-nodes: setup-dev
 	python -m pytest tests/multinode $(PYTEST_ARGS)
@@ -71,7 +72,7 @@ lint: setup-dev
 	mypy
 
 check: lint
-	$(PARALLEL) -m 'not slow and not gpu and not nightly'
+	python -m pytest -n $(CORES) $(PARALLEL) -m 'not slow and not gpu and not nightly'
 
 bench: setup
 	python benchmarks/throughput.py

@@ -91,6 +91,7 @@ def test_it_is_that_of_the_global_batch_however_it_is_cut(architecture, micro_ba
     hold(train_rows(ALONE, tree_of(mixture(architecture), micro_batch_size), None), architecture)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("micro_batch_size", "deepspeed"),
     [(4, None), (1, None), (4, deepspeed_json(0)), *((2, deepspeed_json(stage)) for stage in range(4))],
@@ -102,11 +103,13 @@ def test_it_is_the_same_at_two_ranks(ranks, micro_batch_size, deepspeed):
     hold(rows[0])
 
 
+@pytest.mark.slow
 def test_it_is_the_same_where_a_sequence_is_shared(ranks):
     shared = deepspeed_json(1) | {"sequence_parallel_size": 2}
     hold(ranks(2).run(train_rows, tree_of(mixture()), shared)[0])
 
 
+@pytest.mark.slow
 def test_it_is_the_same_at_four_ranks(ranks):
     hold(ranks(4).run(train_rows, tree_of(mixture(), 1), deepspeed_json(2))[0])
 

@@ -14,6 +14,8 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import CausalLM
 from pipeline.training import seed_step
 
+pytestmark = pytest.mark.slow
+
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
 

@@ -62,6 +62,7 @@ def resume(job: Job, folder: str, apart: bool, by: str = "values"):
     return None if state is None else (state["global_step"], engine.is_model_of(state["global_step"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_two_ranks_save_and_resume_in_another_division(ranks, tmp_path, wait):
     assert (

@@ -105,6 +105,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_saved_under_one_split_and_gone_on_under_another(ranks, tmp_path, saved, resumed):
     recipe = tree(MODEL)

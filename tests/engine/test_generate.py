@@ -21,6 +21,8 @@ from pipeline.models.generation import GenerationSettings
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole
 
+pytestmark = pytest.mark.slow
+
 DROPOUT = LLAMA | {"extra": {"attention_dropout": 0.2}}
 DROPOUT_GPT2 = {key: value for key, value in GPT2.items() if key != "extra"}
 # A forward leaves nothing gathered for the next one.

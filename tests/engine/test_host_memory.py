@@ -17,6 +17,8 @@ from support.weights import SIZES
 from pipeline.distributed.process_group import Job
 from pipeline.engine.host_memory import chosen_by_user
 
+pytestmark = pytest.mark.slow
+
 # 100 MB in fp32: more than what a process allocates beside it.
 MODEL = {
     "kind": "causal_lm",

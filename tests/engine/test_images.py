@@ -46,6 +46,7 @@ def image_curve(job: Job, deepspeed):
     return [*losses, float(mean_loss(held_out.loss_sum, held_out.count))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ddp_gives_the_oracles_curve(ranks, world_size):
     curve = ranks(world_size).run(image_curve, {"torch": {"parallel": "ddp"}})[0]

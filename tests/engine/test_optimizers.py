@@ -74,6 +74,7 @@ def cases():
             yield pytest.param(kind, name, id=f"{kind}-{name}", marks=() if everyday else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(960)
 @pytest.mark.daily(
     *("adamw-ZeRO 1", "adamw-ZeRO 3", "adamw-pipeline 2, ZeRO 1", "adamw-sequence 2, ZeRO 0"),

@@ -14,6 +14,8 @@ from torch import nn
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 
 class Odd(nn.Module):
     """What language models rarely have: frozen parameters, statistics, another memory format."""

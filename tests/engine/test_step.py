@@ -144,6 +144,7 @@ def bad_batches():
         yield pytest.param(*case, id="-".join(map(str, case)), marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision", "world_size", "factor"), bad_batches())
 def test_a_bad_batch_changes_no_parameter(ranks, stage, precision, world_size, factor):
     batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
@@ -164,6 +165,7 @@ def overflow_once(job: Job, tree, deepspeed):
     return [(float(r.skipped), r.loss_scale) for r in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_fp16_overflow_is_skipped_counted_and_the_scale_falls(ranks, stage):
     deepspeed = deepspeed_json(stage)
@@ -274,6 +276,7 @@ def at_the_minimum(job: Job, tree, deepspeed):
     return sum(float(each.skipped) for each in bad), bad[-1].loss_scale, finite, float(good.skipped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_at_the_minimum_loss_scale_steps_are_skipped_and_the_run_goes_on(ranks, stage):
     """The meters warn, and end a run of nothing else; DeepSpeed would raise a bare exception."""

@@ -22,6 +22,8 @@ from pipeline.models import build_model
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole
 
+pytestmark = pytest.mark.slow
+
 TENSORS = zero(0) | TENSOR_2
 PHI3 = LLAMA | {"architecture": "phi3", "extra": {"pad_token_id": 0}}
 # Two matrices in one, each cut by itself.
