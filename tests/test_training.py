@@ -108,6 +108,7 @@ def unbroken(tmp_path_factory):
     return record(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stops", "steps"),
     [

@@ -26,6 +26,7 @@ def go_on(job, recipe, split, folder):
     return run.train(HALF, STEPS), scalars
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed", "band"),
     [

@@ -95,6 +95,7 @@ def train_beside(job: Job, folder: str):
     return sums == [2.0] * 30, sorted(store._saved), threading.active_count()
 
 
+@pytest.mark.slow
 def test_collectives_of_training_and_of_saving_do_not_meet(ranks, tmp_path):
     for answer in ranks(2).run(train_beside, str(tmp_path)):
         assert answer[:2] == (True, [0, 5, 10, 15, 20, 25])

@@ -231,6 +231,7 @@ def folder(tmp_path):
     return tmp_path / "images"
 
 
+@pytest.mark.slow
 def test_images(tmp_path, folder, capsys):
     data = {"kind": "images", "path": str(folder), "image_size": 12, "eval_fraction": 0.0}
     data["augmentations"] = {"RandomHorizontalFlip": {}}
@@ -258,6 +259,7 @@ def test_images_that_cannot_be_opened_are_named(tmp_path, folder, capsys):
     assert shown.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_digits(tmp_path, capsys):
     assert inspect(tmp_path, {"kind": "digits"}, "--output", str(tmp_path / "out")) == 0
     assert "1,438 training images, 359 held out, 10 classes" in capsys.readouterr().out

@@ -70,6 +70,7 @@ def table(text):
     return {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_an_evaluation_is_the_runs_own(text_run, call, step):
     code, out, errors = call("evaluate", text_run, "--step", step)
@@ -104,6 +105,7 @@ def test_a_finetuned_model_is_evaluated_without_the_folder_it_came_from(chat_run
     assert float(now) < 0.1
 
 
+@pytest.mark.slow
 def test_a_model_of_conversations_answers_a_question(chat_run, call):
     for thing, colour in ANSWERS.items():
         question = ["--prompt", f"What colour is {thing}? (7)", "--temperature", 0]

@@ -224,6 +224,7 @@ print(trained // len(text), (peak() - before) // len(text))
 """
 
 
+@pytest.mark.slow
 def test_memory_for_one_long_text_is_bounded(tmp_path: Path):
     """It took 91 times the text to train, and 9 to encode; a few copies of the text and its ids are left."""
     done = subprocess.run(

@@ -37,6 +37,7 @@ def port(monkeypatch):
     return port
 
 
+@pytest.mark.slow
 def test_all_meet_and_the_late_one_was_named(port, capfd):
     with ThreadPoolExecutor(3) as threads:
         futures = [threads.submit(arrive, rank, 3, 8, after) for rank, after in enumerate((0, 0, 3))]
@@ -46,6 +47,7 @@ def test_all_meet_and_the_late_one_was_named(port, capfd):
     assert re.fullmatch(line, capfd.readouterr().err)
 
 
+@pytest.mark.slow
 def test_one_that_never_comes_ends_the_wait_of_all(port, capfd):
     named = rf"^ranks 2, 3 of 4 are not there \(ranks 0, 1 on {HERE}: there\) after 1 s .* doctor"
     with ThreadPoolExecutor(2) as threads:
@@ -58,6 +60,7 @@ def test_one_that_never_comes_ends_the_wait_of_all(port, capfd):
             futures[1].result()
 
 
+@pytest.mark.slow
 def test_a_master_that_is_not_there_is_named(port, capfd):
     line = rf"rank 1 on {HERE} does not reach the master, 127.0.0.1:{port} \(Connection refused\) after "
     with pytest.raises(LaunchError, match=line + r"2 s \(distributed.timeout_seconds\); .* doctor"):
@@ -75,6 +78,7 @@ def test_a_port_that_is_taken_is_named(port):
             arrive(0, 2, 3)
 
 
+@pytest.mark.slow
 def test_attempts_that_share_a_store_share_nothing_in_it(port, monkeypatch):
     """torchrun's store is there before the ranks and after them; here the second attempt has fewer ranks."""
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)

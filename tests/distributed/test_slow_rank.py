@@ -7,6 +7,7 @@ import logging
 import os
 import time
 
+import pytest
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
@@ -39,6 +40,7 @@ def warnings_of_a_run(job, folder, slow_rank):
     return heard.lines, os.getpid()
 
 
+@pytest.mark.slow
 def test_a_slowed_rank_is_named_once_and_measured(ranks, tmp_path):
     (lines, _), (_, pid) = ranks(2).run(warnings_of_a_run, tmp_path, 1)
     (line,) = [line for line in lines if " is slow: " in line]

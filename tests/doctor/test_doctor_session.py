@@ -82,6 +82,7 @@ def test_what_ssh_runs_there_takes_every_name_as_it_is(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.slow
 def test_ports():
     listener = network.Listener("token b")
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
@@ -97,6 +98,7 @@ def test_ports():
     assert found["closed"]["problem"] == "connection refused"
 
 
+@pytest.mark.slow
 def test_a_fact_that_takes_too_long_is_left_behind():
     gate = threading.Event()
     found, unknown = find_out({"a": lambda: 1, "b": gate.wait, "c": lambda: {}["x"]}, seconds=5.0)

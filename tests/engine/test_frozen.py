@@ -128,6 +128,7 @@ def test_saved_under_one_split_and_gone_on_under_another(ranks, tmp_path, saved,
     assert losses == pytest.approx(unbroken[HALF:], rel=2e-6)
 
 
+@pytest.mark.slow
 def test_what_is_not_frozen_trains_otherwise(ranks):
     """The test that holds curves against each other can fail."""
     case = Case(Split("frozen", {"torch": {"parallel": "single"}}, (1,), ("fp32",), MODEL), 1, "fp32")

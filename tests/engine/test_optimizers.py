@@ -15,6 +15,8 @@ from support.tiny import BANDS, make_engine, recipe, token_bundle, train_curve
 
 from pipeline.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"torch": {"parallel": "single"}}
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 # The embeddings lie on the first of two stages alone.
@@ -74,7 +76,6 @@ def cases():
             yield pytest.param(kind, name, id=f"{kind}-{name}", marks=() if everyday else pytest.mark.slow)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(960)
 @pytest.mark.daily(
     *("adamw-ZeRO 1", "adamw-ZeRO 3", "adamw-pipeline 2, ZeRO 1", "adamw-sequence 2, ZeRO 0"),

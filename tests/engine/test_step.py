@@ -50,6 +50,7 @@ def parameters(engine: Engine) -> list[torch.Tensor]:
         return [p.detach().clone() for p in engine.module.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_and_micro_batch_size_do_not_change_the_curve(ranks, stage):
     """8 x 1 = 4 x 2 = 1 x 8 with uneven masks: no mean of means anywhere."""

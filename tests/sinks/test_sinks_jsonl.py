@@ -49,6 +49,7 @@ def test_resume_keeps_exactly_the_rows_up_to_its_step(steps, start_step, torn_by
     assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_going_on_reads_a_long_record_a_row_at_a_time(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     with path.open("wb") as file:

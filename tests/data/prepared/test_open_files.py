@@ -58,6 +58,7 @@ def under_a_limit(folders, connection) -> None:
         connection.send(traceback.format_exc())
 
 
+@pytest.mark.slow
 def test_more_parts_than_files_may_be_open(folders):
     context = get_context("fork")
     ours, theirs = context.Pipe()
