@@ -155,7 +155,8 @@ def test_activation_checkpointing_when_compiled_changes_no_gradient():
     ids, gradients = tokens(), []
     for mode in ("none", "selective"):
         model = build(tiny("llama", activation_checkpointing=mode)).train()
-        model.compile()
+        if mode != "none":
+            model.compile()
         CausalLM()(model, {"input_ids": ids, "labels": ids}).loss_sum.backward()
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):
