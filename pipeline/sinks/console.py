@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from pipeline.distributed.signals import printing
+
 _BAR_MIN, _BAR_MAX = 8, 24
 _GAP = "  "
 
@@ -67,6 +69,7 @@ class ConsoleSink:
         self._printed_at = -math.inf
         self._unprinted: list[Field] | None = None
 
+    @printing()
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Show one row: as an evaluation, as training, or as both."""
         evaluation = {key: value for key, value in row.items() if key.startswith("eval/")}
@@ -79,6 +82,7 @@ class ConsoleSink:
         if evaluation:
             self._print_evaluation(eval_fields(step, self._max_steps, evaluation))
 
+    @printing()
     def close(self, exit_code: int) -> None:
         """Leave the newest row on the screen and give the terminal back."""
         if self._live is not None:

@@ -66,6 +66,29 @@ def test_what_is_printed_where_nobody_reads_is_no_error(terminal):
     assert child.returncode == 0
 
 
+def test_a_row_shown_on_a_terminal_that_was_just_closed_is_no_error():
+    """The launcher gets the SIGHUP, and passes it on: a rank may print before."""
+    outside, inside = pty.openpty()
+    words = "import sys; from rich.console import Console; from pipeline.sinks.console import ConsoleSink\n"
+    words += "sink = ConsoleSink(Console(), max_steps=9); row = {'train/loss': 1.0, 'eval/loss': 1.0}\n"
+    words += "sink.write(1, row); sys.stdin.readline(); sink.write(2, row); sink.write(3, row); sink.close(0)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", words],
+        stdin=subprocess.PIPE,
+        stdout=inside,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment(TERM="xterm"),
+    )
+    os.close(inside)
+    shown = b""
+    while b"eval" not in shown:
+        shown += os.read(outside, 100)
+    os.close(outside)
+    said = child.communicate(b"\n", timeout=PATIENCE)[1]
+    assert child.returncode == 0, said.decode()
+
+
 def start_rank(folder, rank, local_rank=0, **changes):
     """A rank of two, alone on its machine, with streams of its own; and the file of its stderr."""
     place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1 + local_rank}
