@@ -59,7 +59,7 @@ def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {
         "loss": loss,
-        "flops_per_token": flops_per_token(trained.model, settings.config.data.sequence_length),
+        "flops_per_token": flops_per_token(trained.model, trained.probe["input_ids"].shape[1]),
         "peak_memory_gib": memory,
     }
 
