@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -108,8 +108,7 @@ class DeepSpeedEngine(DeepSpeedState):
             sharding: What the model was made in; needed where tensors are cut.
         """
         config = copy.deepcopy(config)  # what is changed below is not the user's to see
-        self.closing = ExitStack()
-        groups_used = EngineGroups()
+        self.closing, groups_used = ExitStack(), EngineGroups()
         self.closing.callback(groups_used.destroy)
         self.device = job.device
         self.num_parameters = count_parameters(model)
@@ -129,8 +128,8 @@ class DeepSpeedEngine(DeepSpeedState):
         if self._own_guard:
             config["gradient_clipping"] = 0.0
         mpu = parallel_state(split)
-        if isinstance(sharding, TensorSharding):
-            sharding.cut(model)
+        if split.tensor_parallel > 1:
+            cast(TensorSharding, sharding).cut(model)
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_optimizer(groups, optimizer, config)
@@ -139,7 +138,8 @@ class DeepSpeedEngine(DeepSpeedState):
             self._sequence = SequenceParallel(model, split.sequence_parallel)
             self.closing.callback(self._sequence.close)
         self._initialize(model, config, mpu)
-        self._places = (cut_parameters if split.tensor_parallel > 1 else whole_parameters)(self.module)
+        places_of = cut_parameters if split.tensor_parallel > 1 else whole_parameters
+        self._places = places_of(self.module)
         self._is_part = [is_model_parallel_parameter(p) for p in self._parameters]
         self._norm: Tensor | None = None
         self._skipped = torch.zeros((), device=self.device)

@@ -6,13 +6,9 @@ pipeline.engine.deepspeed_patches` prints the digests of the installed one.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import deepspeed
@@ -24,6 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero import parameter_offload
 from torch import Tensor
 
+from pipeline.engine.source_digest import at, digest, undecorated
 from pipeline.errors import ConfigError
 from pipeline.optim import at_rest
 
@@ -32,6 +29,7 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _STAGE_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _INIT = "deepspeed.runtime.zero.partition_parameters"
+_LAYERS = "deepspeed.module_inject.layers"
 _FP16 = "deepspeed.runtime.fp16"
 _ZERO = "deepspeed.runtime.zero"
 _SWAP = "deepspeed.runtime.swap_tensor"
@@ -149,43 +147,33 @@ PATCHES = (
             f"{_INIT}:InsertPostInitMethodToModuleSubClasses._add_tensor_creation_wrappers": "69736fd61147",
         },
     ),
+    Patch(
+        "matrices cut while they have no values",
+        "AutoTP cuts what lies whole on every rank, when the engine is made (engine/tensor_sharding.py, "
+        "which calls the cut by itself, before there are values)",
+        {
+            "deepspeed.runtime.engine:DeepSpeedEngine._configure_tensor_parallel": "8c001254e2ae",
+            "deepspeed.runtime.engine:DeepSpeedEngine._apply_autotp_partitioning": "1fa67eabb70d",
+            f"{_LAYERS}:TensorParallel_Layer.move": "97f65560c4e6",
+            "deepspeed.module_inject.auto_tp:AutoTP._slice_embedding": "cb0f0216b891",
+        },
+    ),
 )
 
 
-def check_patches(patches: tuple[Patch, ...] = PATCHES) -> None:
+def check_patches() -> None:
     """Before anything is built.
 
     Raises:
         ConfigError: the installed DeepSpeed differs where one of them applies.
     """
-    for patch in patches:
+    for patch in PATCHES:
         for place, expected in patch.sources.items():
             if digest(place) != expected:
                 raise ConfigError(
                     f"DeepSpeed {deepspeed.__version__}: {place.partition(':')[2]} is not what it is in "
                     f'{SEEN_IN}, so that "{patch.name}" cannot be corrected; install deepspeed=={SEEN_IN}'
                 )
-
-
-def digest(place: str) -> str:
-    """Of the source of module:object without comments and blank lines; "absent" where there is none."""
-    try:
-        lines = inspect.getsource(_undecorated(_at(place))).splitlines()
-    except (ImportError, AttributeError, OSError):
-        return "absent"
-    code = (line for line in lines if line.strip() and not line.strip().startswith("#"))
-    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
-
-
-def _at(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return attrgetter(name)(importlib.import_module(module))
-
-
-def _undecorated(source: Any) -> Any:
-    """What DeepSpeed's tracing decorator, which names nothing, was put around."""
-    held = inspect.getclosurevars(source).nonlocals if inspect.isfunction(source) else {}
-    return held.get("func", source)
 
 
 def prepare_for_cpu() -> None:
@@ -290,11 +278,11 @@ def forget_model(engine: Any) -> None:
     own = set(engine.module.modules())
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [each for each in stack if each not in own]
-    _undecorated(_at(_RELEASED)).cache_clear()  # another engine's is computed again
+    undecorated(at(_RELEASED)).cache_clear()  # another engine's is computed again
     engine.loss = engine.pipe_buffers = None  # autograd's graph leads to the model
 
 
 if __name__ == "__main__":
-    tensor_sharding = importlib.import_module("pipeline.engine.tensor_sharding")
-    for where in [where for each in (*PATCHES, tensor_sharding.CUT_WITHOUT_VALUES) for where in each.sources]:
-        print(f'"{where}": "{digest(where)}",')
+    for each in PATCHES:
+        for where in each.sources:
+            print(f'"{where}": "{digest(where)}",')

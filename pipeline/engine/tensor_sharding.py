@@ -23,7 +23,6 @@ from deepspeed.runtime.tensor_parallel.config import get_tensor_parallel_config
 from torch import Tensor, nn
 
 from pipeline.config.split import Split
-from pipeline.engine.deepspeed_patches import Patch
 from pipeline.engine.parallel_state import parallel_state
 from pipeline.engine.state import WHOLE, Place
 from pipeline.engine.tensor_parallel import complete_tensor_section, cut_parameters
@@ -31,17 +30,6 @@ from pipeline.errors import ModelError, one_line
 from pipeline.models.sharding import give_memory, give_values, let_go
 from pipeline.objectives import refuse_router
 
-_LAYERS = "deepspeed.module_inject.layers"
-CUT_WITHOUT_VALUES = Patch(
-    "matrices cut while they have no values",
-    "AutoTP cuts what lies whole on every rank, when the engine is made",
-    {
-        "deepspeed.runtime.engine:DeepSpeedEngine._configure_tensor_parallel": "8c001254e2ae",
-        "deepspeed.runtime.engine:DeepSpeedEngine._apply_autotp_partitioning": "1fa67eabb70d",
-        f"{_LAYERS}:TensorParallel_Layer.move": "97f65560c4e6",
-        "deepspeed.module_inject.auto_tp:AutoTP._slice_embedding": "cb0f0216b891",
-    },
-)
 _ALIGNMENT = 64  # bytes; what vectorised kernels like best
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-from pipeline.engine.deepspeed_patches import PATCHES, check_patches
-from pipeline.engine.tensor_sharding import CUT_WITHOUT_VALUES
+from pipeline.engine.deepspeed_patches import check_patches
 from pipeline.errors import ConfigError
 
 
@@ -21,7 +20,7 @@ def check_configuration(config: dict[str, Any]) -> None:
         ConfigError: DeepSpeed refuses one, or is not the version that deepspeed_patches knows.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    check_patches((*PATCHES, CUT_WITHOUT_VALUES))
+    check_patches()
     config = copy.deepcopy(config)
     config.pop("train_batch_size", None)  # it would be held to the ranks, who may not have met yet
     try:
