@@ -48,7 +48,7 @@ train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json $(ARGS)
 
 PARALLEL := --dist loadscope --no-loadscope-reorder
-CORES := $(shell nproc)
+CORES = $(shell nproc)
 
 # A worker more than cores: one has the nodes, whose stories wait more than they compute.
 test: setup-dev

@@ -57,6 +57,7 @@ class Scheduling(LoadScopeScheduling):
         return "nodes" if file.startswith("tests/multinode/") else file
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
     return Scheduling(config, log)
 

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import pytest
-from parity.splits import TWO_STAGES, zero
+from parity.splits import LARGE, TWO_STAGES, zero
 from support.exchange import Gathered, shards_now, whole_of
 from support.memory import forget_peak, held_bytes, resident_bytes
 from support.ranks import RankPool
@@ -19,24 +19,14 @@ from pipeline.engine.host_memory import chosen_by_user
 
 pytestmark = pytest.mark.slow
 
-# 100 MB in fp32: more than what a process allocates beside it.
-MODEL = {
-    "kind": "causal_lm",
-    "architecture": "llama",
-    "num_layers": 6,
-    "num_heads": 8,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "max_sequence_length": 24,
-}
-TREE = recipe(model=MODEL)
+TREE = recipe(model=LARGE)
 STAGES = zero(0) | TWO_STAGES
 
 
 def peak_while_made(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> tuple[float, float]:
     """(most resident memory while the engine is made, tensors held after it), in sizes of the fp32 model."""
     data = token_bundle()
-    make_engine(job, recipe(model=MODEL | SIZES), split, data)  # what is imported and allocated once
+    make_engine(job, recipe(model=LARGE | SIZES), split, data)  # what is imported and allocated once
     gc.collect()
     held, resident = held_bytes(), resident_bytes()
     forget_peak()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity.splits import GPT2, LLAMA, QWEN2, WIDE, zero
+from parity.splits import FUSED, GPT2, LLAMA, PHI3, QWEN2, WIDE, zero
 from support.exchange import SPLITS, Gathered, Run, Split, exchange, run_on, saved_run, tree
 from torch import nn
 
@@ -148,15 +148,6 @@ def test_an_engine_that_has_run_lets_go_of_what_it_had(ranks, name):
 
 
 TIED_LLAMA = LLAMA | {"extra": {"tie_word_embeddings": True}}
-PHI3 = LLAMA | {"architecture": "phi3", "extra": {"pad_token_id": 0}}
-# Two matrices in one, each cut by itself.
-FUSED = {
-    "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r".*\.gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1]},
-        {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"},
-    ],
-}
 SPLITS |= {
     f"fused-zero{stage}": Split(
         zero(stage) | {"tensor_parallel": {"autotp_size": 2, "partition_config": FUSED}}

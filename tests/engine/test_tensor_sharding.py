@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity.splits import LLAMA, QWEN2, TENSOR_2, TWO_STAGES, zero
+from parity.splits import FUSED, LARGE, LLAMA, PHI3, QWEN2, TENSOR_2, TWO_STAGES, zero
 from safetensors.torch import load_file, save_file
 from support.exchange import Gathered, shards_now, whole_of
 from support.memory import anonymous_bytes, held_bytes, most_anonymous
@@ -25,25 +25,6 @@ from pipeline.models.sharding import Whole
 pytestmark = pytest.mark.slow
 
 TENSORS = zero(0) | TENSOR_2
-PHI3 = LLAMA | {"architecture": "phi3", "extra": {"pad_token_id": 0}}
-# Two matrices in one, each cut by itself.
-FUSED = {
-    "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r".*\.gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1]},
-        {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"},
-    ],
-}
-# 100 MB in fp32: more than what a process allocates beside it.
-LARGE = {
-    "kind": "causal_lm",
-    "architecture": "llama",
-    "num_layers": 6,
-    "num_heads": 8,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "max_sequence_length": 24,
-}
 
 
 def made(model: dict[str, Any], seed: int = 5):

@@ -35,6 +35,25 @@ GPT2 = {
 }
 WIDE = LLAMA | {"hidden_size": 128, "intermediate_size": 512}  # below 1 MB a rank nothing goes to disk
 QWEN2 = LLAMA | {"architecture": "qwen2"}
+PHI3 = LLAMA | {"architecture": "phi3", "extra": {"pad_token_id": 0}}
+# Two matrices in one, each cut by itself.
+FUSED = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1]},
+        {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"},
+    ],
+}
+# 100 MB in fp32: more than what a process allocates beside it.
+LARGE = {
+    "kind": "causal_lm",
+    "architecture": "llama",
+    "num_layers": 6,
+    "num_heads": 8,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "max_sequence_length": 24,
+}
 
 
 @dataclass(frozen=True)
