@@ -66,4 +66,4 @@ def test_nothing_else_imports_what_a_recipe_names():
         "objectives/__init__.py",
     }
     # Besides importing.py they import by names that stand in them.
-    assert importers == {"importing.py", "__init__.py", "data/__init__.py", "engine/deepspeed_patches.py"}
+    assert importers == {"importing.py", "__init__.py", "data/__init__.py", "engine/source_digest.py"}

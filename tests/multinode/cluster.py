@@ -264,9 +264,16 @@ class Cluster:
         found: dict[str, list[str]] = {}
         for node in self.hosts:
             for process in self.processes(node):
-                with suppress(psutil.Error):
-                    found.setdefault(node, []).append(" ".join(process.cmdline()))
+                with suppress(psutil.Error):  # one that has ended meanwhile
+                    command = " ".join(process.cmdline())
+                    found.setdefault(node, []).append(command)
         return found
+
+    def wait_until_idle(self) -> None:
+        """An AssertionError with what runs after a minute; Slurm's step daemons outlive srun by a moment."""
+        with suppress(AssertionError):
+            wait_until(lambda: not self.left(), 60, "nothing runs")
+        assert self.left() == {}
 
     def kill(self, node: str, *words: str) -> None:
         """SIGKILL to each process of the node whose command line holds all of `words`; at least one."""

