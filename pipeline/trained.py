@@ -34,7 +34,6 @@ from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings
-from pipeline.models.huggingface import build_described
 from pipeline.models.sharding import Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
@@ -185,6 +184,8 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
     config, deepspeed = trained.config, trained.split["deepspeed"]
     allow_tf32(bool(trained.split.get("tf32")))
     if isinstance(config.model, CausalLMConfig):
+        from pipeline.models.huggingface import build_described
+
         model = build_described(trained.run / DESCRIPTION, config.model)
     else:
         assert data is not None

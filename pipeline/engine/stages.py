@@ -25,9 +25,15 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
 from pipeline.engine.generation import logits_through_stages
 from pipeline.errors import ModelError
-from pipeline.models.generation import LogitsOnly
 from pipeline.models.sharding import give_memory, let_go, trial_values
-from pipeline.models.staging import Layer, LayeredModel, cut_into_layers, tied_head, without_values
+from pipeline.models.staging import (
+    Layer,
+    LayeredModel,
+    LogitsOnly,
+    cut_into_layers,
+    tied_head,
+    without_values,
+)
 from pipeline.optim import assigned, grouped
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.config.model_schema import CausalLMConfig, CNNConfig, CustomModelConfig, ModelConfig
+from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelConfig
 from pipeline.errors import ModelError
 from pipeline.models.custom import build_custom
-from pipeline.models.huggingface import build_causal_lm
 from pipeline.models.request import ModelRequest
 from pipeline.models.vision import build_cnn
-
-BUILDERS = {CausalLMConfig: build_causal_lm, CNNConfig: build_cnn, CustomModelConfig: build_custom}
 
 # What torch says where a tensor is larger than the memory, or than a number of bytes can be.
 NO_MEMORY = ("allocate memory", "calculation overflowed", "out of memory")
@@ -26,7 +23,7 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
     """
     torch.manual_seed(seed)
     try:
-        model: nn.Module = BUILDERS[type(config)](config, request)  # type: ignore[operator]
+        model = _build(config, request)
         request.sharding.made(model)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
@@ -37,3 +34,13 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
             "zero_optimization.stage 3"
         ) from None
     return model
+
+
+def _build(config: ModelConfig, request: ModelRequest) -> nn.Module:
+    if isinstance(config, CausalLMConfig):
+        from pipeline.models.huggingface import build_causal_lm  # imports transformers, which takes seconds
+
+        return build_causal_lm(config, request)
+    if isinstance(config, CNNConfig):
+        return build_cnn(config, request)
+    return build_custom(config, request)

@@ -1,20 +1,24 @@
-"""transformers' attention: its table of functions, and whether it keeps packed documents apart."""
+"""transformers' attention: its table of functions, and whether it keeps packed documents apart.
+
+Imports transformers where a function needs it: see of_transformers.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pipeline.errors import ModelError
+from pipeline.models.of_transformers import is_model
 from pipeline.models.sharding import runnable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 AttentionFunction = Callable[..., tuple[Any, Any]]
 """(module, query, key, value, mask, **rest) -> (output (B, T, heads, width), weights or None)."""
@@ -22,12 +26,16 @@ AttentionFunction = Callable[..., tuple[Any, Any]]
 
 def attention_function(name: str) -> AttentionFunction:
     """The function behind `attn_implementation: <name>`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS[name]
     return function
 
 
 def register_attention(name: str, function: AttentionFunction) -> None:
     """Makes `attn_implementation: <name>` known. Models that use it get no mask: the function is causal."""
+    from transformers import AttentionInterface
+
     AttentionInterface.register(name, function)
 
 
@@ -41,6 +49,8 @@ def document_mask(config: Any, name: str, positions: Tensor, dtype: torch.dtype)
     Returns:
         (B, 1, T, T), boolean for sdpa; None where the function goes by the positions (flash attention).
     """
+    from transformers.masking_utils import create_causal_mask
+
     config = copy.copy(config.get_text_config())
     config._attn_implementation = name
     shape_BTD = torch.empty((*positions.shape, 1), dtype=dtype, device=positions.device)
@@ -61,7 +71,7 @@ def refuse_leaks(model: nn.Module) -> None:
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise _leaks(name, "takes no position_ids")
-    if not isinstance(model, PreTrainedModel):
+    if not is_model(model):
         return
     mixers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if model._is_stateful or any("attention" not in mixer or "linear" in mixer for mixer in mixers):

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig
+
+from pipeline.models.of_transformers import is_config
 
 
 def write_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
@@ -21,7 +22,7 @@ def write_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         OSError: it cannot be written.
     """
     config = getattr(model, "config", None)
-    if not isinstance(config, PretrainedConfig):
+    if not is_config(config):
         return
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from pipeline.models.of_transformers import is_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def flops_per_token(model: nn.Module, sequence_length: int | None) -> float | None:
@@ -25,8 +29,10 @@ def flops_per_token(model: nn.Module, sequence_length: int | None) -> float | No
         None where the model has no such config.
     """
     config: Any = getattr(model, "config", None)
-    if sequence_length is None or not isinstance(config, PretrainedConfig):
+    if sequence_length is None or not is_config(config):
         return None
+    from transformers import AutoModelForCausalLM
+
     text: Any = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if heads is None or type(config) not in AutoModelForCausalLM._model_mapping:
@@ -36,8 +42,10 @@ def flops_per_token(model: nn.Module, sequence_length: int | None) -> float | No
     return 6.0 * active + 12.0 * text.num_hidden_layers * width * sequence_length
 
 
-def _active_parameters(config: PretrainedConfig, text: Any) -> float:
+def _active_parameters(config: PreTrainedConfig, text: Any) -> float:
     """How many parameters a token meets, from the shapes of the whole model: a split holds parts of them."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     experts = next((n for key in _NUM_EXPERTS if (n := getattr(text, key, None))), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.errors import DataError, ModelError
 
@@ -89,7 +88,7 @@ def generate(
     how: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0}
     if settings.temperature > 0:
         how |= {"temperature": settings.temperature, "top_k": settings.top_k}
-    if isinstance(module, GenerationMixin):
+    if "synced_gpus" in inspect.signature(module.generate).parameters:  # type: ignore[arg-type]
         how["synced_gpus"] = in_step
     if agree is not None:
         how["logits_processor"] = [_Agreed(agree)]
@@ -164,37 +163,11 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Agreed(LogitsProcessor):
+class _Agreed:
+    """One of transformers' logits processors."""
+
     def __init__(self, agree: Callable[[Tensor], Tensor]):
         self._agree = agree
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return self._agree(scores)
-
-
-class LogitsOnly(PreTrainedModel, GenerationMixin):
-    """Has transformers generate by a function that gives logits and keeps no cache: a token costs a forward
-    of all before it.
-    """
-
-    config_class = PreTrainedConfig
-
-    def __init__(
-        self, given: Any, device: torch.device, last_logits: Callable[[Tensor, Tensor | None], Tensor]
-    ):
-        """
-        Args:
-            given: Has the model's `generation_config`.
-            last_logits: Ids (B, T), mask (B, T) -> logits of the last position (B, 1, V).
-        """
-        super().__init__(PreTrainedConfig())
-        self.generation_config = given.generation_config or GenerationConfig()
-        self._place = device
-        self._last_logits = last_logits
-
-    @property
-    def device(self) -> torch.device:
-        return self._place
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:
-        return CausalLMOutput(logits=self._last_logits(input_ids, attention_mask))

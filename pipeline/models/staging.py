@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutput
@@ -146,6 +147,34 @@ class LayeredModel:
         """Of the whole model's weights; a tied one once."""
         layers = self.layers[: len(self.layers) - self.is_tied]
         return [name for layer in layers for name in layer.weights()]
+
+
+class LogitsOnly(PreTrainedModel, GenerationMixin):
+    """Has transformers generate by a function that gives logits and keeps no cache: a token costs a forward
+    of all before it.
+    """
+
+    config_class = PreTrainedConfig
+
+    def __init__(
+        self, given: Any, device: torch.device, last_logits: Callable[[Tensor, Tensor | None], Tensor]
+    ):
+        """
+        Args:
+            given: Has the model's `generation_config`.
+            last_logits: Ids (B, T), mask (B, T) -> logits of the last position (B, 1, V).
+        """
+        super().__init__(PreTrainedConfig())
+        self.generation_config = given.generation_config or GenerationConfig()
+        self._place = device
+        self._last_logits = last_logits
+
+    @property
+    def device(self) -> torch.device:
+        return self._place
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:
+        return CausalLMOutput(logits=self._last_logits(input_ids, attention_mask))
 
 
 def model_output(logits: Tensor) -> CausalLMOutput:

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.config.patterns import matching
 from pipeline.errors import ModelError
-from pipeline.models.activation_checkpointing import checkpoint_activations
 from pipeline.models.attention import refuse_leaks
 from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.half_precision import prepare_for_half_precision
+from pipeline.models.of_transformers import is_model
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,9 @@ def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
 
 def recompute_activations(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
     """`model.activation_checkpointing`."""
-    if isinstance(config, CausalLMConfig) and isinstance(model, PreTrainedModel):
+    if isinstance(config, CausalLMConfig) and is_model(model):
+        from pipeline.models.activation_checkpointing import checkpoint_activations
+
         checkpoint_activations(model, config.activation_checkpointing)
     return model
 

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from support.launch import ROOT, launch, write_recipe
 from torch import nn
 
 from pipeline.config.model_schema import CNNConfig, CustomModelConfig
@@ -173,3 +174,23 @@ def test_a_class_written_in_c_may_be_named():
     assert isinstance(build_model(config, REQUEST, 0), nn.Identity)
     with pytest.raises(ModelError, match=r"returned a dict, not an nn\.Module"):
         build_model(CustomModelConfig(kind="builtins:dict"), REQUEST, 0)
+
+
+@pytest.mark.slow
+def test_it_does_not_wait_for_transformers(tmp_path):
+    """Whose import takes longer than all else that a run imports."""
+    recipe = write_recipe(
+        tmp_path,
+        max_steps=1,
+        model={"kind": "support.faults:faulty", "args": {"fault": "none", "rank": 0, "at": 0}},
+        data={"kind": "support.faults:points"},
+        objective={"kind": "classification"},
+    )
+    split = ["--deepspeed", str(ROOT / "ds_configs" / "zero3.json")]
+    done = launch(
+        "--config", str(recipe), *split, PYTHONPATH=str(ROOT / "tests"), PYTHONPROFILEIMPORTTIME="1"
+    )
+    assert done.returncode == 0, done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert {"torch", "deepspeed", "pipeline.models.of_transformers"} <= imported
+    assert "transformers" not in imported

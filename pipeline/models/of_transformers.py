@@ -1,0 +1,23 @@
+"""What is transformers', without importing it: that takes longer than torch, and not every model needs it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def is_model(value: object) -> TypeGuard[PreTrainedModel]:
+    """Who has one has imported its class."""
+    return _is(value, "transformers.modeling_utils", "PreTrainedModel")
+
+
+def is_config(value: object) -> TypeGuard[PreTrainedConfig]:
+    return _is(value, "transformers.configuration_utils", "PreTrainedConfig")
+
+
+def _is(value: object, module: str, name: str) -> bool:
+    imported = sys.modules.get(module)
+    return imported is not None and isinstance(value, getattr(imported, name))
