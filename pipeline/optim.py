@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from pipeline.config.patterns import matching
 from pipeline.config.schema import OptimizerConfig
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError, ModelError
 
 GroupKey = tuple[int, bool]
 """(0, or the number of the group in optimizer.groups from 1 on; whether it is what of it does not decay)."""
@@ -41,7 +41,7 @@ def assigned(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig)
     Matrices decay; biases, norms and other vectors do not, where their group does not say so.
 
     Raises:
-        ConfigError, ModelError: see `parameter_groups`.
+        ConfigError, ModelError: see `parameter_groups`. Or muon is to step what is no matrix.
     """
     # A ZeRO-3 parameter is empty between uses; ds_shape is its whole shape.
     trained = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
@@ -53,6 +53,12 @@ def assigned(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig)
             key = f"optimizer.groups.{number - 1}.patterns"
             for name in matching(pattern, trained, key, "that is trained"):
                 group_of.setdefault(name, number)  # the first group that matches
+        flat = [name for name, its in group_of.items() if its == number and trained[name] != 2]
+        if flat and group.kind == "muon":
+            raise ConfigError(
+                f"optimizer.groups.{number - 1}.kind: muon steps matrices, and {flat[0]} has "
+                f"{trained[flat[0]]} dimension(s); write patterns that match matrices alone"
+            )
     keys: dict[str, GroupKey] = {}
     for name, dimensions in trained.items():
         number = group_of.get(name, 0)
@@ -83,19 +89,54 @@ def grouped(
                 "params": parameters,
                 "weight_decay": 0.0 if is_undecayed else decay,
                 "lr_factor": 1.0 if own is None else own.learning_rate_factor,
+                "kind": config.kind if own is None or own.kind is None else own.kind,
             }
         )
     return [group for group in groups if group["params"]]
 
 
 def build_torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
-    """torch's own over the groups, with the recipe's numbers."""
-    if config.kind == "sgd":
+    """torch's own over the groups, with the recipe's numbers. A group without a `kind` has the recipe's."""
+    members: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        members.setdefault(group.get("kind", config.kind), []).append(group)
+    optimizers = [_build(kind, its, config) for kind, its in members.items()]
+    return optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(groups, optimizers)
+
+
+class SeveralOptimizers(Optimizer):
+    """Optimizers that share the groups of a model, one to those who read groups and state or have it step."""
+
+    def __init__(self, groups: list[dict[str, Any]], optimizers: list[Optimizer]):
+        """
+        Args:
+            groups: The very ones of `optimizers`, in this order.
+        """
+        super().__init__(groups, {})
+        self._optimizers = optimizers
+        for each in optimizers:
+            each.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Has each step its own groups."""
+        for each in self._optimizers:
+            each.step(closure)
+
+    def of(self, stepped: Tensor) -> Optimizer:
+        """The one that steps it."""
+        groups = ((each, group["params"]) for each in self._optimizers for group in each.param_groups)
+        return next(each for each, parameters in groups if any(p is stepped for p in parameters))
+
+
+def _build(kind: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    if kind == "muon":
+        return torch.optim.Muon(groups, lr=config.learning_rate, adjust_lr_fn="match_rms_adamw")
+    if kind == "sgd":
         sgd = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
         if config.momentum:
             sgd.register_step_pre_hook(_start_at_rest)
         return sgd
-    if config.kind == "adafactor":
+    if kind == "adafactor":
         return torch.optim.Adafactor(groups, lr=config.learning_rate)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 

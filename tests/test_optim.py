@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import suppress
 
@@ -94,6 +95,53 @@ def test_a_group_steps_at_its_own_multiple_of_the_rate():
     assert [group["lr"] for group in optimizer.param_groups] == [0.008, 0.008, 0.002]
 
 
+def test_a_group_is_stepped_by_its_own_kind():
+    """Each moves as it would if its optimizer were the only one."""
+    torch.manual_seed(0)
+    model = Tiny()
+    twins = [copy.deepcopy(model) for _ in range(3)]
+    config = OptimizerConfig(
+        groups=[
+            {"patterns": ["layers.*.weight"], "kind": "muon", "weight_decay": 0.2},
+            {"patterns": ["*bias"], "kind": "sgd", "learning_rate_factor": 2.0},
+        ]
+    )
+    optimizer = build_torch_optimizer(parameter_groups(model.named_parameters(), config), config)
+    alone = [
+        torch.optim.Muon(
+            [layer.weight for layer in twins[0].layers], 0.01, 0.2, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.SGD([p for name, p in twins[1].named_parameters() if "bias" in name], 0.02, momentum=0.9),
+        torch.optim.AdamW(
+            [
+                {"params": [twins[2].embed.weight], "weight_decay": 0.1},
+                {"params": [twins[2].norm.weight], "weight_decay": 0.0},
+            ],
+            0.01,
+            config.betas,
+        ),
+    ]
+    for _ in range(3):
+        gradients = [torch.randn_like(p) for p in model.parameters()]
+        for each in (model, *twins):
+            for p, gradient in zip(each.parameters(), gradients, strict=True):
+                p.grad = gradient.clone()
+        set_learning_rate(optimizer, 0.01)
+        for each in (optimizer, *alone):
+            each.step()
+    moved = dict(model.named_parameters())
+    for twin, stepped in zip(twins, alone, strict=True):
+        names = {p: name for name, p in twin.named_parameters()}
+        for p in (p for group in stepped.param_groups for p in group["params"]):
+            torch.testing.assert_close(moved.pop(names[p]), p)
+    assert not moved
+
+
+def test_muon_takes_matrices_alone():
+    with pytest.raises(ConfigError, match=r"kind: muon steps matrices, and layers\.0\.bias has 1 dimension"):
+        made(groups=[{"patterns": ["layers.*"], "kind": "muon"}])
+
+
 class OnHost(torch.optim.RMSprop):
     """One of torch's without fused kernels, with a state of three kinds."""
 
@@ -109,6 +157,10 @@ OPTIMIZERS = {
     ),
     "adafactor": lambda groups: build_torch_optimizer(groups, OptimizerConfig(kind="adafactor")),
     "another without found_inf": OnHost,
+    "muon for matrices, AdamW for vectors": lambda groups: build_torch_optimizer(
+        [group | {"kind": kind} for group, kind in zip(groups, ("muon", "adamw"), strict=True)],
+        OptimizerConfig(),
+    ),
 }
 
 

@@ -40,6 +40,12 @@ class Choice:
         return self.zero("offload_optimizer.device") in ("cpu", "nvme")
 
     @property
+    def cuts_matrices(self) -> bool:
+        """An optimizer sees stretches of parameters."""
+        staged_in_bf16 = self.split.pipeline_stages > 1 and self.split.precision == "bf16"
+        return self.split.zero_stage > 0 or self.split.tensor_parallel > 1 or staged_in_bf16
+
+    @property
     def is_language_model(self) -> bool:
         return isinstance(self.config.model, CausalLMConfig)
 
@@ -181,14 +187,13 @@ RULES = [
         "`optimizer.kind: adafactor` with ZeRO 1 to 3, tensor parallelism or pipeline stages in bf16",
         "it looks at the rows and columns of whole matrices, and those are cut up there",
         "optimizer.kind: sgd, zero_optimization.stage 0, or plain PyTorch",
-        lambda c: (
-            c.config.optimizer.kind == "adafactor"
-            and (
-                c.split.zero_stage > 0
-                or c.split.tensor_parallel > 1
-                or (c.split.pipeline_stages > 1 and c.split.precision == "bf16")
-            )
-        ),
+        lambda c: c.config.optimizer.kind == "adafactor" and c.cuts_matrices,
+    ),
+    Rule(
+        "a `kind` in `optimizer.groups` with ZeRO 1 to 3, tensor parallelism or pipeline stages in bf16",
+        "muon needs whole matrices, and DeepSpeed's cut-up groups have one optimizer",
+        "groups without a kind, zero_optimization.stage 0, or plain PyTorch",
+        lambda c: any(group.kind for group in c.config.optimizer.groups or []) and c.cuts_matrices,
     ),
     Rule(
         "`offload_optimizer.ratio` below 1, `super_offload` or `zenflow` with `optimizer.kind: sgd`",

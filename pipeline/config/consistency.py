@@ -156,7 +156,8 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
 
 def _of_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
     unread = {"adamw": ("momentum",), "sgd": ("betas", "eps"), "adafactor": ("betas", "eps", "momentum")}
-    for name in unread[optimizer.kind]:
+    kinds = {optimizer.kind, *(group.kind for group in optimizer.groups or [])}
+    for name in set.intersection(*(set(names) for kind, names in unread.items() if kind in kinds)):
         if getattr(optimizer, name) != OptimizerConfig.model_fields[name].default:
             yield (
                 (f"optimizer.{name}", "optimizer.kind"),

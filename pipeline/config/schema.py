@@ -39,8 +39,8 @@ class BatchConfig(Closed):
 
 
 class ParameterGroupConfig(Closed):
-    """Parameters with a learning rate or a weight decay of their own. One that several groups match belongs
-    to the first of them; all others have the optimizer's numbers."""
+    """Parameters with a learning rate, a weight decay or an optimizer of their own. One that several groups
+    match belongs to the first of them; all others have the optimizer's numbers."""
 
     patterns: list[str] = Field(min_length=1)
     """Shell patterns of names of the whole model's parameters, the same under every split: `*` stands for any
@@ -49,6 +49,10 @@ class ParameterGroupConfig(Closed):
     """The learning rate of these parameters, as a multiple of the schedule's."""
     weight_decay: float | None = Field(None, ge=0)
     """Weight decay of all of these, vectors too. Default: `optimizer.weight_decay`, matrices only."""
+    kind: Literal["adamw", "sgd", "adafactor", "muon"] | None = None
+    """What steps these, where it is not `optimizer.kind`; for plain PyTorch and ZeRO 0. `muon` (Jordan et al.
+    2024; torch's, Nesterov momentum 0.95) takes matrices, and makes each update orthogonal and as large as
+    AdamW's would be: for the weights of the blocks, not for embeddings or the head."""
 
 
 class OptimizerConfig(Closed):
@@ -73,7 +77,7 @@ class OptimizerConfig(Closed):
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 turns clipping off."""
     groups: list[ParameterGroupConfig] | None = None
-    """Parameters with a learning rate or a weight decay of their own, chosen by name."""
+    """Parameters with a learning rate, a weight decay or an optimizer of their own, chosen by name."""
 
     @field_validator("betas", mode="before")
     @classmethod

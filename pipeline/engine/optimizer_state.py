@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.engine.state import MODEL, Place
 from pipeline.errors import CheckpointError
+from pipeline.optim import SeveralOptimizers
 from pipeline.shards import Scalars, ShardSource
 
 PREFIX = "optimizer/"
@@ -42,8 +43,8 @@ class SavedState:
         if not wanted:
             return
         state = optimizer.state[stepped]
-        for key in self._keys - state.keys():
-            state[key] = _no_steps(optimizer, stepped.device)
+        for key in self._keys - state.keys() if has_numbers(optimizer, stepped) else ():
+            state[key] = _no_steps(_own(optimizer, stepped), stepped.device)
         for kind in sorted(wanted.keys() - state.keys()):
             shape = wanted[kind]
             state[kind] = (
@@ -51,6 +52,15 @@ class SavedState:
                 if shape is None
                 else torch.zeros(shape, dtype=stepped.dtype, device=stepped.device)
             )
+
+
+def has_numbers(optimizer: torch.optim.Optimizer, stepped: Tensor) -> bool:
+    """Whether it keeps numbers of it, such as `step`; torch's SGD and Muon do not."""
+    return not isinstance(_own(optimizer, stepped), torch.optim.SGD | torch.optim.Muon)
+
+
+def _own(optimizer: torch.optim.Optimizer, stepped: Tensor) -> torch.optim.Optimizer:
+    return optimizer.of(stepped) if isinstance(optimizer, SeveralOptimizers) else optimizer
 
 
 def _no_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | int:
@@ -148,7 +158,7 @@ def set_numbers(
 ) -> None:
     """In place where one is a tensor: graphs and other groups may hold it. Nothing where no state is."""
     state = optimizer.state.get(stepped)
-    if not state:
+    if not state or not has_numbers(optimizer, stepped):
         return
     scalars = named_by_us(scalars)
     for key in [key for key in scalars if key.startswith(PREFIX) and key.count("/") == 1]:

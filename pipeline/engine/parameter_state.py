@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.optimizer_state import SavedState, common_numbers, numbers, set_numbers, whole_tensors
+from pipeline.engine.optimizer_state import (
+    SavedState,
+    common_numbers,
+    has_numbers,
+    numbers,
+    set_numbers,
+    whole_tensors,
+)
 from pipeline.engine.state import Place, shared_out
 from pipeline.shards import BUFFER, WEIGHT, Scalars, Shard, ShardSource
 
@@ -90,8 +97,8 @@ class ParameterState:
 
     def scalars(self) -> Scalars:
         """See State.scalars."""
-        stepped = self._stepped()
-        return common_numbers({place.name: numbers(self._optimizer, tensor) for _, place, tensor in stepped})
+        counted = [each for each in self._stepped() if has_numbers(self._optimizer, each[2])]
+        return common_numbers({place.name: numbers(self._optimizer, tensor) for _, place, tensor in counted})
 
     @torch.no_grad()
     def settle(self, scalars: Mapping[str, Any]) -> None:

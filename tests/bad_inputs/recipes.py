@@ -154,6 +154,13 @@ TYPES = [
     key(
         "a group at no rate", "optimizer.groups", [{"patterns": ["*"], "learning_rate_factor": 0}], "given 0"
     ),
+    key("a group of an unknown kind", "optimizer.groups", [{"patterns": ["*"], "kind": "moun"}], "'muon'"),
+    Case(
+        "a vector for muon",
+        ["optimizer.groups.0.kind: muon steps matrices, and ", "has 1 dimension"],
+        base="digits",
+        recipe={"optimizer.groups": [{"patterns": ["*bias"], "kind": "muon"}]},
+    ),
     Case(
         "a group of no parameter",
         ["optimizer.groups.0.patterns: 'conv9.*' matches no parameter", "nearest: "],

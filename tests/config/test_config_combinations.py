@@ -17,7 +17,7 @@ PARAMETERS = "ds.zero_optimization.offload_param.device"
 HPZ = "ds.zero_optimization.zero_hpz_partition_size"
 QUANTIZED = "ds.zero_optimization.zero_quantized_weights"
 OFFLOAD, KV = "ds.zero_optimization.offload_optimizer", "model.num_key_value_heads"
-KIND = "optimizer.kind"
+KIND, GROUPS = "optimizer.kind", "optimizer.groups"
 ACCUMULATION, BF16 = "ds.data_types.grad_accum_dtype", "ds.bf16.enabled"
 NVME = {OPTIMIZER: "nvme", f"{OFFLOAD}.nvme_path": "/tmp"}
 CNN = {"model.kind": "cnn", "data.kind": "digits"}
@@ -43,6 +43,7 @@ EXAMPLES = [
     (1, {OPTIMIZER: "cpu", STAGE: 0}, {STAGE: 1}),
     (1, {**NVME, STAGE: 2}, {OPTIMIZER: "cpu"}),
     (1, {KIND: "adafactor", STAGE: 1}, {KIND: "sgd"}),
+    (1, {GROUPS: [{"patterns": ["*_proj.*"], "kind": "muon"}], STAGE: 2}, {STAGE: 0}),
     (1, {KIND: "sgd", OPTIMIZER: "cpu", f"{OFFLOAD}.ratio": 0.5, STAGE: 3}, {f"{OFFLOAD}.ratio": 1.0}),
     (1, {**NVME, f"{OFFLOAD}.pipeline_read": True, STAGE: 3}, {f"{OFFLOAD}.pipeline_read": False}),
     (1, {OPTIMIZER: "cpu", f"{OFFLOAD}.super_offload": True, STAGE: 3}, {f"{OFFLOAD}.super_offload": False}),

@@ -24,11 +24,15 @@ GROUPS = [
     {"patterns": ["*embed_tokens*"], "learning_rate_factor": 0.1, "weight_decay": 0.0},
     {"patterns": ["*norm*", "model.layers.1.mlp.*"], "learning_rate_factor": 2.0, "weight_decay": 0.3},
 ]
+# Three optimizers in one run.
+MUON = [{"patterns": ["*_proj.weight"], "kind": "muon"}, {"patterns": ["*embed_tokens*"], "kind": "sgd"}]
 OPTIMIZERS = {
     "adamw": {"learning_rate": 3e-3, "max_grad_norm": 0.5},
     "sgd": {"kind": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5},
     "adafactor": {"kind": "adafactor", "learning_rate": 3e-2, "max_grad_norm": 0.5},
+    "muon": {"learning_rate": 3e-3, "max_grad_norm": 0.5},
 }
+NEED_WHOLE = ("adafactor", "muon")
 SPLITS = {
     "DDP": {"torch": {"parallel": "ddp"}},
     **{f"ZeRO {stage}": zero(stage) for stage in range(4)},
@@ -48,17 +52,21 @@ SPLITS = {
     "pipeline 2, ZeRO 0, fp16": zero(0) | TWO_STAGES | FP16,
 }
 
-# What leaves every matrix whole.
+# What leaves every parameter whole.
 WHOLE = ("DDP", "ZeRO 0", "pipeline 2, ZeRO 0", "sequence 2, ZeRO 0", "ZeRO 0, bf16", "ZeRO 0, fp16")
 
 
-def tree(kind, groups=GROUPS):
+def groups_of(kind):
+    return MUON if kind == "muon" else GROUPS
+
+
+def tree(kind, groups):
     return recipe(optimizer=OPTIMIZERS[kind] | ({"groups": groups} if groups else {}))
 
 
 @cache
 def alone(kind, with_groups=True):
-    return train_curve(ALONE, tree(kind, GROUPS if with_groups else None), PLAIN)
+    return train_curve(ALONE, tree(kind, groups_of(kind) if with_groups else None), PLAIN)
 
 
 def differences(got, expected):
@@ -71,7 +79,7 @@ def differences(got, expected):
 
 def cases():
     for kind in OPTIMIZERS:
-        for name in SPLITS if kind != "adafactor" else WHOLE:
+        for name in WHOLE if kind in NEED_WHOLE else SPLITS:
             everyday = name in ("ZeRO 3", "pipeline 2, ZeRO 1")
             yield pytest.param(kind, name, id=f"{kind}-{name}", marks=() if everyday else pytest.mark.slow)
 
@@ -81,13 +89,13 @@ def cases():
     *("adamw-ZeRO 1", "adamw-ZeRO 3", "adamw-pipeline 2, ZeRO 1", "adamw-sequence 2, ZeRO 0"),
     *("adamw-ZeRO 0, bf16", "adamw-ZeRO 2, fp16", "sgd-DDP", "sgd-ZeRO 0", "sgd-ZeRO 2", "sgd-ZeRO 3"),
     *("sgd-ZeRO 2, optimizer on CPU", "sgd-tensor 2, ZeRO 0", "sgd-pipeline 2, ZeRO 1", "sgd-ZeRO 1, bf16"),
-    *("adafactor-ZeRO 0", "adafactor-pipeline 2, ZeRO 0"),
+    *("adafactor-ZeRO 0", "adafactor-pipeline 2, ZeRO 0", "muon-ZeRO 0", "muon-pipeline 2, ZeRO 0"),
 )
 @pytest.mark.parametrize(("kind", "name"), cases())
 def test_the_curve_is_that_of_one_process(ranks, kind, name):
     if "NVMe" in name and not has_async_io():
         pytest.skip("no libaio to link with (apt-get install libaio-dev)")
-    curves = ranks(2).run(train_curve, tree(kind), SPLITS[name], timeout=900)
+    curves = ranks(2).run(train_curve, tree(kind, groups_of(kind)), SPLITS[name], timeout=900)
     precision = next((half for half in ("bf16", "fp16") if half in name), "fp32")
     for found, allowed in zip(differences(curves[0], alone(kind)), BANDS[precision], strict=True):
         assert found < allowed
@@ -142,18 +150,20 @@ def bad_cases():
         yield pytest.param("sgd", name, marks=marks)
         if name.startswith(("plain", "ZeRO 0")):
             yield pytest.param("adafactor", name, marks=marks)
+            yield pytest.param("muon", name, marks=marks)
 
 
 @pytest.mark.daily(
     *("sgd-plain", "adafactor-plain", "sgd-ZeRO 0", "adafactor-ZeRO 0", "sgd-ZeRO 1", "sgd-ZeRO 3"),
     *("adafactor-ZeRO 0, bf16", "sgd-ZeRO 2, optimizer on CPU", "sgd-tensor 2, ZeRO 0"),
-    "adafactor-ZeRO 0, pipeline 2",
+    *("adafactor-ZeRO 0, pipeline 2", "muon-plain", "muon-ZeRO 0, bf16"),
 )
 @pytest.mark.parametrize(("kind", "name"), bad_cases())
 def test_a_bad_batch_changes_no_parameter(ranks, kind, name):
     json, world_size = BAD[name]
     batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
-    arguments = recipe(batch=batch, optimizer=OPTIMIZERS[kind]), json, math.nan
+    optimizer = OPTIMIZERS[kind] | ({"groups": MUON} if kind == "muon" else {})
+    arguments = recipe(batch=batch, optimizer=optimizer), json, math.nan
     if json is PLAIN:
         results = [good_bad_good(ALONE, *arguments)]
     else:
@@ -170,11 +180,11 @@ def exchanges():
             *("zero3-small-groups", "zero2-cpu", "tensor-zero0", "zero3-all-cpu", "pipeline-zero0", "nvme"),
             *("zero2-round-robin", "sequence-zero2"),
         ),
-        "adafactor": ("plain", "zero0", "pipeline-zero0", "ddp", "sequence-zero0"),
+        **dict.fromkeys(NEED_WHOLE, ("plain", "zero0", "pipeline-zero0", "ddp", "sequence-zero0")),
     }
     itself = {
         "sgd": ("zero0-bf16", "zero1-bf16", "zero2-fp16", "zero3-bf16", "pipeline-zero1-bf16"),
-        "adafactor": ("zero0-bf16", "pipeline-zero0-fp16"),
+        **dict.fromkeys(NEED_WHOLE, ("zero0-bf16", "pipeline-zero0-fp16")),
     }
     for kind, names in rings.items():
         pairs = [*zip(names, names[1:] + names[:1], strict=True), *((name, name) for name in itself[kind])]
@@ -188,9 +198,10 @@ def exchanges():
     *("sgd-zero1-to-ddp", "sgd-zero3-to-tensor-zero1", "sgd-zero0-to-pipeline-zero1"),
     *("sgd-pipeline-zero1-to-zero2", "sgd-zero2-fp16-to-zero2-fp16"),
     *("adafactor-plain-to-zero0", "adafactor-pipeline-zero0-to-ddp"),
+    *("muon-zero0-to-pipeline-zero0", "muon-zero0-bf16-to-zero0-bf16"),
 )
 @pytest.mark.parametrize(("kind", "saved", "resumed"), exchanges())
 def test_any_split_goes_on_from_any_other(ranks, kind, saved, resumed):
     optimizer = {key: value for key, value in OPTIMIZERS[kind].items() if key != "learning_rate"}
     rate = OPTIMIZERS[kind]["learning_rate"]
-    exchange(ranks, RESUMED[saved], RESUMED[resumed], rate=rate, groups=GROUPS, **optimizer)
+    exchange(ranks, RESUMED[saved], RESUMED[resumed], rate=rate, groups=groups_of(kind), **optimizer)
