@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from parity.measure import ALONE, oracle, train
-from parity.splits import CPU, GPT2, LLAMA, SEQUENCE_2, TENSOR_2, TWO_STAGES, Case, Split, zero
+from parity.splits import CPU, GPT2, LLAMA, SEQUENCE_2, SHORT, TENSOR_2, TWO_STAGES, Case, Split, zero
 from support.exchange import HALF, STEPS, Gathered, Run, shards_now, tree, whole_of
 from support.heard import heard
 from support.saved import store_in
@@ -36,8 +36,8 @@ SPLITS = {
 def curve_differs(ranks, model: dict[str, Any], json: dict[str, Any], precision: str = "fp32") -> list[float]:
     """Relative difference to plain PyTorch on one process, the largest of all steps: loss, gradient norm."""
     case = Case(Split("frozen", json, (2,), (precision,), model), 2, precision)
-    expected = oracle(case)
-    found = ranks(2).run(train, case.recipe, case.json, timeout=900)[0]
+    expected = oracle(case, SHORT)
+    found = ranks(2).run(train, case.recipe, case.json, SHORT, timeout=900)[0]
     return [
         max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
         for got, wanted in ((found.losses, expected.losses), (found.grad_norms, expected.grad_norms))
@@ -51,6 +51,9 @@ def test_the_curve_is_that_of_one_process(ranks, name):
 
 
 @pytest.mark.slow
+@pytest.mark.daily(
+    "ZeRO 0-bf16", "ZeRO 1-fp16", "ZeRO 3-bf16", "pipeline 2, ZeRO 0-fp16", "pipeline 2, ZeRO 1-bf16"
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["ZeRO 0", "ZeRO 1", "ZeRO 3", "pipeline 2, ZeRO 0", "pipeline 2, ZeRO 1"])
 def test_the_curve_is_that_of_one_process_in_half_precision(ranks, name, precision):
@@ -133,5 +136,5 @@ def test_what_is_not_frozen_trains_otherwise(ranks):
     """The test that holds curves against each other can fail."""
     case = Case(Split("frozen", {"torch": {"parallel": "single"}}, (1,), ("fp32",), MODEL), 1, "fp32")
     free = replace(case, split=replace(case.split, model=LLAMA))
-    frozen, trained = (train(ALONE, each.recipe, each.json) for each in (case, free))
+    frozen, trained = (train(ALONE, each.recipe, each.json, SHORT) for each in (case, free))
     assert abs(frozen.losses[-1] - trained.losses[-1]) > 1e-2

@@ -72,13 +72,13 @@ def writing(job: Job, tree: dict[str, Any], split: dict[str, Any]):
     """(the curve without a word written, the curve with, whether it left all as it was, the shards at the
     end, what was written then: for own prompts and for shared ones).
     """
-    silent = Run(job, tree, split).train(0, 4)
+    silent = Run(job, tree, split).train(0, 3)
     run = Run(job, tree, split)
     engine, curve, unchanged = run.engine, [], True
     texts: dict[str, Any] = {}
-    for step in range(4):
+    for step in range(3):
         curve += run.train(step, step + 1)
-        if step == 2:  # at ZeRO 3 an evaluation may leave parameters gathered, for a backward
+        if step == 1:  # at ZeRO 3 an evaluation may leave parameters gathered, for a backward
             engine.eval_step(run.loader.next_group()[0], run.objective)
             engine.module.train()
         before = state_of(engine)
@@ -133,6 +133,10 @@ def until(text: list[int], end: int) -> list[int]:
     return text[: text.index(end) + 1] if end in text else text
 
 
+@pytest.mark.daily(
+    *("ddp", "zero1", "zero2-cpu", "zero3", "zero3-bf16", "zero3-nvme", "tensor", "sequence"),
+    *("stages", "stages-bf16", "stages-tied"),
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SPLITS]
 )

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
 BOTH = OPTIMIZER | {"offload_param": {"device": "cpu"}}
-STEPS = 20
+STEPS = 8
 # DeepSpeed swaps what has a megabyte on a rank, and keeps the rest in memory.
 LARGE = recipe()["model"] | {"num_layers": 1, "hidden_size": 128, "intermediate_size": 8192}
 

@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"architecture": "gpt2", "extra": NO_DROPOUT},  # tied embeddings, learned positions
     "qwen2": {"architecture": "qwen2", "num_key_value_heads": 2},
 }
-STEPS = 12
+STEPS = 6
 
 
 def recipe_for(model: str, micro_batch_size: int = 2, num_layers: int = 2, **extra: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from pipeline.objectives import Classification, LossSum, build_objective
 pytestmark = pytest.mark.slow
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-STEPS = 20
+STEPS = 8
 
 
 def curve_of(job: Job, precision: str = "fp32", parallel: str = "auto", micro: int = 2, **engine):

@@ -27,7 +27,7 @@ from pipeline.objectives import build_objective
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 8
 # A router amplifies rounding: at the rate of the other tests a token or two would change its expert.
 MOE = {"optimizer": {"learning_rate": 3e-4, "max_grad_norm": 0.5}}
 TINY = recipe()["model"]

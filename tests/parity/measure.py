@@ -41,8 +41,10 @@ class Trained:
     """What this rank holds between two steps: parameters, optimizer state, buffers; 0 where not asked for."""
 
 
-def train(job: Job, recipe: dict[str, Any], split: dict[str, Any], with_memory: bool = False) -> Trained:
-    """The recipe under one split, as pipeline.training steps it. Collective."""
+def train(
+    job: Job, recipe: dict[str, Any], split: dict[str, Any], steps: int = STEPS, with_memory: bool = False
+) -> Trained:
+    """The first steps of the recipe's STEPS under one split, as pipeline.training makes them. Collective."""
     data = token_bundle(packed=True)
     before = held_now() if with_memory else 0
     config, resolved = resolve(recipe, split, job.ranks.world_size)
@@ -50,7 +52,7 @@ def train(job: Job, recipe: dict[str, Any], split: dict[str, Any], with_memory: 
     loader = build_loader(config, resolved.plan, data, engine)
     objective = build_objective(config)
     losses, norms, samples, seconds = [], [], [], 0.0
-    for step in range(STEPS):
+    for step in range(steps):
         seed_step(config.seed, step, engine.seed_rank)
         rate = config.optimizer.learning_rate * multiplier(config.schedule, step, STEPS)
         group = loader.next_group()
@@ -59,12 +61,12 @@ def train(job: Job, recipe: dict[str, Any], split: dict[str, Any], with_memory: 
         result = engine.train_step(group, objective, rate, False)
         total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
         losses.append(float(mean_loss(total, result.global_count)))
-        seconds += time.perf_counter() - start if step >= STEPS // 2 else 0.0
+        seconds += time.perf_counter() - start if step >= steps // 2 else 0.0
         assert result.grad_norm is not None
         norms.append(float(result.grad_norm))
     held = held_now() - before if with_memory else 0
     row = evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), job)
-    tokens = (STEPS - STEPS // 2) * resolved.plan.global_batch_size * data.train.tokens.shape[1]
+    tokens = (steps - steps // 2) * resolved.plan.global_batch_size * data.train.tokens.shape[1]
     return Trained(
         losses,
         norms,
@@ -97,16 +99,16 @@ def missing(case: Case) -> str | None:
 
 
 @cache
-def _oracle(recipe: str) -> Trained:
-    return train(ALONE, json.loads(recipe), {"torch": {"parallel": "single"}})
+def _oracle(recipe: str, steps: int) -> Trained:
+    return train(ALONE, json.loads(recipe), {"torch": {"parallel": "single"}}, steps)
 
 
-def oracle(case: Case) -> Trained:
+def oracle(case: Case, steps: int = STEPS) -> Trained:
     """The curve of the case's recipe on one process in fp32, all samples in one micro-batch."""
     tree = case.recipe
     tree["batch"] = {"micro_batch_size": 16}
     tree["model"] = {key: value for key, value in tree["model"].items() if key != "activation_checkpointing"}
-    return _oracle(json.dumps(tree, sort_keys=True))
+    return _oracle(json.dumps(tree, sort_keys=True), steps)
 
 
 def largest_difference(a: list[float], b: list[float]) -> float:

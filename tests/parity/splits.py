@@ -13,6 +13,8 @@ from support.tiny import recipe
 WORLDS = (1, 2, 4)
 ALL = ("fp32", "bf16", "fp16")
 STEPS = 20
+# What `make test` takes of them: two epochs.
+SHORT = 8
 
 # Four heads for four ranks; fewer key-value heads than ranks.
 LLAMA = {

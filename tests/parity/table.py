@@ -39,7 +39,7 @@ def parity_table() -> str:
         if why := missing(case):
             raise SystemExit(f"{case}: {why}")
         with RankPool(case.world_size) as pool:  # a fresh one: engines leave memory behind in their process
-            got = pool.run(train, case.recipe, case.json, True, timeout=900)[0]
+            got = pool.run(train, case.recipe, case.json, STEPS, True, timeout=900)[0]
         expected = oracle(case)
         row = (
             case.split.name,

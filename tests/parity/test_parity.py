@@ -1,7 +1,7 @@
 """One loss curve whatever the split: every split, world size and precision against one process in fp32.
 
-The same recipe everywhere: 20 steps, rows of several documents, uneven masks, two micro-batches a step,
-clipping on, dropout off.
+The same recipe everywhere: 20 steps (`make test`: the first 8), rows of several documents, uneven masks, two
+micro-batches a step, clipping on, dropout off.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from parity.measure import Trained, largest_difference, missing, oracle, train
-from parity.splits import STEPS, Case, cases, zero
+from parity.splits import SHORT, STEPS, Case, cases, zero
 from support.tiny import BANDS
 
 
@@ -22,6 +22,12 @@ def marks(case: Case):
     if name in ("ZeRO 2", "ZeRO 3") and case.world_size == 2 and case.precision == "fp32":
         return ()
     return (pytest.mark.slow, *([] if case.world_size == once else [pytest.mark.nightly]))
+
+
+@pytest.fixture(scope="session")
+def steps(pytestconfig) -> int:
+    """Where markers choose among the tests, as `make test` has them, a part."""
+    return SHORT if pytestconfig.option.markexpr else STEPS
 
 
 _bands: dict[str, list[float]] = {}
@@ -40,7 +46,7 @@ def differences(got: Trained, expected: Trained) -> list[float]:
     ]
 
 
-def band(ranks, case: Case) -> list[float]:
+def band(ranks, case: Case, steps: int) -> list[float]:
     """What the three differences may be.
 
     In half precision twice those of the same recipe and precision on one process: another order of the same
@@ -52,7 +58,7 @@ def band(ranks, case: Case) -> list[float]:
     key = f"{case.precision} {case.split.model}"
     if key not in _bands:
         alone = replace(case, split=replace(case.split, json=zero(2)), world_size=1)
-        found = differences(ranks(1).run(train, alone.recipe, alone.json)[0], oracle(case))
+        found = differences(ranks(1).run(train, alone.recipe, alone.json, steps)[0], oracle(case, steps))
         assert all(a < b for a, b in zip(found, [loss, norm, loss], strict=True))
         loss = max(found[0], found[2])  # one evaluation may be right by chance
         _bands[key] = [2 * loss, 2 * found[1], 2 * loss]
@@ -61,28 +67,28 @@ def band(ranks, case: Case) -> list[float]:
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases()])
 @pytest.mark.timeout(PATIENCE + 60)
-def test_the_curve_is_the_oracles(ranks, case):
+def test_the_curve_is_the_oracles(ranks, case, steps):
     if why := missing(case):
         pytest.skip(why)
-    results = ranks(case.world_size).run(train, case.recipe, case.json, timeout=PATIENCE)
+    results = ranks(case.world_size).run(train, case.recipe, case.json, steps, timeout=PATIENCE)
     for got in results:
         assert got.losses == results[0].losses, "ranks disagree about the loss"
-    for found, allowed in zip(differences(results[0], oracle(case)), band(ranks, case), strict=True):
+    for found, allowed in zip(
+        differences(results[0], oracle(case, steps)), band(ranks, case, steps), strict=True
+    ):
         assert found < allowed
-    check_samples(case, results)
+    check_samples(results, steps)
 
 
-def check_samples(case: Case, results) -> None:
+def check_samples(results, steps: int) -> None:
     """Data-parallel ranks take different samples, together the data set, in a new order each epoch."""
     by_data_rank = {got.dp_rank: got.samples for got in results}
     assert all(by_data_rank[got.dp_rank] == got.samples for got in results), "copies see other samples"
-    steps = [
-        [index for rank in sorted(by_data_rank) for index in by_data_rank[rank][step]]
-        for step in range(STEPS)
+    taken = [
+        index for step in range(steps) for rank in sorted(by_data_rank) for index in by_data_rank[rank][step]
     ]
-    taken = [index for step in steps for index in step]
     epochs = [taken[start : start + 64] for start in range(0, len(taken) - 63, 64)]
-    assert len(epochs) == STEPS * 16 // 64
+    assert len(epochs) == steps * 16 // 64
     assert all(sorted(epoch) == list(range(64)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "the order repeats"
 
