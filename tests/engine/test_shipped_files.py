@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import pytest
 from parity.measure import has_async_io
 from support.launch import ROOT
@@ -15,6 +17,7 @@ from pipeline.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
+alone = cache(partial(image_curve, ALONE, None))
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
 ONE_PROCESS = {"single", "dp"}
 LANGUAGE_ONLY = {"tensor2", "pipeline2", "sequence2"}
@@ -44,6 +47,4 @@ def test_a_shipped_file_trains(ranks, tmp_path, path):
     assert all(curve == curves[0] for curve in curves)
     assert curves[0][0][0] == pytest.approx(5.6, abs=0.2), "not the loss of guessing one of 257"
     if path.stem not in LANGUAGE_ONLY:
-        assert pool.run(image_curve, split, timeout=400)[0] == pytest.approx(
-            image_curve(ALONE, None), rel=1e-3
-        )
+        assert pool.run(image_curve, split, timeout=400)[0] == pytest.approx(alone(), rel=1e-3)

@@ -91,12 +91,10 @@ def test_another_split_goes_on_as_if_nothing_was(ranks, saved, resumed):
 @pytest.mark.daily(
     "zero2-search-to-zero2-search",
     "pipeline-zero1-bf16-to-pipeline-zero1-bf16",
-    "pipeline-zero1-fp16-to-pipeline-zero1-fp16",
     "zero3-bf16-to-zero3-bf16",
     "zero0-fp16-to-zero3-fp16",
     "zero1-bf16-to-zero2",
     "zero0-bf16-to-tensor-zero0-bf16",
-    "zero2-bf16-to-zero1-fp16",
 )
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(

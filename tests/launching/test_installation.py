@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, write_recipe
+from support.launch import DIGITS, ROOT, write_recipe
 
 MADE_HERE = (".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", ".*_cache", "wandb")
 
@@ -43,7 +43,7 @@ def run(clone: Path, *words: str) -> str:
 
 def train_one_step(clone: Path, *options: str) -> None:
     """By `make train`, and on two ranks."""
-    recipe = write_recipe(clone.parent, max_steps=1)
+    recipe = write_recipe(clone.parent, max_steps=1, **DIGITS)
     given = f"--config '{recipe}' checkpoint.resume=never"
     assert "1/1  loss" in run(clone, "make", "train", f"ARGS={given}", *options)
     split = ("--deepspeed", "ds_configs/zero2.json", *shlex.split(given))

@@ -13,7 +13,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from support.launch import ROOT, environment, numbers, run_directories, write_recipe
+from support.launch import DIGITS, ROOT, environment, numbers, run_directories, write_recipe
 
 from pipeline.config.settings import load_settings
 from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
@@ -144,7 +144,7 @@ def test_sizes_that_a_restart_could_not_have_are_said_before(tmp_path, capfd):
 @pytest.mark.slow
 def test_the_scripts_of_one_machine_train_alike(tmp_path):
     """Two ranks each; the second goes on with the first one's run, which SIGUSR1 of a scheduler stopped."""
-    recipe = write_recipe(tmp_path, max_steps=5000, eval={"max_samples": 8})
+    recipe = write_recipe(tmp_path, max_steps=5000, eval={"max_samples": 8}, **DIGITS)
     first = subprocess.Popen(
         [str(LAUNCH / "multi_gpu.sh"), "--num_gpus", "2", "--config", str(recipe)],
         env=environment(),

@@ -136,6 +136,7 @@ def test_a_preempted_job_goes_on_by_itself(cluster, slurm, curve):
     assert f"going on with {inside} from step-" in jobs[0].text
 
 
+@pytest.mark.nightly  # each day test_nodes_return.py loses one, and has it come back
 def test_a_lost_node_leaves_the_job_to_the_other(cluster, curve):
     """torchrun 1:2; node2 loses power; node1 goes on alone: the same global batch, the very next sample."""
     run = cluster.shared / "run"
