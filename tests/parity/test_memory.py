@@ -74,7 +74,7 @@ def most_held(job: Job, tree, deepspeed) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 4]
+    "world_size", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_holds_what_the_zero_paper_says(ranks, stage, world_size):

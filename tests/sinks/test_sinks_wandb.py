@@ -245,6 +245,7 @@ def sync(done: Outcome, env: dict[str, str], folder: Path) -> None:
     subprocess.run(command, env=env, cwd=folder, capture_output=True, timeout=300, check=True)
 
 
+@pytest.mark.daily("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("synced_between", [False, True])
 def test_resume_offline_writes_new_rows_only_and_all_are_uploaded_once(tmp_path, server, synced_between):
