@@ -39,6 +39,7 @@ def run_script(folder: Path, text: str, ranks: int = 0) -> Launched:
     return run_python(*(launcher if ranks else []), "my_script.py", cwd=folder, PYTHONPATH=str(ROOT))
 
 
+@pytest.mark.daily("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_documented_script_is_the_command(tmp_path, ranks):

@@ -10,7 +10,7 @@ from pipeline.__main__ import main
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.daily("pipeline2")
+@pytest.mark.nightly  # each day they train in test_shipped_files.py, and launches go on in test_endings.py
 @pytest.mark.parametrize("name", ["tensor2", "pipeline2", "sequence2"])
 def test_a_shipped_split_trains_the_language_model_and_goes_on(tmp_path, name):
     """One curve here too: each row of the log within bf16's rounding of the one-process run."""

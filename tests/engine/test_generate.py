@@ -134,7 +134,7 @@ def until(text: list[int], end: int) -> list[int]:
 
 
 @pytest.mark.daily(
-    *("ddp", "zero1", "zero2-cpu", "zero3", "zero3-bf16", "zero3-nvme", "tensor", "sequence"),
+    *("ddp", "zero2-cpu", "zero3", "zero3-nvme", "tensor", "sequence"),
     *("stages", "stages-bf16", "stages-tied"),
 )
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def train_one_step(clone: Path, *options: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_clone_under_a_path_with_a_space(clone):
     """Installed as `make setup` does it, but for the packages, which are those of this environment."""
     run(clone, sys.executable, "-m", "venv", "--without-pip", ".venv")

@@ -150,6 +150,7 @@ def test_activation_checkpointing_changes_no_gradient(architecture):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly  # each day tests/parity compiles a model
 @pytest.mark.slow
 def test_activation_checkpointing_when_compiled_changes_no_gradient():
     ids, gradients = tokens(), []
