@@ -46,6 +46,11 @@ class Choice:
         return self.split.zero_stage > 0 or self.split.tensor_parallel > 1 or staged_in_bf16
 
     @property
+    def has_several_optimizers(self) -> bool:
+        optimizer = self.config.optimizer
+        return any(group.kind not in (None, optimizer.kind) for group in optimizer.groups or [])
+
+    @property
     def is_language_model(self) -> bool:
         return isinstance(self.config.model, CausalLMConfig)
 
@@ -190,10 +195,10 @@ RULES = [
         lambda c: c.config.optimizer.kind == "adafactor" and c.cuts_matrices,
     ),
     Rule(
-        "a `kind` in `optimizer.groups` with ZeRO 1 to 3, tensor parallelism or pipeline stages in bf16",
+        "several kinds of optimizer with ZeRO 1 to 3, tensor parallelism or pipeline stages in bf16",
         "muon needs whole matrices, and DeepSpeed's cut-up groups have one optimizer",
-        "groups without a kind, zero_optimization.stage 0, or plain PyTorch",
-        lambda c: any(group.kind for group in c.config.optimizer.groups or []) and c.cuts_matrices,
+        "optimizer.groups without a kind, zero_optimization.stage 0, or plain PyTorch",
+        lambda c: c.has_several_optimizers and c.cuts_matrices,
     ),
     Rule(
         "`offload_optimizer.ratio` below 1, `super_offload` or `zenflow` with `optimizer.kind: sgd`",

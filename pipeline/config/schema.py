@@ -52,7 +52,8 @@ class ParameterGroupConfig(Closed):
     kind: Literal["adamw", "sgd", "adafactor", "muon"] | None = None
     """What steps these, where it is not `optimizer.kind`; for plain PyTorch and ZeRO 0. `muon` (Jordan et al.
     2024; torch's, Nesterov momentum 0.95) takes matrices, and makes each update orthogonal and as large as
-    AdamW's would be: for the weights of the blocks, not for embeddings or the head."""
+    AdamW's would be: for the weights of the blocks, not for embeddings or the head. With several kinds a run
+    waits for the device in every step."""
 
 
 class OptimizerConfig(Closed):

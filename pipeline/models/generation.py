@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import DataError, ModelError
+from pipeline.models.of_transformers import is_generator
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def generate(
     how: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0}
     if settings.temperature > 0:
         how |= {"temperature": settings.temperature, "top_k": settings.top_k}
-    if "synced_gpus" in inspect.signature(module.generate).parameters:  # type: ignore[arg-type]
+    if is_generator(module):
         how["synced_gpus"] = in_step
     if agree is not None:
         how["logits_processor"] = [_Agreed(agree)]

@@ -14,6 +14,11 @@ def is_model(value: object) -> TypeGuard[PreTrainedModel]:
     return _is(value, "transformers.modeling_utils", "PreTrainedModel")
 
 
+def is_generator(value: object) -> bool:
+    """Has transformers' own `generate`, or one of its own on top."""
+    return _is(value, "transformers.generation.utils", "GenerationMixin")
+
+
 def is_config(value: object) -> TypeGuard[PreTrainedConfig]:
     return _is(value, "transformers.configuration_utils", "PreTrainedConfig")
 

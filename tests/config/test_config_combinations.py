@@ -101,3 +101,9 @@ def test_degrees_that_do_not_divide_the_ranks_name_a_number_that_does(capsys, tm
     assert code == 2
     needed = next(iter(choice.values()))
     assert f"needs a multiple of {needed} ranks, and this job has {ranks}; start " in printed.err
+
+
+def test_a_group_of_the_optimizers_own_kind_is_no_second_optimizer(capsys, tmp_path):
+    groups = [{"patterns": ["*_proj.*"], "kind": "adamw", "learning_rate_factor": 0.5}]
+    code, printed = dry_run(capsys, tmp_path, 1, {GROUPS: groups, STAGE: 2})
+    assert code == 0, printed.err

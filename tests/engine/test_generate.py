@@ -17,7 +17,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.errors import DataError, ModelError
 from pipeline.models import build_model
-from pipeline.models.generation import GenerationSettings
+from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.request import ModelRequest
 from pipeline.models.sharding import Whole
 
@@ -214,3 +214,18 @@ def test_a_model_that_cannot_write_says_so():
     engine.module.__class__ = nn.Module  # any that has no `generate`
     with pytest.raises(ModelError, match="has no `generate`"):
         engine.generate([[1]], GREEDY)
+
+
+def test_a_generate_on_top_of_transformers_is_kept_in_step_too():
+    """Whatever its signature says: a rank that ended alone would leave the others waiting."""
+    model = build_model(CausalLMConfig(**LLAMA), ModelRequest(Whole(), vocab_size=VOCABULARY), 0)
+    inner, given = model.generate, {}
+
+    def on_top(**how):
+        given.update(how)
+        return inner(**(how | {"synced_gpus": False}))
+
+    model.generate = on_top
+    (written,) = generate(model, [[5, 6]], GREEDY, torch.device("cpu"), in_step=True)
+    assert given["synced_gpus"] is True
+    assert len(written) == 8
