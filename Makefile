@@ -32,17 +32,22 @@ export CHECK
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
+# pip compiles 18,000 files on one core; a package may have some for other versions of Python.
+define INSTALL
+@$(PYTHON) -c "$$CHECK"
+@echo 'installing into $(VENV) (a minute or two the first time)'
+@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e '$(1)'
+@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+endef
+
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c "$$CHECK"
-	@echo 'installing into $(VENV) (a minute or two the first time)'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e .
+	$(call INSTALL,.)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@echo 'installing what the tests need'
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+$(VENV)/.installed-dev: pyproject.toml constraints.txt
+	$(call INSTALL,.[dev])
+	@touch $(VENV)/.installed $@
 
 train: setup
 	deepspeed launch/train.py --deepspeed ds_configs/zero2.json $(ARGS)
