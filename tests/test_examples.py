@@ -96,6 +96,7 @@ def evaluated(run: Path, capsys) -> float:
     return float(line.split()[1])
 
 
+@pytest.mark.nightly  # each day test_torch_engine.py and launch/torchrun.sh start by it
 @pytest.mark.slow
 def test_torchrun_starts_the_same_script(tmp_path):
     torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", TRAIN]

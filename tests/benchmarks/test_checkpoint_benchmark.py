@@ -41,6 +41,7 @@ def test_what_a_save_costs_is_measured_beside_the_peers(tmp_path):
     assert all(claim["group"] == "2-1" for claim in results["claims"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_table_of_many_ranks_is_written_and_read():
     scale = CHECKPOINT.with_name("checkpoint_scale.py")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.heard import heard
-from support.launch import ROOT, launch, write_recipe
+from support.launch import DIGITS, ROOT, launch, write_recipe
 from support.tiny import deepspeed_json
 
 from pipeline.distributed.process_group import Job
@@ -62,6 +62,12 @@ def lines_while_preparing(job: Job, deepspeed, extensions: str) -> list[str]:
     return lines
 
 
+def prepared(job: Job, deepspeed) -> None:
+    from pipeline.engine.native_ops import prepare_native_ops
+
+    prepare_native_ops(deepspeed, job)
+
+
 def locked_long_ago(extensions: Path) -> Path:
     """The lock that torch's build of CPU Adam leaves where it is killed."""
     lock = extensions / "cpu_adam" / "lock"
@@ -96,19 +102,19 @@ def test_a_lock_is_left_alone_while_a_compiler_works_there(ranks, tmp_path):
     assert "building DeepSpeed's CPU Adam: one or two minutes, once per machine" in said
 
 
-def test_a_run_trains_on_after_a_killed_build(tmp_path):
+def test_a_run_trains_on_after_a_killed_build(ranks, tmp_path):
     """Without the fix this hangs for ever. In a copy of what was built: other tests use it too."""
     from torch.utils.cpp_extension import _get_build_directory
 
+    ranks(1).run(prepared, deepspeed_json(2, **OFFLOAD), timeout=500)
     split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2_offload.json")]
-    recipe = ["--config", str(write_recipe(tmp_path)), "max_steps=2"]
-    assert launch(*recipe, *split, f"run_dir={tmp_path / 'first'}").returncode == 0  # builds it
+    recipe = ["--config", str(write_recipe(tmp_path, **DIGITS)), "max_steps=2"]
     built = Path(_get_build_directory("cpu_adam", verbose=False))
     folder = tmp_path / "extensions"
     shutil.copytree(built, folder / "cpu_adam")
     lock = folder / "cpu_adam" / "lock"
     lock.touch()
-    result = launch(*recipe, *split, f"run_dir={tmp_path / 'second'}", TORCH_EXTENSIONS_DIR=str(folder))
+    result = launch(*recipe, *split, f"run_dir={tmp_path / 'run'}", TORCH_EXTENSIONS_DIR=str(folder))
     assert result.returncode == 0, result.stderr
     assert result.stderr.count(f"was killed and left {lock}; removed it") == 1
     assert "ninja" not in result.stdout + result.stderr

@@ -6,6 +6,7 @@ A fresh interpreter spends six seconds of processor time on them, for every rank
 from __future__ import annotations
 
 import atexit
+import gc
 import inspect
 import multiprocessing.process
 import os
@@ -197,6 +198,7 @@ def _run(arguments: list[str], environment: dict[str, str], ignored: Sequence[in
 
 def _start_anew(environment: dict[str, str], ignored: Sequence[int]) -> None:
     """Undoes what a fork has of the process it came from, but for its imports."""
+    gc.freeze()  # a collection would copy all that was imported
     handlers = dict.fromkeys(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}, signal.SIG_DFL)
     handlers |= {signal.SIGINT: signal.default_int_handler}
     handlers |= dict.fromkeys([*ignored, signal.SIGPIPE, signal.SIGXFSZ], signal.SIG_IGN)
