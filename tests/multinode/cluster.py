@@ -139,21 +139,42 @@ class Node:
         """Its root directory as seen from outside."""
         return Path(f"/proc/{self.pid}/root")
 
+    @property
+    def _listens(self) -> Path:
+        """sshd's process id: written once it listens, and left where it is killed."""
+        return self.root / "run/node_sshd.pid"
+
     def wait_for_ssh(self) -> None:
         def serves() -> bool:
             assert self.holder.poll() is None, self.log.read_text()
-            return (self.root / "run/node_sshd.pid").exists()
+            return self._listens.exists()
 
         wait_until(serves, 200, f"sshd on {self.name}; {self.log}")
 
+    def stop_sshd(self) -> None:
+        """It and its connections are gone, and the port is free."""
+
+        def is_gone() -> bool:
+            left = self._running(lambda name: name == "sshd")
+            for process in left:
+                with suppress(psutil.Error):
+                    process.kill()
+            return not left
+
+        wait_until(is_gone, 200, f"no sshd on {self.name}")
+        self._listens.unlink(missing_ok=True)
+
     def processes(self, *words: str) -> list[psutil.Process]:
         """What runs here besides the services, whose command line holds all of `words`."""
+        return self._running(lambda name: name not in SERVICES, *words)
+
+    def _running(self, is_meant: Callable[[str], bool], *words: str) -> list[psutil.Process]:
         space = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = []
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
                 mine = os.readlink(f"/proc/{process.pid}/ns/pid") == space and process.pid != self.pid
-                if mine and process.name() not in SERVICES and process.status() != psutil.STATUS_ZOMBIE:
+                if mine and is_meant(process.name()) and process.status() != psutil.STATUS_ZOMBIE:
                     line = " ".join(process.cmdline())
                     if all(word in line for word in words):
                         found.append(process)
@@ -303,11 +324,7 @@ class Cluster:
 
     def stop_sshd(self, node: str) -> None:
         """No new connection is served, and those there are end."""
-        space = os.readlink(f"/proc/{self._nodes[node].pid}/ns/pid")
-        for process in psutil.process_iter():
-            with suppress(OSError, psutil.Error):
-                if process.name() == "sshd" and os.readlink(f"/proc/{process.pid}/ns/pid") == space:
-                    process.kill()
+        self._nodes[node].stop_sshd()
 
     def begin(self) -> None:
         """New folders, empty."""
@@ -351,6 +368,7 @@ class Cluster:
         self._groups.clear()
         for node in self.hosts:
             self.run(node, "/usr/sbin/sshd", "-f", "/etc/ssh/sshd_node", cwd=Path("/"))
+            self._nodes[node].wait_for_ssh()  # it listens a moment after its start comes back
         self._launched.clear()
 
     def close(self) -> None:
