@@ -6,6 +6,7 @@ Mixed-precision Adam holds 2 bytes a parameter, 2 of its gradient and 12 of fp32
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -55,15 +56,24 @@ def start(job: Job, tree, deepspeed):
     return before, engine, loader
 
 
-def most_held(job: Job, tree, deepspeed) -> float:
-    """Bytes a parameter held at the most after a micro-batch's backward, over two steps of two each."""
+def most_held(job: Job, tree, deepspeed, expected: float) -> float:
+    """Bytes a parameter held at the most after a micro-batch's backward, over two steps of two each.
+
+    gloo's thread keeps the tensor of an all-reduce for a moment after the all-reduce has returned, on a busy
+    machine a long one: while more is held than expected, it is measured again for some seconds.
+    """
     before, engine, loader = start(job, tree, deepspeed)
     held = []
     take_step = engine._engine.step
 
     def measure_first():
         gc.collect()
-        held.append(held_bytes() - before)
+        deadline = time.monotonic() + 20
+        while (now := held_bytes() - before) > 1.05 * expected * engine.num_parameters:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        held.append(now)
         take_step()
 
     engine._engine.step = measure_first
@@ -78,8 +88,9 @@ def most_held(job: Job, tree, deepspeed) -> float:
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_holds_what_the_zero_paper_says(ranks, stage, world_size):
-    for held in ranks(world_size).run(most_held, TREE, zero(stage, "bf16")):
-        assert held == pytest.approx(PAPER[stage](world_size), rel=0.05)
+    expected = PAPER[stage](world_size)
+    for held in ranks(world_size).run(most_held, TREE, zero(stage, "bf16"), expected):
+        assert held == pytest.approx(expected, rel=0.05)
 
 
 def most_held_inside(job: Job, tree, deepspeed) -> float:
