@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.deepspeed_engine import DTYPES
 from pipeline.engine.deepspeed_patches import (
     first_update_kept,
     forget_model,
@@ -28,16 +27,16 @@ from pipeline.engine.deepspeed_patches import (
     have_a_norm_of_nothing,
     loss_scale_left_to_us,
 )
-from pipeline.engine.deepspeed_state import DeepSpeedState
+from pipeline.engine.deepspeed_state import DeepSpeedState, state_of
 from pipeline.engine.interface import StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parallel_state import EngineGroups
-from pipeline.engine.pipeline_state import stage_state
+from pipeline.engine.parameter_state import kept_buffers
 from pipeline.engine.stages import Stages, stage_groups
-from pipeline.engine.state import State
+from pipeline.engine.state import Place, State
 from pipeline.errors import DataError
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.models.staging import LayeredModel, model_output
+from pipeline.models.staging import Layer, LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_torch_optimizer, set_learning_rate, skip_if_not_finite
 
@@ -74,25 +73,17 @@ class PipelineEngine(DeepSpeedState):
         self.num_parameters = model.num_parameters
         self.seed_rank = job.ranks.rank  # stages must not draw the same dropout
         self._job = job
-        self._optimizer_config = optimizer
-        self._float_dtype = DTYPES[self.precision]
+        self._max_grad_norm = optimizer.max_grad_norm
         self._stages = split.pipeline_stages
-        self._config, self._own_norm = _for_stages(config, self.precision)
-        self._start(model, bounds)
-        groups_used.keep()
-
-    def _start(self, model: LayeredModel, bounds: list[int]) -> None:
-        """Builds this rank's stage, its optimizer and DeepSpeed around them. Collective."""
-        self._bounds = bounds
+        config, self._own_norm = _for_stages(config, self.precision)
         self._last = _LastStage()
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = Stages(model, bounds, self._last)
         self._whole_names = model.names()
-        groups = stage_groups(model, module, self._optimizer_config)
+        groups = stage_groups(model, module, optimizer)
         # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
         self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
-        self._optimizer = build_torch_optimizer(groups, self._optimizer_config)
-        config = copy.deepcopy(self._config)
+        self._optimizer = build_torch_optimizer(groups, optimizer)
         zero = config["zero_optimization"]
         # At ZeRO 1 a bucket is allocated whole in each step, by default half a billion elements.
         held = sum(p.numel() for group in groups for p in group["params"])
@@ -113,6 +104,7 @@ class PipelineEngine(DeepSpeedState):
         self._shapes: Any = None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
+        groups_used.keep()
 
     @property
     def module(self) -> nn.Module:
@@ -187,9 +179,8 @@ class PipelineEngine(DeepSpeedState):
         square = torch.nn.utils.get_total_norm([g for g in counted if g is not None]).double().square()
         dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())
         self._norm = square.sqrt().float()
-        if self._optimizer_config.max_grad_norm > 0:
-            max_norm = self._optimizer_config.max_grad_norm
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, self._norm)
+        if self._max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, self._norm)
         self._skipped = skip_if_not_finite(self._optimizer, self._norm)
 
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
@@ -202,7 +193,22 @@ class PipelineEngine(DeepSpeedState):
         return added(self._last.losses, objective.extra_keys, self.device)
 
     def _state(self) -> State:
-        return stage_state(self._zero_optimizer, self.module, (self.dp_rank, self.dp_world_size))
+        layers = [module for module in self.module.modules() if isinstance(module, Layer)]
+        places = {
+            # A tied weight lies on two stages, in step; DeepSpeed marks the copy.
+            p: Place.all_of(
+                f"{layer.name}.{name}",
+                p.shape,
+                is_written=not getattr(p, "ds_pipe_replicated", False),
+                is_frozen=not p.requires_grad,
+            )
+            for layer in layers
+            for name, p in layer.part.named_parameters()
+        }
+        buffers = {
+            name: buffer for layer in layers for name, buffer in kept_buffers(layer.part, layer.name).items()
+        }
+        return state_of(self._zero_optimizer, places, buffers, (self.dp_rank, self.dp_world_size))
 
     def _names(self) -> list[str]:
         return self._whole_names
