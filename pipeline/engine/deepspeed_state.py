@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from pipeline.engine.loss_scale import go_on_searching, loss_scale_state
 from pipeline.engine.optimizer import take_steps_again
 from pipeline.engine.optimizer_state import (
     SavedState,
@@ -24,37 +22,9 @@ from pipeline.engine.optimizer_state import (
     steps_of,
 )
 from pipeline.engine.parameter_state import ParameterState, Places, buffer_shards, frozen
-from pipeline.engine.state import Place, State, restore, shared_out
+from pipeline.engine.state import Place, State, shared_out
 from pipeline.engine.zero3_state import Zero3State
 from pipeline.shards import WEIGHT, Scalars, Shard, ShardSource
-
-
-class DeepSpeedState(ABC):
-    """The EngineState of an engine around deepspeed.initialize, whatever that made of the optimizer."""
-
-    _zero_optimizer: Any
-
-    @abstractmethod
-    def _state(self) -> State:
-        """What this rank holds."""
-
-    @abstractmethod
-    def _names(self) -> list[str]:
-        """Of all that a checkpoint keeps of the whole model."""
-
-    def shards(self) -> Iterator[Shard]:
-        """See EngineState.shards."""
-        return self._state().shards(None)
-
-    def scalars(self) -> Scalars:
-        """See EngineState.scalars."""
-        return self._state().scalars() | loss_scale_state(self._zero_optimizer)
-
-    @torch.no_grad()
-    def restore(self, source: ShardSource) -> None:
-        """See EngineState.restore."""
-        restore(self._state(), source, self._names())
-        go_on_searching(self._zero_optimizer, source.scalars)
 
 
 def state_of(

@@ -9,28 +9,21 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.deepspeed_patches import (
-    first_update_kept,
-    forget_model,
-    go_on_at_the_minimum,
-    have_a_norm_of_nothing,
-    loss_scale_left_to_us,
-)
-from pipeline.engine.deepspeed_state import DeepSpeedState, state_of
+from pipeline.engine.deepspeed_base import DeepSpeedBase
+from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
+from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.interface import StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.parallel_state import EngineGroups
 from pipeline.engine.parameter_state import kept_buffers
 from pipeline.engine.stages import Stages, stage_groups
 from pipeline.engine.state import Place, State
@@ -43,7 +36,7 @@ from pipeline.optim import build_torch_optimizer, set_learning_rate, skip_if_not
 INPUT_KEYS = ("input_ids", "position_ids")
 
 
-class PipelineEngine(DeepSpeedState):
+class PipelineEngine(DeepSpeedBase):
     """Each rank holds one stage; the ranks of one stage share their samples out among themselves."""
 
     def __init__(
@@ -65,15 +58,8 @@ class PipelineEngine(DeepSpeedState):
             ConfigError: a mixture whose routers are to be balanced.
         """
         refuse_router(model, "pipeline stages")
-        self.closing = ExitStack()
-        groups_used = EngineGroups()
-        self.closing.callback(groups_used.destroy)
-        self.device = job.device
-        self.precision = split.precision
-        self.num_parameters = model.num_parameters
+        super().__init__(model.num_parameters, optimizer, split, job)
         self.seed_rank = job.ranks.rank  # stages must not draw the same dropout
-        self._job = job
-        self._max_grad_norm = optimizer.max_grad_norm
         self._stages = split.pipeline_stages
         config, self._own_norm = _for_stages(config, self.precision)
         self._last = _LastStage()
@@ -88,37 +74,20 @@ class PipelineEngine(DeepSpeedState):
         # At ZeRO 1 a bucket is allocated whole in each step, by default half a billion elements.
         held = sum(p.numel() for group in groups for p in group["params"])
         zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", held)), held)
-        quiet = redirect_stdout(io.StringIO())  # its bf16 optimizer prints the memory in use
-        with quiet, first_update_kept(self._optimizer, self.device):
-            self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
-                model=module, optimizer=self._optimizer, config=config, dist_init_required=False
-            )
-        self.closing.callback(forget_model, self._engine)
-        self.closing.callback(self._engine.destroy)
+        with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints the memory in use
+            self._initialize(module, config)
         self._norm = torch.full((), torch.inf, device=self.device)
-        self._skipped = torch.zeros((), device=self.device)
         if self._own_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
-        go_on_at_the_minimum(self._zero_optimizer)
         have_a_norm_of_nothing(self._zero_optimizer, self.device)
         self._shapes: Any = None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
-        groups_used.keep()
-
-    @property
-    def module(self) -> nn.Module:
-        """This rank's stage, with the whole model's `config`."""
-        return self._engine.module
+        self._groups.keep()
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate: all stages in step, without a cache."""
         return generate(self.module, prompts, settings, self.device)
-
-    def close(self) -> None:
-        """See Engine.close."""
-        self.closing.close()
-        self.__dict__ = {"closing": self.closing}
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
