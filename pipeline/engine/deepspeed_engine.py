@@ -42,7 +42,6 @@ from pipeline.engine.interface import (
     to_device,
 )
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.optimizer import build_optimizer
 from pipeline.engine.parallel_state import parallel_state
 from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.sequence_parallel import SequenceParallel
@@ -55,7 +54,8 @@ from pipeline.engine.zero3 import Zero3Sharding
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
-from pipeline.optim import parameter_groups, set_learning_rate
+from pipeline.op_builds import CPU_ADAM, needed_ops
+from pipeline.optim import build_torch_optimizer, parameter_groups, set_learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,20 @@ def sharding_for(config: dict[str, Any], split: Split) -> Sharding:
     if split.tensor_parallel > 1:  # at stage 3 too: AutoTP cuts whole matrices
         return TensorSharding(config, split)
     return Zero3Sharding(config, DTYPES[split.precision]) if split.zero_stage == 3 else Whole()
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """torch's; DeepSpeed's CPU Adam where AdamW's state lives in host memory.
+
+    `native_ops.prepare_native_ops` has built it, or asked for torch's where it cannot be.
+    """
+    if CPU_ADAM in needed_ops(config):
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(
+            groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True
+        )
+    return build_torch_optimizer(groups, optimizer)
 
 
 class DeepSpeedEngine(DeepSpeedBase):

@@ -13,13 +13,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from pipeline.engine.optimizer import take_steps_again
 from pipeline.engine.optimizer_state import (
     SavedState,
     flat_numbers,
     flat_tensors,
     set_numbers,
-    steps_of,
+    take_steps_again,
 )
 from pipeline.engine.parameter_state import ParameterState, Places, buffer_shards, frozen
 from pipeline.engine.state import Place, State, shared_out
@@ -109,5 +108,5 @@ class PartitionState:
         """See State.settle."""
         for flat in self._flats():
             set_numbers(self._adam, flat, scalars)
-        take_steps_again(self._adam, steps_of(scalars))
+        take_steps_again(self._adam, scalars)
         self._optimizer.update_lp_params()

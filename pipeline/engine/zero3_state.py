@@ -11,8 +11,13 @@ import torch.distributed as dist
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from torch import Tensor
 
-from pipeline.engine.optimizer import take_steps_again
-from pipeline.engine.optimizer_state import SavedState, flat_numbers, flat_tensors, set_numbers, steps_of
+from pipeline.engine.optimizer_state import (
+    SavedState,
+    flat_numbers,
+    flat_tensors,
+    set_numbers,
+    take_steps_again,
+)
 from pipeline.engine.parameter_state import Places, buffer_shards
 from pipeline.engine.state import Place
 from pipeline.errors import CheckpointError
@@ -123,5 +128,5 @@ class Zero3State:
         for adam, flat in self._flats():
             set_numbers(adam, flat, scalars)
         for adam in {id(adam): adam for adam, _ in self._flats()}.values():
-            take_steps_again(adam, steps_of(scalars))
+            take_steps_again(adam, scalars)
         self._optimizer.checkpoint_event_epilogue()
