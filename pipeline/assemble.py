@@ -168,7 +168,7 @@ def build_engine(
     allow_tf32(resolved.tf32)
     if resolved.deepspeed is None:
         return TorchEngine(model_in(Whole()), config.optimizer, config.engine, split, job)
-    from pipeline.engine.deepspeed_engine import DTYPES, DeepSpeedEngine, sharding_for, start_deepspeed
+    from pipeline.engine.deepspeed_engine import DeepSpeedEngine, sharding_for, start_deepspeed
     from pipeline.engine.native_ops import prepare_native_ops
     from pipeline.engine.nvme import SwapFolder
     from pipeline.engine.parallel_state import keep_parameter_groups
@@ -176,10 +176,10 @@ def build_engine(
     start_deepspeed(job)
     if split.pipeline_stages > 1:
         from pipeline.engine.pipeline_engine import PipelineEngine
-        from pipeline.engine.stages import stage_sharding
+        from pipeline.engine.stages import StageSharding
 
         length = getattr(config.data, "sequence_length", None)
-        stages = stage_sharding(resolved.deepspeed, split, DTYPES[split.precision], length, job)
+        stages = StageSharding(resolved.deepspeed, split, length, job)
         model_in(stages)
         assert stages.model is not None
         return PipelineEngine(stages.model, config.optimizer, resolved.deepspeed, split, job, stages.bounds)

@@ -35,6 +35,7 @@ from pipeline.engine.deepspeed_patches import (
 from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.generation import gathered_where_it_fits
 from pipeline.engine.interface import (
+    DTYPES,
     StepResult,
     check_gradient,
     count_and_flags,
@@ -56,10 +57,6 @@ from pipeline.models.sharding import Sharding, Whole
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.op_builds import CPU_ADAM, needed_ops
 from pipeline.optim import build_torch_optimizer, parameter_groups, set_learning_rate
-
-log = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def start_deepspeed(job: Job) -> None:

@@ -52,7 +52,7 @@ class PipelineEngine(DeepSpeedBase):
 
         Args:
             model: On the CPU; only the parameters of this rank's stage need values.
-            bounds: Of cut_points.
+            bounds: See StageSharding.
 
         Raises:
             ConfigError: a mixture whose routers are to be balanced.
