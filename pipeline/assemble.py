@@ -171,7 +171,6 @@ def build_engine(
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine, sharding_for, start_deepspeed
     from pipeline.engine.native_ops import prepare_native_ops
     from pipeline.engine.nvme import SwapFolder
-    from pipeline.engine.parallel_state import keep_parameter_groups
 
     start_deepspeed(job)
     if split.pipeline_stages > 1:
@@ -183,7 +182,6 @@ def build_engine(
         model_in(stages)
         assert stages.model is not None
         return PipelineEngine(stages.model, config.optimizer, resolved.deepspeed, split, job, stages.bounds)
-    keep_parameter_groups(int(resolved.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1)))
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
     sharding = sharding_for(swap.config, split)
     model = model_in(sharding)

@@ -43,7 +43,7 @@ from pipeline.engine.interface import (
     to_device,
 )
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.parallel_state import parallel_state
+from pipeline.engine.parallel_state import forget_parameter_groups, parallel_state
 from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import State
@@ -77,6 +77,7 @@ def sharding_for(config: dict[str, Any], split: Split) -> Sharding:
     Args:
         config: The DeepSpeed JSON, filled in.
     """
+    forget_parameter_groups()
     if split.tensor_parallel > 1:  # at stage 3 too: AutoTP cuts whole matrices
         return TensorSharding(config, split)
     return Zero3Sharding(config, DTYPES[split.precision]) if split.zero_stage == 3 else Whole()

@@ -92,15 +92,13 @@ def parallel_state(split: Split) -> ModuleType | None:
     return None
 
 
-def keep_parameter_groups(partition_size: int) -> None:
-    """Lets go of the hpZ groups of an engine before this one, unless they are of this size (1: no hpZ).
+def forget_parameter_groups() -> None:
+    """Lets go of the hpZ groups of an engine or a zero.Init before this one. Before a model is made.
 
-    DeepSpeed divides parameters by whatever groups there are, also where the configuration has no hpZ. To be
-    called before the model is made, which may be where its own are made.
+    DeepSpeed divides parameters by whatever groups there are, also where the configuration has no hpZ; where
+    it has, zero.Init makes its own and refuses to do so twice.
     """
-    group = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
-    if group is not None and (partition_size <= 1 or dist.get_world_size(group) != partition_size):
-        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def _make_tensor_groups(degree: int) -> None:

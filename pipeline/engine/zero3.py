@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from pipeline.engine.parallel_state import forget_parameter_groups
+
 
 class _Revisited(TorchFunctionMode):
     """Makes a sharded parameter whole again where the code that makes the model comes back to it.
@@ -111,7 +113,6 @@ class Zero3Sharding:
     def __init__(self, config: dict[str, Any], dtype: torch.dtype):
         self.zero3_config: dict[str, Any] | None = config
         self._dtype = dtype
-        _forget_hpz_groups()
 
     def construct_empty(self) -> AbstractContextManager[None]:
         """See Sharding.construct_empty. Collective."""
@@ -124,7 +125,7 @@ class Zero3Sharding:
     def construct(self) -> Iterator[None]:
         """See Sharding.construct. Collective."""
         assert self.zero3_config is not None
-        _forget_hpz_groups()
+        forget_parameter_groups()
         revisited = _Revisited(self.whole)
         with (init := _InitOnCpu(self.zero3_config, self._dtype, revisited)):
             with revisited:
@@ -143,8 +144,3 @@ class Zero3Sharding:
             yield
             for p, full in zip(unique, gathered, strict=True):
                 p.data = full.copy_(p.data)
-
-
-def _forget_hpz_groups() -> None:
-    """Of an engine or a zero.Init before this one: zero.Init makes its own, and refuses to twice."""
-    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
