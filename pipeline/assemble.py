@@ -270,22 +270,10 @@ def build_meters(
     config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job
 ) -> Meters:
     """What is measured of the run."""
-    workload = describe_workload(config, resolved, engine, objective, job)
-    stragglers = None
-    if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
-        stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
-    lowest = lowest_loss_scale(resolved.deepspeed)
-    return Meters(workload, job, time.perf_counter, lowest, stragglers)
-
-
-def describe_workload(
-    config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job
-) -> Workload:
-    """What turns the run's seconds into rates."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     length: int | None = getattr(config.data, "sequence_length", None)
     cost = flops_per_token(engine.module, length)
-    return Workload(
+    workload = Workload(
         samples_per_step=resolved.plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
@@ -294,3 +282,8 @@ def describe_workload(
         flops_per_sample=None if length is None or cost is None else length * cost,
         peak_flops=peak_flops(name, engine.precision, resolved.tf32),
     )
+    stragglers = None
+    if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
+        stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
+    lowest = lowest_loss_scale(resolved.deepspeed)
+    return Meters(workload, job, time.perf_counter, lowest, stragglers)
