@@ -33,7 +33,6 @@ from pipeline.engine.deepspeed_patches import (
     prepare_for_cpu,
 )
 from pipeline.engine.deepspeed_state import state_of
-from pipeline.engine.generation import gathered_where_it_fits
 from pipeline.engine.interface import (
     DTYPES,
     StepResult,
@@ -51,7 +50,7 @@ from pipeline.engine.tensor_parallel import clip_and_guard_parts, cut_parameters
 from pipeline.engine.tensor_sharding import TensorSharding
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.unused import GradientWatch, warn_of_unused
-from pipeline.engine.zero3 import Zero3Sharding
+from pipeline.engine.zero3 import Zero3Sharding, gathered_where_it_fits
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added

@@ -25,7 +25,7 @@ from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.interface import StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import kept_buffers
-from pipeline.engine.stages import Stages, stage_groups
+from pipeline.engine.stages import Stages, named, stage_groups
 from pipeline.engine.state import Place, State
 from pipeline.errors import DataError
 from pipeline.models.generation import GenerationSettings, generate
@@ -162,21 +162,20 @@ class PipelineEngine(DeepSpeedBase):
         return added(self._last.losses, objective.extra_keys, self.device)
 
     def _state(self) -> State:
-        layers = [module for module in self.module.modules() if isinstance(module, Layer)]
         places = {
             # A tied weight lies on two stages, in step; DeepSpeed marks the copy.
             p: Place.all_of(
-                f"{layer.name}.{name}",
+                name,
                 p.shape,
                 is_written=not getattr(p, "ds_pipe_replicated", False),
                 is_frozen=not p.requires_grad,
             )
-            for layer in layers
-            for name, p in layer.part.named_parameters()
+            for name, p in named(self.module.modules())
         }
-        buffers = {
-            name: buffer for layer in layers for name, buffer in kept_buffers(layer.part, layer.name).items()
-        }
+        buffers: dict[str, Tensor] = {}
+        for layer in self.module.modules():
+            if isinstance(layer, Layer):
+                buffers |= kept_buffers(layer.part, layer.name)
         return state_of(self._zero_optimizer, places, buffers, (self.dp_rank, self.dp_world_size))
 
     def _names(self) -> list[str]:

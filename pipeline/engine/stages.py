@@ -10,10 +10,10 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
@@ -23,7 +23,6 @@ from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
-from pipeline.engine.generation import logits_through_stages
 from pipeline.engine.interface import DTYPES
 from pipeline.errors import ModelError
 from pipeline.models.sharding import give_memory, let_go, trial_values
@@ -192,10 +191,36 @@ class Stages(TiedPipelineModule):
 
     def generate(self, input_ids: Tensor, use_cache: bool, **how: Any) -> Tensor:
         """As transformers' `generate` of the whole model, without its cache. Collective over stages."""
-        through_all = partial(logits_through_stages, self)
-        model: Any = LogitsOnly(self, input_ids.device, through_all)
+        model: Any = LogitsOnly(self, input_ids.device, self._last_logits)
         written: Tensor = model.generate(input_ids, use_cache=False, synced_gpus=False, **how)
         return written
+
+    def _last_logits(self, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """The last position's logits (B, 1, V), on every rank of a pipeline. Collective over its ranks.
+
+        Args:
+            mask_BT: 0 where a row is padded on the left.
+        """
+        grid, group = self._grid, self._grid.get_pipe_parallel_group()
+        stage, last = self.stage_id, self.num_stages - 1
+        like = next(self.parameters())
+        carried = ids_BT
+        if stage > 0:
+            carried = like.new_empty(*ids_BT.shape, self.config.hidden_size)
+            dist.recv(carried, grid.stage_to_global(stage_id=stage - 1), group=group)
+        if mask_BT is None or bool(mask_BT.all()):
+            output = self(carried)
+        else:
+            # Positions that start again begin a document, and padding is a row of documents of one token.
+            output = self((carried, (mask_BT.cumsum(1) - 1).clamp(min=0)))
+        if stage < last:
+            hidden = output[0] if isinstance(output, tuple) else output
+            dist.send(hidden.contiguous(), grid.stage_to_global(stage_id=stage + 1), group=group)
+            logits_BV = like.new_empty(len(ids_BT), self.config.vocab_size)
+        else:
+            logits_BV = output[:, -1].contiguous()
+        dist.broadcast(logits_BV, grid.stage_to_global(stage_id=last), group=group)
+        return logits_BV[:, None]
 
     def _partition_layers(self, method: str = "") -> None:
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
@@ -220,8 +245,8 @@ def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig)
     Raises:
         ConfigError, ModelError: see optim.parameter_groups.
     """
-    own = {p for _, p in _named(stage.modules())}
-    groups = grouped(_named(model.layers), assigned(_named(model.layers), config), config)
+    own = {p for _, p in named(stage.modules())}
+    groups = grouped(named(model.layers), assigned(named(model.layers), config), config)
     stage.stand_ins = nn.ParameterList()
     for group in groups:
         group["params"] = [p for p in group["params"] if p in own]
@@ -233,7 +258,7 @@ def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig)
     return groups
 
 
-def _named(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def named(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """The layers' parameters under the names of the whole model; a tied one once."""
     seen = set()
     for layer in modules:
