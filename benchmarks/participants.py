@@ -28,7 +28,7 @@ from pipeline.models.flops import flops_per_token
 from pipeline.models.sharding import Whole
 from pipeline.objectives import CausalLM
 from pipeline.run_directory import RunDirectory
-from pipeline.training import train
+from pipeline.training import Loop
 
 Batch = dict[str, Tensor]
 
@@ -99,8 +99,10 @@ def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
     resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
     data = prepare_data(settings.config.data)
     run = assemble(settings.config, resolved, job, data, RunDirectory(task.folder, None))
-    with suppress(FinishedError), run.sinks:
-        train(replace(run, eval_loader=None, loader=GatedLoader(run.loader, gate)))
+    gated = replace(run, eval_loader=None, loader=GatedLoader(run.loader, gate))
+    with suppress(FinishedError), run.sinks, Loop(gated) as loop:
+        while loop.step() is not None:
+            pass
 
     def loss_of(batch: Batch) -> Tensor:
         loss = run.engine.eval_step(batch, CausalLM())

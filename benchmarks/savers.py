@@ -31,7 +31,7 @@ from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
 from pipeline.durable import synchronise
 from pipeline.run_directory import RunDirectory
-from pipeline.training import train
+from pipeline.training import Loop
 
 BLOCK = 1 << 24  # bytes of one write of the plain file
 SETTLE = 0.3
@@ -155,8 +155,10 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
 
     store.save, store.poll = timed_save, noted_poll  # type: ignore[assignment,method-assign]
     watch = Watch(gate, diary, at_rest)
-    with run.sinks:
-        train(replace(run, eval_loader=None, loader=GatedLoader(run.loader, watch)))  # type: ignore[arg-type]
+    gated = replace(run, eval_loader=None, loader=GatedLoader(run.loader, watch))  # type: ignore[arg-type]
+    with run.sinks, Loop(gated) as loop:
+        while loop.step() is not None:
+            pass
 
 
 def settle(folder: Path) -> None:

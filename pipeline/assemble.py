@@ -168,22 +168,20 @@ def build_engine(
     allow_tf32(resolved.tf32)
     if resolved.deepspeed is None:
         return TorchEngine(model_in(Whole()), config.optimizer, config.engine, split, job)
-    from pipeline.engine.deepspeed_engine import DTYPES, DeepSpeedEngine, sharding_for, start_deepspeed
+    from pipeline.engine.deepspeed_engine import DeepSpeedEngine, sharding_for, start_deepspeed
     from pipeline.engine.native_ops import prepare_native_ops
     from pipeline.engine.nvme import SwapFolder
-    from pipeline.engine.parallel_state import keep_parameter_groups
 
     start_deepspeed(job)
     if split.pipeline_stages > 1:
         from pipeline.engine.pipeline_engine import PipelineEngine
-        from pipeline.engine.stages import stage_sharding
+        from pipeline.engine.stages import StageSharding
 
         length = getattr(config.data, "sequence_length", None)
-        stages = stage_sharding(resolved.deepspeed, split, DTYPES[split.precision], length, job)
+        stages = StageSharding(resolved.deepspeed, split, length, job)
         model_in(stages)
         assert stages.model is not None
         return PipelineEngine(stages.model, config.optimizer, resolved.deepspeed, split, job, stages.bounds)
-    keep_parameter_groups(int(resolved.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1)))
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
     sharding = sharding_for(swap.config, split)
     model = model_in(sharding)
@@ -272,22 +270,10 @@ def build_meters(
     config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job
 ) -> Meters:
     """What is measured of the run."""
-    workload = describe_workload(config, resolved, engine, objective, job)
-    stragglers = None
-    if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
-        stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
-    lowest = lowest_loss_scale(resolved.deepspeed)
-    return Meters(workload, job, time.perf_counter, lowest, stragglers)
-
-
-def describe_workload(
-    config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job
-) -> Workload:
-    """What turns the run's seconds into rates."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     length: int | None = getattr(config.data, "sequence_length", None)
     cost = flops_per_token(engine.module, length)
-    return Workload(
+    workload = Workload(
         samples_per_step=resolved.plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
@@ -296,3 +282,8 @@ def describe_workload(
         flops_per_sample=None if length is None or cost is None else length * cost,
         peak_flops=peak_flops(name, engine.precision, resolved.tf32),
     )
+    stragglers = None
+    if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
+        stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
+    lowest = lowest_loss_scale(resolved.deepspeed)
+    return Meters(workload, job, time.perf_counter, lowest, stragglers)

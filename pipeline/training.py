@@ -6,6 +6,7 @@ import logging
 import random
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from pipeline.data.random_numbers import derive_seed
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, StopOnSignal
 from pipeline.errors import CheckpointError
 from pipeline.evaluation import evaluate
-from pipeline.parts import Parts, TrainState
+from pipeline.parts import Parts
 from pipeline.schedule import multiplier
 from pipeline.watchers import ask
 
@@ -55,7 +56,8 @@ class Loop:
         self._evaluation: dict[str, float] | None = None
         self._evaluated_at = -1
         self._write_seconds = 0.0
-        self._has_begun = self._holds_signals = self._stopped = self._is_over = False
+        self._signals = ExitStack()
+        self._has_begun = self._stopped = self._is_over = False
         self.is_finished = False
         """It made its last step, and that is saved."""
 
@@ -134,7 +136,7 @@ class Loop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._release_signals()
+        self._signals.close()
         if error is None:
             self._parts.checkpoints.close()
 
@@ -146,8 +148,7 @@ class Loop:
         parts = self._parts
         # One clock for all ranks.
         self._alarm = Alarm(60 * parts.save_minutes if parts.job.ranks.is_main_process else 0)
-        self._stop.__enter__()
-        self._holds_signals = True
+        self._signals.enter_context(self._stop)
         if parts.owes_evaluation and self._evaluate() is not None and self.state.global_step > 0:
             self._save()  # once more: the best is chosen by it
         self._end_where_due()
@@ -167,12 +168,7 @@ class Loop:
         self._parts.checkpoints.wait()
         self.is_finished = not self._stopped
         self._parts.job.progress.at("ending")
-        self._release_signals()
-
-    def _release_signals(self) -> None:
-        if self._holds_signals:
-            self._stop.__exit__(None, None, None)
-        self._holds_signals = False
+        self._signals.close()
 
     def _save(self, at_once: bool = False) -> None:
         parts = self._parts
@@ -248,18 +244,6 @@ class Loop:
             "eval_loss": row["eval/loss"] if row is not None else None,
             **self._parts.loader.state_dict(),
         }
-
-
-def train(parts: Parts) -> tuple[TrainState, int | None]:
-    """Trains to the last step, or until a stop is agreed.
-
-    Returns:
-        The final state, and the number of the signal that stopped the run (None: it finished).
-    """
-    with Loop(parts) as loop:
-        while loop.step() is not None:
-            pass
-    return loop.state, loop.stopped_by
 
 
 def seed_step(seed: int, step: int, seed_rank: int) -> None:

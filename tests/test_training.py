@@ -18,7 +18,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.run_directory import RunDirectory
-from pipeline.training import train
+from pipeline.training import Loop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
@@ -53,10 +53,11 @@ def ended(job: Job, folder: Path, changes=None, on_rank=0, number=signal.SIGUSR1
     run = assemble(config, resolved, job, token_bundle(), RunDirectory(folder, None))
     if job.ranks.rank == on_rank:
         run = replace(run, engine=Disturbed(run.engine, number, step, evaluation))
-    with run.sinks:
-        state, number = train(run)
+    with run.sinks, Loop(run) as loop:
+        while loop.step() is not None:
+            pass
     run.loader.close()
-    return state.global_step, number
+    return loop.state.global_step, loop.stopped_by
 
 
 def rows(folder: Path):

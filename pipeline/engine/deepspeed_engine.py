@@ -11,9 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import ModuleType
 from typing import Any, cast
 
 import deepspeed
@@ -25,19 +24,17 @@ from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.changing_buffers import ChangingBuffers
+from pipeline.engine.deepspeed_base import DeepSpeedBase
 from pipeline.engine.deepspeed_patches import (
     average_over_all_ranks,
-    first_update_kept,
-    forget_model,
-    go_on_at_the_minimum,
     keep_autocast,
     keep_misaligned_gradients,
     loss_scale_left_to_us,
     prepare_for_cpu,
 )
-from pipeline.engine.deepspeed_state import DeepSpeedState, state_of
-from pipeline.engine.generation import gathered_where_it_fits
+from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.interface import (
+    DTYPES,
     StepResult,
     check_gradient,
     count_and_flags,
@@ -45,8 +42,7 @@ from pipeline.engine.interface import (
     to_device,
 )
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.optimizer import build_optimizer
-from pipeline.engine.parallel_state import EngineGroups, parallel_state
+from pipeline.engine.parallel_state import forget_parameter_groups, parallel_state
 from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import State
@@ -54,15 +50,12 @@ from pipeline.engine.tensor_parallel import clip_and_guard_parts, cut_parameters
 from pipeline.engine.tensor_sharding import TensorSharding
 from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.unused import GradientWatch, warn_of_unused
-from pipeline.engine.zero3 import Zero3Sharding
+from pipeline.engine.zero3 import Zero3Sharding, gathered_where_it_fits
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
-from pipeline.optim import parameter_groups, set_learning_rate
-
-log = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from pipeline.op_builds import CPU_ADAM, needed_ops
+from pipeline.optim import build_torch_optimizer, parameter_groups, set_learning_rate
 
 
 def start_deepspeed(job: Job) -> None:
@@ -83,12 +76,27 @@ def sharding_for(config: dict[str, Any], split: Split) -> Sharding:
     Args:
         config: The DeepSpeed JSON, filled in.
     """
+    forget_parameter_groups()
     if split.tensor_parallel > 1:  # at stage 3 too: AutoTP cuts whole matrices
         return TensorSharding(config, split)
     return Zero3Sharding(config, DTYPES[split.precision]) if split.zero_stage == 3 else Whole()
 
 
-class DeepSpeedEngine(DeepSpeedState):
+def build_optimizer(
+    groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """torch's; DeepSpeed's CPU Adam where AdamW's state lives in host memory.
+
+    `native_ops.prepare_native_ops` has built it, or asked for torch's where it cannot be.
+    """
+    if CPU_ADAM in needed_ops(config):
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(
+            groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True
+        )
+    return build_torch_optimizer(groups, optimizer)
+
+
+class DeepSpeedEngine(DeepSpeedBase):
     """Steps a model through deepspeed.initialize; the JSON decides the ZeRO stage and the precision."""
 
     def __init__(
@@ -108,20 +116,14 @@ class DeepSpeedEngine(DeepSpeedState):
             sharding: What the model was made in; needed where tensors are cut.
         """
         config = copy.deepcopy(config)  # what is changed below is not the user's to see
-        self.closing, groups_used = ExitStack(), EngineGroups()
-        self.closing.callback(groups_used.destroy)
-        self.device = job.device
-        self.num_parameters = count_parameters(model)
-        self.precision = split.precision
+        super().__init__(count_parameters(model), optimizer, split, job)
         self.dp_world_size = split.dp_world_size
         self._copies = job.ranks.world_size // split.dp_world_size  # ranks that get the same samples
         self.dp_rank = job.ranks.rank // self._copies
         self.seed_rank = job.ranks.rank if split.sequence_parallel > 1 else self.dp_rank
         self._split = split
-        self._job = job
         self._float_dtype = DTYPES[self.precision]
         self._is_autocast = autocast
-        self._max_grad_norm = optimizer.max_grad_norm
         # At stage 0 DeepSpeed neither guards a step in fp32 nor reports a norm, and in half precision it
         # leaves the other ranks' parts of cut matrices out of the norm: the optimizer's hook does it all.
         self._own_guard = split.zero_stage == 0 and (split.precision == "fp32" or split.tensor_parallel > 1)
@@ -138,11 +140,15 @@ class DeepSpeedEngine(DeepSpeedState):
             self._sequence = SequenceParallel(model, split.sequence_parallel)
             self.closing.callback(self._sequence.close)
         self._initialize(model, config, mpu)
+        if autocast:
+            keep_autocast(self._engine, self._float_dtype)
+        for buffer in self.module.buffers():  # zero.Init moves parameters only
+            buffer.data = buffer.data.to(self.device)
+        keep_misaligned_gradients(self._zero_optimizer)
         places_of = cut_parameters if split.tensor_parallel > 1 else whole_parameters
         self._places = places_of(self.module)
         self._is_part = [is_model_parallel_parameter(p) for p in self._parameters]
         self._norm: Tensor | None = None
-        self._skipped = torch.zeros((), device=self.device)
         if self._own_guard:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         if self._sequence is not None:
@@ -150,26 +156,7 @@ class DeepSpeedEngine(DeepSpeedState):
         # DeepSpeed trains on in silence where a parameter takes no part.
         self._buffers = ChangingBuffers(self.module)
         self._watch: GradientWatch | None = GradientWatch(self.module.named_parameters())
-        groups_used.keep()
-
-    def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: ModuleType | None) -> None:
-        with first_update_kept(self._optimizer, self.device):
-            self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=self._optimizer, config=config, mpu=mpu, dist_init_required=False
-            )
-        self.closing.callback(forget_model, self._engine)
-        self.closing.callback(self._engine.destroy)
-        if self._is_autocast:
-            keep_autocast(self._engine, self._float_dtype)
-        for buffer in self.module.buffers():  # zero.Init moves parameters only
-            buffer.data = buffer.data.to(self.device)
-        go_on_at_the_minimum(self._zero_optimizer)
-        keep_misaligned_gradients(self._zero_optimizer)
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's model, without any wrapper."""
-        return self._engine.module
+        self._groups.keep()
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate."""
@@ -182,11 +169,6 @@ class DeepSpeedEngine(DeepSpeedState):
         with self._autocast(), whole as is_whole:
             in_step = not is_whole and self._job.ranks.world_size > 1
             return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
-
-    def close(self) -> None:
-        """See Engine.close."""
-        self.closing.close()
-        self.__dict__ = {"closing": self.closing}
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int

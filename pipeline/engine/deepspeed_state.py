@@ -1,60 +1,32 @@
-"""What a rank holds of a model under DeepSpeed: which kind of state, and that of ZeRO 1 and 2."""
+"""What a rank holds of a model under DeepSpeed: which kind of state, and those of ZeRO 1 to 3."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from pipeline.engine.loss_scale import go_on_searching, loss_scale_state
-from pipeline.engine.optimizer import take_steps_again
 from pipeline.engine.optimizer_state import (
     SavedState,
     flat_numbers,
     flat_tensors,
     set_numbers,
-    steps_of,
+    take_steps_again,
 )
 from pipeline.engine.parameter_state import ParameterState, Places, buffer_shards, frozen
-from pipeline.engine.state import Place, State, restore, shared_out
-from pipeline.engine.zero3_state import Zero3State
+from pipeline.engine.state import Place, State, shared_out
+from pipeline.errors import CheckpointError
 from pipeline.shards import WEIGHT, Scalars, Shard, ShardSource
-
-
-class DeepSpeedState(ABC):
-    """The EngineState of an engine around deepspeed.initialize, whatever that made of the optimizer."""
-
-    _zero_optimizer: Any
-
-    @abstractmethod
-    def _state(self) -> State:
-        """What this rank holds."""
-
-    @abstractmethod
-    def _names(self) -> list[str]:
-        """Of all that a checkpoint keeps of the whole model."""
-
-    def shards(self) -> Iterator[Shard]:
-        """See EngineState.shards."""
-        return self._state().shards(None)
-
-    def scalars(self) -> Scalars:
-        """See EngineState.scalars."""
-        return self._state().scalars() | loss_scale_state(self._zero_optimizer)
-
-    @torch.no_grad()
-    def restore(self, source: ShardSource) -> None:
-        """See EngineState.restore."""
-        restore(self._state(), source, self._names())
-        go_on_searching(self._zero_optimizer, source.scalars)
 
 
 def state_of(
@@ -80,32 +52,50 @@ def state_of(
     return ParameterState(places, buffers, optimizer, sharers, {})
 
 
-class PartitionState:
-    """Masters and moments of this rank's partition: one flat tensor a parameter group."""
+class _FlatState(ABC):
+    """Masters and moments in flat tensors of several parameters, which step together."""
 
     def __init__(
         self, optimizer: Any, places: Places, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
     ):
         self._optimizer = optimizer
-        self._adam: torch.optim.Optimizer = optimizer.optimizer
         self._places = places
         self._buffers = buffers
         self._sharers = sharers
 
-    def _flats(self) -> list[Tensor]:
-        if isinstance(self._optimizer, BF16_Optimizer):
-            return list(self._optimizer.fp32_groups_flat_partition)
-        return list(self._optimizer.single_partition_of_fp32_groups)
+    @abstractmethod
+    def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
+        """This rank's flat tensors, each with what steps it."""
+
+    def scalars(self) -> Scalars:
+        """See State.scalars."""
+        return flat_numbers(self._flats())
+
+    def _settle_numbers(self, scalars: Mapping[str, Any]) -> None:
+        for adam, flat in self._flats():
+            set_numbers(adam, flat, scalars)
+        for adam in dict.fromkeys(adam for adam, _ in self._flats()):
+            take_steps_again(adam, scalars)
+
+
+class PartitionState(_FlatState):
+    """Masters and moments of this rank's partition: one flat tensor a parameter group."""
+
+    def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
+        zero = self._optimizer
+        is_bf16 = isinstance(zero, BF16_Optimizer)
+        for flat in zero.fp32_groups_flat_partition if is_bf16 else zero.single_partition_of_fp32_groups:
+            yield zero.optimizer, flat
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
         """See State.shards."""
-        to_fill, flats, stretches = source is not None, self._flats(), list(self._stretches())
+        to_fill, stretches = source is not None, list(self._stretches())
         if source is not None:
             saved = SavedState(source)
-            for index, flat in enumerate(flats):
-                saved.make(self._adam, flat, [place for place, group, *_ in stretches if group == index])
+            for index, (adam, flat) in enumerate(self._flats()):
+                saved.make(adam, flat, [place for place, group, *_ in stretches if group == index])
         yield from shared_out(frozen(self._places), self._sharers, to_fill)
-        kinds = [{WEIGHT: flat, **flat_tensors(self._adam, flat)} for flat in flats]
+        kinds = [{WEIGHT: flat, **flat_tensors(adam, flat)} for adam, flat in self._flats()]
         for place, group, offset, start, length in stretches:
             for kind, flat in kinds[group].items():
                 yield from place.shards(kind, start, flat[offset : offset + length], to_fill)
@@ -131,13 +121,99 @@ class PartitionState:
                 if begin < end and p in self._places:  # a stage of which all is frozen has stand-ins
                     yield self._places[p], index, begin - first, begin - at, end - begin
 
-    def scalars(self) -> Scalars:
-        """See State.scalars. All parameters of a flat tensor step together."""
-        return flat_numbers((self._adam, flat) for flat in self._flats())
+    def settle(self, scalars: Mapping[str, Any]) -> None:
+        """See State.settle."""
+        self._settle_numbers(scalars)
+        self._optimizer.update_lp_params()
+
+
+class Zero3State(_FlatState):
+    """Masters and moments in one flat tensor a sub-group; ranks have equal shares, the last ones padded."""
+
+    def shards(self, source: ShardSource | None) -> Iterator[Shard]:
+        """See State.shards. Of what lies on a disk one sub-group is in memory at a time."""
+        to_fill, saved = source is not None, None if source is None else SavedState(source)
+        if to_fill:
+            # Parameters that stay gathered would keep old values, and shares on NVMe must be there to write.
+            self._optimizer.checkpoint_event_prologue()
+        for p, place in self._places.items():
+            if not p.requires_grad:
+                yield from self._frozen(p, place, to_fill)
+        for index in range(len(self._optimizer.fp16_groups)):
+            yield from self._sub_group(index, saved)
+        yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill)
+
+    def _sub_group(self, index: int, saved: SavedState | None) -> Iterator[Shard]:
+        zero, to_fill = self._optimizer, saved is not None
+        flat = zero.fp32_partitioned_groups_flat[index]
+        with self._in_memory(index, to_fill) as is_swapped:
+            if saved is not None:
+                saved.make(self._adam(index), flat, [self._places[p] for p in zero.fp16_groups[index]])
+            kinds = {WEIGHT: flat, **flat_tensors(self._adam(index), flat)}
+            for p in zero.fp16_groups[index]:
+                offset = zero.grad_position[zero.get_param_id(p)][1]
+                start, length = self._share(p)
+                for kind, values in kinds.items():
+                    mine = values.detach()[offset : offset + length]
+                    if is_swapped and not to_fill:
+                        mine = mine.clone()  # must last, and the next sub-group takes the same memory
+                    yield from self._places[p].shards(kind, start, mine, to_fill)
+            if to_fill:
+                zero._reassign_or_swap_out_partitioned_parameters(index)  # the copy in the run's precision
+
+    @contextmanager
+    def _in_memory(self, index: int, to_fill: bool) -> Iterator[bool]:
+        """Around the use of a sub-group: whether it came from a disk. Filled, it is written back to it."""
+        zero = self._optimizer
+        is_swapped = zero._swappable_optimizer_subgroup(index)
+        if is_swapped:
+            zero._optimizer_states_and_gradient_swap_in(index)
+        try:
+            yield is_swapped
+        finally:
+            if is_swapped and to_fill:
+                zero._optimizer_states_and_gradient_swap_out(index)
+            elif is_swapped:
+                zero._release_swap_buffers(index)
+
+    def _frozen(self, p: Any, place: Place, to_fill: bool) -> Iterator[Shard]:
+        """A parameter without a master: its share in the run's precision."""
+        start, length = self._share(p)
+        if hasattr(p.ds_tensor, "ds_quant_scale"):
+            raise CheckpointError(
+                f"zero_quantized_nontrainable_weights: {place.name} lies quantized in memory, which a "
+                "checkpoint does not keep; leave the key out"
+            )
+        is_swapped = p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+        if is_swapped:
+            p.nvme_swapper.swap_in([p], async_op=False)
+        mine = p.ds_tensor.detach()[:length]
+        mine = mine.clone() if is_swapped and not to_fill else mine
+        yield from place.shards(WEIGHT, start, mine, to_fill)
+        if is_swapped and to_fill:
+            p.nvme_swapper.swap_out_and_release([p])
+        elif is_swapped:
+            p.nvme_swapper.remove_partition_and_release_buffers([p])
+
+    def _share(self, parameter: Any) -> tuple[int, int]:
+        """(start, length) of this rank's values, without the padding."""
+        group = getattr(parameter, "ds_process_group", self._optimizer.dp_process_group)
+        size, whole = parameter.partition_numel(), parameter.ds_numel
+        start = min(dist.get_rank(group) * size, whole)
+        return start, min(size, whole - start)
+
+    def _adam(self, index: int) -> torch.optim.Optimizer:
+        """What steps a sub-group: with a `ratio` below 1 some are stepped on the device."""
+        zero = self._optimizer
+        on_device = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
+        adam: torch.optim.Optimizer = zero.backup_optimizer if on_device else zero.optimizer
+        return adam
+
+    def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
+        for index, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
+            yield self._adam(index), flat
 
     def settle(self, scalars: Mapping[str, Any]) -> None:
         """See State.settle."""
-        for flat in self._flats():
-            set_numbers(self._adam, flat, scalars)
-        take_steps_again(self._adam, steps_of(scalars))
-        self._optimizer.update_lp_params()
+        self._settle_numbers(scalars)
+        self._optimizer.checkpoint_event_epilogue()

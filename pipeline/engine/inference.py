@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from pipeline.engine.interface import to_device
+from pipeline.engine.interface import DTYPES, to_device
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import Batch, LossSum, Objective
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Inference:

@@ -15,6 +15,8 @@ from pipeline.models.generation import Generates
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 from pipeline.shards import EngineState
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class StepResult:

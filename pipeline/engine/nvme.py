@@ -13,6 +13,7 @@ import secrets
 import shutil
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +53,15 @@ class SwapFolder:
         self.config = copy.deepcopy(config)
         """The configuration to hand on: its paths are the folders."""
         self._job = job
-        self._locks: list[FileLock] = []
-        self._removers: list[subprocess.Popen[bytes]] = []
+        self._closing = ExitStack()
         self._folders: dict[Path, Path] = {}
         self._speeds: dict[Path, tuple[float, float]] = {}
-        try:
+        with self._closing:
             for section in _SECTIONS:
                 part = self.config["zero_optimization"].get(section, {})
                 if part.get("device") == "nvme":
                     self._place(part, section)
-        except BaseException:
-            self.close()
-            raise
+            self._closing = self._closing.pop_all()
 
     def _place(self, part: dict[str, Any], section: str) -> None:
         where = f"zero_optimization.{section}.nvme_path"
@@ -87,11 +85,12 @@ class SwapFolder:
         folder = path / f"{_NAME}{secrets.token_hex(6)}"
         lock = FileLock(_lock_of(folder))
         lock.acquire()  # before the folder exists: another run must never see it without its lock
-        self._locks.append(lock)
+        self._closing.callback(lock.release)
         folder.mkdir()
         script = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$0" "$1"'
         command = ["/bin/sh", "-c", script, str(folder), str(_lock_of(folder))]
-        self._removers.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        remover = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self._closing.callback(remover.communicate)  # ends its pipe, and waits for it
         return folder
 
     def check_space(self, num_parameters: int) -> None:
@@ -134,11 +133,7 @@ class SwapFolder:
 
     def close(self) -> None:
         """Removes the folders. A second call does nothing."""
-        for remover in self._removers:
-            remover.communicate()  # the end of its pipe
-        for lock in self._locks:
-            lock.release()
-        self._removers, self._locks = [], []
+        self._closing.close()
 
 
 def _lock_of(folder: Path) -> Path:

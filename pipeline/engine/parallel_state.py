@@ -84,35 +84,26 @@ def parallel_state(split: Split) -> ModuleType | None:
     """
     groups.mpu = None  # an engine before this one may have left its own
     if split.tensor_parallel > 1:
-        _make_tensor_groups(split.tensor_parallel)
+        if not _is_of(groups._TENSOR_MODEL_PARALLEL_GROUP, split.tensor_parallel):
+            groups._TENSOR_MODEL_PARALLEL_GROUP = None
+        groups._init_tp_mesh_device(tensor_model_parallel_size=split.tensor_parallel)
         return groups
     if split.sequence_parallel > 1:
-        _make_sequence_groups(split.sequence_parallel)
+        if not _is_of(sequence_groups._SEQUENCE_PARALLEL_GROUP, split.sequence_parallel):
+            sequence_groups._release_sequence_parallel_groups()
+            sequence_groups.initialize_sequence_parallel(split.sequence_parallel)
         return sequence_groups
     return None
 
 
-def keep_parameter_groups(partition_size: int) -> None:
-    """Lets go of the hpZ groups of an engine before this one, unless they are of this size (1: no hpZ).
+def _is_of(group: Any, size: int) -> bool:
+    return group is not None and dist.get_world_size(group) == size
 
-    DeepSpeed divides parameters by whatever groups there are, also where the configuration has no hpZ. To be
-    called before the model is made, which may be where its own are made.
+
+def forget_parameter_groups() -> None:
+    """Lets go of the hpZ groups of an engine or a zero.Init before this one. Before a model is made.
+
+    DeepSpeed divides parameters by whatever groups there are, also where the configuration has no hpZ; where
+    it has, zero.Init makes its own and refuses to do so twice.
     """
-    group = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
-    if group is not None and (partition_size <= 1 or dist.get_world_size(group) != partition_size):
-        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
-def _make_tensor_groups(degree: int) -> None:
-    group = groups._TENSOR_MODEL_PARALLEL_GROUP
-    if group is not None and dist.get_world_size(group) != degree:
-        groups._TENSOR_MODEL_PARALLEL_GROUP = None
-    groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
-
-
-def _make_sequence_groups(degree: int) -> None:
-    group = sequence_groups._SEQUENCE_PARALLEL_GROUP
-    if group is not None and dist.get_world_size(group) != degree:
-        sequence_groups._release_sequence_parallel_groups()
-    if sequence_groups._SEQUENCE_PARALLEL_GROUP is None:
-        sequence_groups.initialize_sequence_parallel(degree)
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None

@@ -9,42 +9,34 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.deepspeed_engine import DTYPES
-from pipeline.engine.deepspeed_patches import (
-    first_update_kept,
-    forget_model,
-    go_on_at_the_minimum,
-    have_a_norm_of_nothing,
-    loss_scale_left_to_us,
-)
-from pipeline.engine.deepspeed_state import DeepSpeedState
+from pipeline.engine.deepspeed_base import DeepSpeedBase
+from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
+from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.interface import StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.parallel_state import EngineGroups
-from pipeline.engine.pipeline_state import stage_state
-from pipeline.engine.stages import Stages, stage_groups
-from pipeline.engine.state import State
+from pipeline.engine.parameter_state import kept_buffers
+from pipeline.engine.stages import Stages, named, stage_groups
+from pipeline.engine.state import Place, State
 from pipeline.errors import DataError
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.models.staging import LayeredModel, model_output
+from pipeline.models.staging import Layer, LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_torch_optimizer, set_learning_rate, skip_if_not_finite
 
 INPUT_KEYS = ("input_ids", "position_ids")
 
 
-class PipelineEngine(DeepSpeedState):
+class PipelineEngine(DeepSpeedBase):
     """Each rank holds one stage; the ranks of one stage share their samples out among themselves."""
 
     def __init__(
@@ -60,73 +52,42 @@ class PipelineEngine(DeepSpeedState):
 
         Args:
             model: On the CPU; only the parameters of this rank's stage need values.
-            bounds: Of cut_points.
+            bounds: See StageSharding.
 
         Raises:
             ConfigError: a mixture whose routers are to be balanced.
         """
         refuse_router(model, "pipeline stages")
-        self.closing = ExitStack()
-        groups_used = EngineGroups()
-        self.closing.callback(groups_used.destroy)
-        self.device = job.device
-        self.precision = split.precision
-        self.num_parameters = model.num_parameters
+        super().__init__(model.num_parameters, optimizer, split, job)
         self.seed_rank = job.ranks.rank  # stages must not draw the same dropout
-        self._job = job
-        self._optimizer_config = optimizer
-        self._float_dtype = DTYPES[self.precision]
         self._stages = split.pipeline_stages
-        self._config, self._own_norm = _for_stages(config, self.precision)
-        self._start(model, bounds)
-        groups_used.keep()
-
-    def _start(self, model: LayeredModel, bounds: list[int]) -> None:
-        """Builds this rank's stage, its optimizer and DeepSpeed around them. Collective."""
-        self._bounds = bounds
+        config, self._own_norm = _for_stages(config, self.precision)
         self._last = _LastStage()
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = Stages(model, bounds, self._last)
         self._whole_names = model.names()
-        groups = stage_groups(model, module, self._optimizer_config)
+        groups = stage_groups(model, module, optimizer)
         # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
         self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
-        self._optimizer = build_torch_optimizer(groups, self._optimizer_config)
-        config = copy.deepcopy(self._config)
+        self._optimizer = build_torch_optimizer(groups, optimizer)
         zero = config["zero_optimization"]
         # At ZeRO 1 a bucket is allocated whole in each step, by default half a billion elements.
         held = sum(p.numel() for group in groups for p in group["params"])
         zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", held)), held)
-        quiet = redirect_stdout(io.StringIO())  # its bf16 optimizer prints the memory in use
-        with quiet, first_update_kept(self._optimizer, self.device):
-            self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
-                model=module, optimizer=self._optimizer, config=config, dist_init_required=False
-            )
-        self.closing.callback(forget_model, self._engine)
-        self.closing.callback(self._engine.destroy)
+        with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints the memory in use
+            self._initialize(module, config)
         self._norm = torch.full((), torch.inf, device=self.device)
-        self._skipped = torch.zeros((), device=self.device)
         if self._own_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
-        go_on_at_the_minimum(self._zero_optimizer)
         have_a_norm_of_nothing(self._zero_optimizer, self.device)
         self._shapes: Any = None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
-
-    @property
-    def module(self) -> nn.Module:
-        """This rank's stage, with the whole model's `config`."""
-        return self._engine.module
+        self._groups.keep()
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate: all stages in step, without a cache."""
         return generate(self.module, prompts, settings, self.device)
-
-    def close(self) -> None:
-        """See Engine.close."""
-        self.closing.close()
-        self.__dict__ = {"closing": self.closing}
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
@@ -187,9 +148,8 @@ class PipelineEngine(DeepSpeedState):
         square = torch.nn.utils.get_total_norm([g for g in counted if g is not None]).double().square()
         dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())
         self._norm = square.sqrt().float()
-        if self._optimizer_config.max_grad_norm > 0:
-            max_norm = self._optimizer_config.max_grad_norm
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, self._norm)
+        if self._max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, self._norm)
         self._skipped = skip_if_not_finite(self._optimizer, self._norm)
 
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
@@ -202,7 +162,21 @@ class PipelineEngine(DeepSpeedState):
         return added(self._last.losses, objective.extra_keys, self.device)
 
     def _state(self) -> State:
-        return stage_state(self._zero_optimizer, self.module, (self.dp_rank, self.dp_world_size))
+        places = {
+            # A tied weight lies on two stages, in step; DeepSpeed marks the copy.
+            p: Place.all_of(
+                name,
+                p.shape,
+                is_written=not getattr(p, "ds_pipe_replicated", False),
+                is_frozen=not p.requires_grad,
+            )
+            for name, p in named(self.module.modules())
+        }
+        buffers: dict[str, Tensor] = {}
+        for layer in self.module.modules():
+            if isinstance(layer, Layer):
+                buffers |= kept_buffers(layer.part, layer.name)
+        return state_of(self._zero_optimizer, places, buffers, (self.dp_rank, self.dp_world_size))
 
     def _names(self) -> list[str]:
         return self._whole_names

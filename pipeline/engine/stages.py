@@ -10,10 +10,10 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
@@ -23,7 +23,7 @@ from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
-from pipeline.engine.generation import logits_through_stages
+from pipeline.engine.interface import DTYPES
 from pipeline.errors import ModelError
 from pipeline.models.sharding import give_memory, let_go, trial_values
 from pipeline.models.staging import (
@@ -47,16 +47,21 @@ class StageSharding:
     takes_tensors = True
     zero3_config: dict[str, Any] | None = None
 
-    def __init__(self, stage: int, bounds_of: Callable[[LayeredModel], list[int]]):
+    def __init__(self, config: dict[str, Any], split: Split, sequence_length: int | None, job: Job):
         """Knows nothing of a model yet.
 
         Args:
-            bounds_of: Where to cut it; collective.
+            config: The DeepSpeed JSON, filled in.
+            sequence_length: Tokens of a sequence, for `partition: time`; None: as many as the model takes.
         """
-        self._stage = stage
-        self._bounds_of = bounds_of
+        self._config = config
+        self._split = split
+        self._sequence_length = sequence_length
+        self._job = job
+        self._stage = job.ranks.rank // split.dp_world_size
         self._kept: set[nn.Parameter] = set()
         self.bounds: list[int] = []
+        """Stage s holds layers bounds[s] up to bounds[s + 1]."""
         self.model: LayeredModel | None = None
 
     def construct(self) -> AbstractContextManager[None]:
@@ -79,7 +84,7 @@ class StageSharding:
         can_run = not any(buffer.is_meta for buffer in model.buffers())
         whole = model if can_run else without_values(model, self.construct_empty())
         layered = cut_into_layers(whole)
-        self.bounds = self.bounds or self._bounds_of(layered)
+        self.bounds = self.bounds or self._cut_points(layered)
         layers = layered.layers[self.bounds[self._stage] : self.bounds[self._stage + 1]]
         if layered.is_tied and layers[-1] is layered.layers[-1]:
             layers = [*layers, layered.layers[0]]
@@ -105,25 +110,55 @@ class StageSharding:
                 if parameter not in self._kept:
                     let_go(parameter)
 
+    def _cut_points(self, model: LayeredModel) -> list[int]:
+        """The bounds, by the section's `partition`. Collective: every rank cuts alike.
 
-def stage_sharding(
-    config: dict[str, Any], split: Split, dtype: torch.dtype, sequence_length: int | None, job: Job
-) -> StageSharding:
-    """For the model that will be cut.
+        Raises:
+            ModelError: fewer blocks than stages.
+        """
+        stages, how = self._split.pipeline_stages, self._config["pipeline"].get("partition", "parameters")
+        if model.num_blocks < stages:
+            raise ModelError(
+                f"pipeline.stages is {stages}, but the model has {model.num_blocks} blocks, and a stage "
+                f"without one has nothing to do; ask for {model.num_blocks} stages at most"
+            )
+        if how == "uniform":
+            units = partition_uniform(model.num_blocks, stages)
+        else:
+            weights: list[float] = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
+            if how == "time":
+                measured = self._seconds(model) if self._job.ranks.is_main_process else []
+                weights = self._job.broadcast_object(measured)
+            units = partition_balanced(_by_block(weights, model), stages)
+        inner = [model.first_block + int(unit) for unit in units[1:-1]]
+        return [0, *inner, len(model.layers)]
 
-    Args:
-        config: The DeepSpeed JSON, filled in.
-        dtype: What the layers compute in.
-        sequence_length: Tokens of a sequence, for `partition: time`; None: as many as the model takes.
-    """
-
-    def bounds_of(model: LayeredModel) -> list[int]:
-        longest = sequence_length or model.config.max_position_embeddings
-        micro_batch = (config["train_micro_batch_size_per_gpu"], longest)
-        how = config["pipeline"].get("partition", "parameters")
-        return cut_points(model, split.pipeline_stages, how, micro_batch, dtype, job)
-
-    return StageSharding(job.ranks.rank // split.dp_world_size, bounds_of)
+    def _seconds(self, model: LayeredModel) -> list[float]:
+        """Each layer's forward and backward on random tokens: the second of two, the first one warms up."""
+        device = self._job.device
+        length = self._sequence_length or model.config.max_position_embeddings
+        micro_batch = (self._config["train_micro_batch_size_per_gpu"], length)
+        carried: Any = torch.randint(model.config.vocab_size, micro_batch, device=device)
+        seconds = []
+        for layer in model.layers:
+            trial = copy.deepcopy(layer)  # one at a time, gone after its turn
+            for module in trial.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and parameter.is_meta:
+                        values = trial_values(parameter, name)
+                        module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
+            trial.to(device=device, dtype=DTYPES[self._split.precision]).train()
+            for _ in range(2):
+                start = _now(device)
+                if carried.is_floating_point():
+                    carried = carried.detach().requires_grad_()
+                output = trial(carried)
+                if output.requires_grad:
+                    output.backward(torch.ones_like(output))
+                elapsed = _now(device) - start
+            seconds.append(elapsed)
+            carried = output.detach()
+        return seconds
 
 
 class Stages(TiedPipelineModule):
@@ -156,10 +191,36 @@ class Stages(TiedPipelineModule):
 
     def generate(self, input_ids: Tensor, use_cache: bool, **how: Any) -> Tensor:
         """As transformers' `generate` of the whole model, without its cache. Collective over stages."""
-        through_all = partial(logits_through_stages, self)
-        model: Any = LogitsOnly(self, input_ids.device, through_all)
+        model: Any = LogitsOnly(self, input_ids.device, self._last_logits)
         written: Tensor = model.generate(input_ids, use_cache=False, synced_gpus=False, **how)
         return written
+
+    def _last_logits(self, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """The last position's logits (B, 1, V), on every rank of a pipeline. Collective over its ranks.
+
+        Args:
+            mask_BT: 0 where a row is padded on the left.
+        """
+        grid, group = self._grid, self._grid.get_pipe_parallel_group()
+        stage, last = self.stage_id, self.num_stages - 1
+        like = next(self.parameters())
+        carried = ids_BT
+        if stage > 0:
+            carried = like.new_empty(*ids_BT.shape, self.config.hidden_size)
+            dist.recv(carried, grid.stage_to_global(stage_id=stage - 1), group=group)
+        if mask_BT is None or bool(mask_BT.all()):
+            output = self(carried)
+        else:
+            # Positions that start again begin a document, and padding is a row of documents of one token.
+            output = self((carried, (mask_BT.cumsum(1) - 1).clamp(min=0)))
+        if stage < last:
+            hidden = output[0] if isinstance(output, tuple) else output
+            dist.send(hidden.contiguous(), grid.stage_to_global(stage_id=stage + 1), group=group)
+            logits_BV = like.new_empty(len(ids_BT), self.config.vocab_size)
+        else:
+            logits_BV = output[:, -1].contiguous()
+        dist.broadcast(logits_BV, grid.stage_to_global(stage_id=last), group=group)
+        return logits_BV[:, None]
 
     def _partition_layers(self, method: str = "") -> None:
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
@@ -176,38 +237,6 @@ class _Shared(TiedLayerSpec):
         return self._module
 
 
-def cut_points(
-    model: LayeredModel, stages: int, how: str, micro_batch: tuple[int, int], dtype: torch.dtype, job: Job
-) -> list[int]:
-    """Stage s holds layers [s] up to [s + 1] of this. Collective: every rank cuts alike.
-
-    Args:
-        how: `parameters`, `uniform` (equal numbers of blocks) or `time` (measured).
-        micro_batch: (samples, tokens) of a micro-batch.
-        dtype: What the layers compute in.
-
-    Raises:
-        ModelError: fewer blocks than stages.
-    """
-    if model.num_blocks < stages:
-        raise ModelError(
-            f"pipeline.stages is {stages}, but the model has {model.num_blocks} blocks, and a stage without "
-            f"one has nothing to do; ask for {model.num_blocks} stages at most"
-        )
-    if how == "uniform":
-        units = partition_uniform(model.num_blocks, stages)
-    else:
-        weights: list[float] = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-        if how == "time":
-            measured = job.ranks.is_main_process
-            weights = job.broadcast_object(
-                _seconds(model, micro_batch, dtype, job.device) if measured else []
-            )
-        units = partition_balanced(_by_block(weights, model), stages)
-    inner = [model.first_block + int(unit) for unit in units[1:-1]]
-    return [0, *inner, len(model.layers)]
-
-
 def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """The parameter groups, the same on every stage: DeepSpeed adds up norms over stages group by group.
 
@@ -216,8 +245,8 @@ def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig)
     Raises:
         ConfigError, ModelError: see optim.parameter_groups.
     """
-    own = {p for _, p in _named(stage.modules())}
-    groups = grouped(_named(model.layers), assigned(_named(model.layers), config), config)
+    own = {p for _, p in named(stage.modules())}
+    groups = grouped(named(model.layers), assigned(named(model.layers), config), config)
     stage.stand_ins = nn.ParameterList()
     for group in groups:
         group["params"] = [p for p in group["params"] if p in own]
@@ -229,7 +258,7 @@ def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig)
     return groups
 
 
-def _named(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def named(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """The layers' parameters under the names of the whole model; a tied one once."""
     seen = set()
     for layer in modules:
@@ -247,33 +276,6 @@ def _by_block(weights: list[float], model: LayeredModel) -> list[float]:
     blocks[0] += sum(weights[:first])
     blocks[-1] += sum(weights[end:])
     return blocks
-
-
-def _seconds(
-    model: LayeredModel, micro_batch: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> list[float]:
-    """Each layer's forward and backward on random tokens: the second of two, the first one warms up."""
-    carried: Any = torch.randint(model.config.vocab_size, micro_batch, device=device)
-    seconds = []
-    for layer in model.layers:
-        trial = copy.deepcopy(layer)  # one at a time, gone after its turn
-        for module in trial.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    values = trial_values(parameter, name)
-                    module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
-        trial.to(device=device, dtype=dtype).train()
-        for _ in range(2):
-            start = _now(device)
-            if carried.is_floating_point():
-                carried = carried.detach().requires_grad_()
-            output = trial(carried)
-            if output.requires_grad:
-                output.backward(torch.ones_like(output))
-            elapsed = _now(device) - start
-        seconds.append(elapsed)
-        carried = output.detach()
-    return seconds
 
 
 def _now(device: torch.device) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -37,13 +38,10 @@ class GradientWatch:
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]):
         trained = {name: p for name, p in named_parameters if p.requires_grad}
         self._unused = dict.fromkeys(trained)
-        self._hooks = [p.register_hook(self._noting(name)) for name, p in trained.items()]
+        self._hooks = [p.register_hook(partial(self._note, name)) for name, p in trained.items()]
 
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
-            self._unused.pop(name, None)
-
-        return note
+    def _note(self, name: str, gradient: Tensor) -> None:
+        self._unused.pop(name, None)
 
     def unused(self) -> list[str]:
         """Names of the parameters without a gradient so far, in the model's order."""

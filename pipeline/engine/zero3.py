@@ -1,7 +1,8 @@
-"""ZeRO-3 while a model is made: each parameter is drawn on the CPU in fp32, cast, and sharded at once.
+"""ZeRO-3's parameters: sharded while a model is made, and whole where it is to generate.
 
 deepspeed.zero.Init as it comes draws on the device and in the run's precision, so a sharded model would
-start from other weights than a whole one. Here both start from the same.
+start from other weights than a whole one. Here both start from the same: each parameter is drawn on the CPU
+in fp32, cast, and sharded at once.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from pipeline.distributed.machine import available_memory
+from pipeline.distributed.process_group import Job
+from pipeline.engine.deepspeed_patches import without_hooks
+from pipeline.engine.parallel_state import forget_parameter_groups
 
 
 class _Revisited(TorchFunctionMode):
@@ -111,7 +118,6 @@ class Zero3Sharding:
     def __init__(self, config: dict[str, Any], dtype: torch.dtype):
         self.zero3_config: dict[str, Any] | None = config
         self._dtype = dtype
-        _forget_hpz_groups()
 
     def construct_empty(self) -> AbstractContextManager[None]:
         """See Sharding.construct_empty. Collective."""
@@ -124,7 +130,7 @@ class Zero3Sharding:
     def construct(self) -> Iterator[None]:
         """See Sharding.construct. Collective."""
         assert self.zero3_config is not None
-        _forget_hpz_groups()
+        forget_parameter_groups()
         revisited = _Revisited(self.whole)
         with (init := _InitOnCpu(self.zero3_config, self._dtype, revisited)):
             with revisited:
@@ -145,6 +151,31 @@ class Zero3Sharding:
                 p.data = full.copy_(p.data)
 
 
-def _forget_hpz_groups() -> None:
-    """Of an engine or a zero.Init before this one: zero.Init makes its own, and refuses to twice."""
-    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+@contextmanager
+def gathered_where_it_fits(optimizer: Any, job: Job, wanted: bool) -> Iterator[bool]:
+    """ZeRO 3's parameters, whole on every rank and left alone by forwards; gives whether they are.
+
+    Where they are not, a forward gathers them layer by layer, and all ranks have to take part. Collective.
+    """
+    offload = optimizer.parameter_offload
+    # What the last forward fetched ahead would be gathered twice.
+    offload.get_param_coordinator()._clean_inflight_param_registry()
+    sharded = [p for p in offload.module.parameters() if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+    if not (wanted and _fit(sharded, job)):
+        yield False
+        return
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)), without_hooks(offload):
+        yield True
+
+
+def _fit(sharded: list[Any], job: Job) -> bool:
+    """Whether twice their size is free on all ranks: the other half is for activations and the cache."""
+    on_disk = any(p.ds_tensor.final_location == OffloadDeviceEnum.nvme for p in sharded)
+    needed = sum(p.ds_numel * p.dtype.itemsize for p in sharded)
+    if job.device.type == "cuda":
+        unused = torch.cuda.memory_reserved(job.device) - torch.cuda.memory_allocated(job.device)
+        free = torch.cuda.mem_get_info(job.device)[0] + unused
+    else:
+        free = available_memory() // job.ranks.local_world_size
+    too_much = torch.tensor(float(on_disk or 2 * needed > free), device=job.device)
+    return bool(job.all_reduce_sum(too_much) == 0)

@@ -14,7 +14,7 @@ from pipeline.data.source import BatchSource
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.run_directory import RunDirectory
-from pipeline.training import train
+from pipeline.training import Loop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 ROWS, LENGTH = 8, 6
@@ -67,8 +67,9 @@ def trained(folder: Path, max_steps: int) -> tuple[list[dict], list[torch.Tensor
     rollouts = Rollouts(run.engine.module)
     source: BatchSource = rollouts
     start, _ = go_on(run.checkpoints, run.checkpoints.choose(), run.engine, source, max_steps)
-    with run.sinks:
-        train(replace(run, loader=source, start=start))
+    with run.sinks, Loop(replace(run, loader=source, start=start)) as loop:
+        while loop.step() is not None:
+            pass
     record = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in record if "train/loss" in row], rollouts.made
 

@@ -12,7 +12,7 @@ from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
 from pipeline.run_directory import RunDirectory
-from pipeline.training import train
+from pipeline.training import Loop
 
 
 class Heard(logging.Handler):
@@ -33,8 +33,9 @@ def warnings_of_a_run(job, folder, slow_rank):
         run.engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.02))
     heard = Heard()
     logging.getLogger("pipeline").addHandler(heard)
-    with run.sinks:
-        train(run)
+    with run.sinks, Loop(run) as loop:
+        while loop.step() is not None:
+            pass
     logging.getLogger("pipeline").removeHandler(heard)
     run.loader.close()
     return heard.lines, os.getpid()

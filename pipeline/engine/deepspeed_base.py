@@ -1,0 +1,104 @@
+"""What both engines around deepspeed.initialize have in common: how they are wrapped, what a checkpoint keeps
+of them, and how they end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from torch import nn
+
+from pipeline.config.schema import OptimizerConfig
+from pipeline.config.split import Split
+from pipeline.distributed.process_group import Job
+from pipeline.engine.deepspeed_patches import first_update_kept, forget_model, go_on_at_the_minimum
+from pipeline.engine.parallel_state import EngineGroups
+from pipeline.engine.state import State, restore
+from pipeline.shards import Scalars, Shard, ShardSource
+
+# The search for an fp16 loss scale: in a checkpoint -> DeepSpeed's word. ZeRO 0 keeps no hysteresis.
+_SEARCH = {
+    "loss_scale": "cur_scale",
+    "loss_scale_iteration": "cur_iter",
+    "loss_scale_last_overflow": "last_overflow_iter",
+    "loss_scale_hysteresis": "cur_hysteresis",
+}
+
+
+class DeepSpeedBase(ABC):
+    """An Engine but for its steps, whatever deepspeed.initialize makes of the optimizer."""
+
+    _optimizer: torch.optim.Optimizer
+
+    def __init__(self, num_parameters: int, optimizer: OptimizerConfig, split: Split, job: Job):
+        """Before any process group of the engine is made; `_groups.keep()` once it stands."""
+        self.closing = ExitStack()
+        self._groups = EngineGroups()
+        self.closing.callback(self._groups.destroy)
+        self.device = job.device
+        self.precision = split.precision
+        self.num_parameters = num_parameters
+        self._job = job
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._skipped = torch.zeros((), device=self.device)
+
+    def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: Any = None) -> None:
+        """Puts DeepSpeed around the model and `_optimizer`. Collective."""
+        with first_update_kept(self._optimizer, self.device):
+            self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
+                model=model, optimizer=self._optimizer, config=config, mpu=mpu, dist_init_required=False
+            )
+        self.closing.callback(forget_model, self._engine)
+        self.closing.callback(self._engine.destroy)
+        go_on_at_the_minimum(self._zero_optimizer)
+
+    @property
+    def module(self) -> nn.Module:
+        """See Engine.module. A stage has the whole model's `config`."""
+        return self._engine.module
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self.closing.close()
+        self.__dict__ = {"closing": self.closing}
+
+    @abstractmethod
+    def _state(self) -> State:
+        """What this rank holds."""
+
+    @abstractmethod
+    def _names(self) -> list[str]:
+        """Of all that a checkpoint keeps of the whole model."""
+
+    def shards(self) -> Iterator[Shard]:
+        """See EngineState.shards."""
+        return self._state().shards(None)
+
+    def scalars(self) -> Scalars:
+        """See EngineState.scalars."""
+        searched = self._searched()
+        search = {key: getattr(searched, word) for key, word in _SEARCH.items() if hasattr(searched, word)}
+        return self._state().scalars() | search
+
+    @torch.no_grad()
+    def restore(self, source: ShardSource) -> None:
+        """See EngineState.restore. Where a run had no loss scale, the search stays at its beginning."""
+        restore(self._state(), source, self._names())
+        searched = self._searched()
+        for key, word in _SEARCH.items():
+            if key in source.scalars and hasattr(searched, word):
+                setattr(searched, word, source.scalars[key])
+
+    def _searched(self) -> Any:
+        """What keeps the state of a loss scale that is searched for; None: there is none, or a fixed one."""
+        scaler = getattr(self._zero_optimizer, "loss_scaler", None)
+        if isinstance(scaler, DynamicLossScaler):
+            return scaler
+        kept = getattr(self._zero_optimizer, "loss_scale_config", None)
+        return kept if kept is not None and kept.dynamic_loss_scale else None
