@@ -22,7 +22,7 @@ from pipeline import foreign
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader, stretches
-from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, opened
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, header_of, opened
 from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
@@ -195,16 +195,14 @@ def _write_shard(
     wanted: Mapping[str, tuple[str, tuple[int, ...], torch.dtype]],
     advance: Callable[[int], object],
 ) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (_, shape, dtype) in wanted.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        header[name] = entry
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+        entries[name] = entry
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_of(entries))
         for name, (kind, shape, dtype) in wanted.items():
             for region in stretches(shape):
                 values = torch.empty(region.length, dtype=dtype)
