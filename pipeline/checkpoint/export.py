@@ -232,14 +232,14 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> bool:
 def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
     """What the weights are, in words and numbers of the run."""
     state = manifest.state
-    loss = state.get("eval_loss")
+    loss = manifest.eval_loss
     values = sum(math.prod(shape) for kind, shape, _ in weights_of(manifest).values() if kind == WEIGHT)
     ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
     rows = [
         ("parameters", f"{values:,}"),
         ("steps", f"{manifest.global_step:,}"),
         ("tokens or samples seen", f"{int(state.get('tokens_seen') or state.get('samples_seen') or 0):,}"),
-        ("evaluation loss", f"{loss:.4f}" if isinstance(loss, (int, float)) else "not measured"),
+        ("evaluation loss", "not measured" if loss is None else f"{loss:.4f}"),
         ("trained as", f"{manifest.split}, {ranks}"),
         ("weights", dtype),
     ]

@@ -57,7 +57,7 @@ def _row(step: int, path: Path) -> CheckpointRow:
     damages = check_sizes(path, manifest)
     _, absent = look(path, manifest)
     here = [file for file in manifest.files if file.name not in absent]
-    tokens, loss = manifest.state.get("tokens_seen"), manifest.state.get("eval_loss")
+    tokens = manifest.state.get("tokens_seen")
     return CheckpointRow(
         step=step,
         path=path,
@@ -67,7 +67,7 @@ def _row(step: int, path: Path) -> CheckpointRow:
         num_bytes=sum(file.bytes for file in here),
         tokens=int(tokens) if isinstance(tokens, (int, float)) else None,
         split=f"{manifest.split}, {manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
-        eval_loss=float(loss) if isinstance(loss, (int, float)) else None,
+        eval_loss=manifest.eval_loss,
     )
 
 

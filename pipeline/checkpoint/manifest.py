@@ -160,6 +160,12 @@ class Manifest(Summary):
         return self.table.shapes
 
     @property
+    def eval_loss(self) -> float | None:
+        """Of the evaluation after its step; None: there was none."""
+        loss = self.state.get("eval_loss")
+        return float(loss) if isinstance(loss, (int, float)) else None
+
+    @property
     def num_bytes(self) -> int:
         return sum(file.bytes for file in self.files)
 

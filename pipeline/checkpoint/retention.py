@@ -65,14 +65,14 @@ class Pruner:
         try:
             if not (path / MANIFEST).is_file() or check_sizes(path, manifest):
                 raise CheckpointError(f"{path.name} is not complete")
-            self._losses[newest] = _loss(manifest)
+            self._losses[newest] = manifest.eval_loss
             counted = {}
             for step, path in steps_in(self._folder).items():
                 if step > newest or step in self.bad:
                     continue
                 try:
                     if step not in self._losses:
-                        self._losses[step] = _loss(check(path))
+                        self._losses[step] = check(path).eval_loss
                     counted[step] = self._losses[step]
                 except CheckpointError as error:
                     log.info("%s stays and does not count: %s", path.name, error)
@@ -80,8 +80,3 @@ class Pruner:
                 remove(self._folder / folder_name(step))
         except (CheckpointError, OSError) as error:
             log.warning("old checkpoints stay: %s", error)
-
-
-def _loss(manifest: Manifest) -> float | None:
-    loss = manifest.state.get("eval_loss")
-    return float(loss) if isinstance(loss, (int, float)) else None
