@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint.catalog import newest_good
-from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.catalog import Retention, newest_good
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job

@@ -10,9 +10,9 @@ import weakref
 import torch
 from torch import nn
 
+from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_json import lowest_loss_scale

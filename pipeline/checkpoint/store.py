@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.catalog import folder_name, newest_whole
+from pipeline.checkpoint.catalog import Pruner, Retention, folder_name, newest_whole
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import find_peers
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.retention import Pruner, Retention
 from pipeline.checkpoint.saving import Kept, NotSavedError, Save
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError

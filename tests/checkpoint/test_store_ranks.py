@@ -20,8 +20,7 @@ from support.heard import heard
 from support.ranks import RankFailedError, RankPool
 from test_save_killed import Fault
 
-from pipeline.checkpoint.catalog import newest_good
-from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.catalog import Retention, newest_good
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
