@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import torch
 from filelock import FileLock, Timeout
 
 from pipeline.checkpoint.catalog import bring_back, manifest_of, newest_good, steps_in
@@ -160,7 +161,7 @@ def _lock(path: Path, patience: float = 0.0) -> FileLock | None:
 
 
 def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
-    others: list[tuple[int, Path, list[Difference]]] = []
+    others: list[tuple[Path, list[Difference]]] = []
     for path in sorted(Path(config.runs_dir).glob(f"{config.name}-*"), reverse=True):
         if not (path / "recipe.yaml").exists():
             continue
@@ -173,16 +174,16 @@ def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
         if not differences and not finished:
             return path
         if differences and all(not finished or may_change(difference) for difference in differences):
-            others.append((len(differences), path, differences))
+            others.append((path, differences))
     _tell_left_behind(others)
     return None
 
 
-def _tell_left_behind(others: list[tuple[int, Path, list[Difference]]]) -> None:
+def _tell_left_behind(others: list[tuple[Path, list[Difference]]]) -> None:
     """One line on the run that this one is nearest to, and what would go on with that."""
-    for number, path, differences in sorted(others, key=lambda other: other[0]):
+    for path, differences in sorted(others, key=lambda other: len(other[1])):
         steps = steps_in(path / "checkpoints")
-        if number > FEW or not steps:
+        if len(differences) > FEW or not steps:
             continue
         why = "; ".join(map(str, differences))
         if all(map(may_change, differences)):
@@ -222,7 +223,7 @@ def _describe(path: Path, config: RunConfig, split: Tree) -> None:
     files = {
         "recipe.yaml": recipe_yaml(config),
         "split.json": json.dumps(split, indent=2),
-        "environment.json": json.dumps(environment(), indent=2),
+        "environment.json": json.dumps(_environment(), indent=2),
     }
     if split["deepspeed"] is not None:
         files["ds_config.json"] = json.dumps(split["deepspeed"], indent=2)
@@ -230,10 +231,8 @@ def _describe(path: Path, config: RunConfig, split: Tree) -> None:
         replace_text(path / name, text)
 
 
-def environment() -> Tree:
+def _environment() -> Tree:
     """Versions, machine and commit: what is needed to run the same again. No variables, so no secrets."""
-    import torch
-
     names = ("torch", "deepspeed", "transformers", "wandb", "numpy")
     cuda = torch.cuda.is_available()
     return {

@@ -58,8 +58,8 @@ def export(
         run: Run directory, or one of its checkpoints.
         out: Must not exist, or be empty.
         step: Which checkpoint of the run: a step, `last` or `best`.
-        dtype: Of the weights: `fp32`, `bf16` or `fp16`.
-        advance: Called with the number of values done; there are two for each.
+        dtype: Of the weights: `fp32`, `bf16` or `fp16`. Buffers stay what they are.
+        advance: Called with the number of values done: each is read once to verify it, once to write it.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged; `out` cannot be written.
@@ -79,16 +79,10 @@ def write_export(
     advance: Callable[[int], object],
     shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
-    """Writes a checkpoint's weights to the folder `out`, beside it first and then under its name.
+    """As `export`, of a checkpoint that was found: beside `out` first, and then under its name.
 
     Args:
-        run: Run directory.
-        dtype: Of the weights: fp32, bf16 or fp16. Buffers stay what they are.
-        advance: Called with the number of values done: each is read once to verify it, once to write it.
         shard_bytes: Most that a file of a transformers folder holds; a larger tensor has one of its own.
-
-    Raises:
-        CheckpointError: `out` is there already, or cannot be written; the checkpoint is damaged.
     """
     out = Path(os.path.abspath(out))
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):

@@ -93,7 +93,7 @@ class Manifest(Summary):
         return self
 
     @staticmethod
-    def with_table(table: ShardTable, folder: Path | None = None, **fields: Any) -> Manifest:
+    def with_table(table: ShardTable, folder: Path, **fields: Any) -> Manifest:
         """A manifest whose table is known.
 
         Raises:
