@@ -39,7 +39,7 @@ from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Limits
 from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
-from pipeline.run_directory import RunDirectory, agree_on_run_directory
+from pipeline.run_directory import agree_on_run_directory
 from pipeline.sampling import TEMPERATURE, generate_text, sample_text
 from pipeline.training import Loop, Step
 
@@ -123,23 +123,22 @@ class Run:
                 "world_size": self._job.ranks.world_size,
                 "tf32": resolved.tf32,
             }
-            directory, lock = agree_on_run_directory(config, known, self._job)
+            self._directory, lock = agree_on_run_directory(config, known, self._job)
             if lock is not None:
                 stack.callback(lock.release)
             stack.push(self._mark_finished)
-            log_to_file(directory.path, self._job.ranks)
+            log_to_file(self._directory, self._job.ranks)
             if self._job.watchdog is not None:
-                self._job.watchdog.write_to(directory.path)
-            self._parts = assemble(config, resolved, self._job, self._data, directory)
+                self._job.watchdog.write_to(self._directory)
+            self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             if leaves:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
             stack.enter_context(self._parts.sinks)
             self._loop = stack.enter_context(Loop(self._parts))
-            self._directory = directory.path
             self._sample: str | None = None
             self._asks = isinstance(config.data, ChatDataConfig)
-            _announce(settings, resolved, self._parts, directory)
+            _announce(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 
     @property
@@ -285,7 +284,7 @@ def _leave(job: Job, kind: object, error: BaseException | None, trace: object) -
         job.close()
 
 
-def _announce(settings: Settings, resolved: Resolved, parts: Parts, directory: RunDirectory) -> None:
+def _announce(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) -> None:
     job, file = parts.job, settings.split_path
     log.info(
         "%s parameters; %s%s; %d rank%s on %s; %d steps; %s",
@@ -296,5 +295,5 @@ def _announce(settings: Settings, resolved: Resolved, parts: Parts, directory: R
         "s" * (job.ranks.world_size > 1),
         job.device.type,
         parts.max_steps,
-        directory.path,
+        directory,
     )

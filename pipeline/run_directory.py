@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import time
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -34,15 +33,7 @@ FEW = 3  # differences: with more it is another experiment, and not one left beh
 RESTART_SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class RunDirectory:
-    """Where a run lives, and the checkpoint it goes on from (None: from the start)."""
-
-    path: Path
-    checkpoint: Path | None
-
-
-def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
+def open_run_directory(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
     """Chooses or makes the run's directory by `checkpoint.resume`, and locks it. For rank 0 alone.
 
     Args:
@@ -61,10 +52,10 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
         raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
 
 
-def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> tuple[RunDirectory, FileLock | None]:
+def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> tuple[Path, FileLock | None]:
     """As open_run_directory: rank 0 chooses and has the lock; the others are told, or told why not."""
     lock = None
-    answer: RunDirectory | PipelineError | None = None
+    answer: Path | PipelineError | None = None
     if job.ranks.is_main_process:
         try:
             answer, lock = open_run_directory(config, split)
@@ -77,7 +68,7 @@ def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> tuple[Ru
     return answer, lock
 
 
-def _open(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
+def _open(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
     resume = config.checkpoint.resume
     found: Path | None
     if config.run_dir is not None:
@@ -90,7 +81,8 @@ def _open(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
         found = None if resume == "never" else _newest_unfinished(config, split)
     lock = _lock(found, _patience()) if found is not None else None
     if found is not None and lock is not None:
-        return _go_on(found, config, split), lock
+        _go_on(found, config, split)
+        return found, lock
     if config.run_dir is not None:
         raise CheckpointError(f"run_dir {found} is in use by another process")
     if resume == "required":
@@ -108,10 +100,10 @@ def _open(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
         log.info("%s is being trained by another process; this is a new run", found)
     path, lock = _fresh(config)
     _describe(path, config, split)
-    return RunDirectory(path, None), lock
+    return path, lock
 
 
-def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
+def _go_on(path: Path, config: RunConfig, split: Tree) -> None:
     bring_back(path / "checkpoints")
     checkpoint, passed_over = newest_good(path / "checkpoints")
     if config.checkpoint.resume == "required" and checkpoint is None:
@@ -132,7 +124,6 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
         log.info("%s holds no checkpoint: it starts again", path)
     (path / "summary.json").unlink(missing_ok=True)  # unfinished again
     _describe(path, config, split)
-    return RunDirectory(path, checkpoint)
 
 
 def _fresh(config: RunConfig) -> tuple[Path, FileLock]:
