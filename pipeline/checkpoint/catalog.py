@@ -159,11 +159,7 @@ class Pruner:
         self._losses: dict[int, float | None] = {}  # a manifest of many fragments takes long to read
 
     def prune(self, manifest: Manifest) -> None:
-        """Removes what the policy does not keep.
-
-        Args:
-            manifest: Of the checkpoint just saved.
-        """
+        """Removes what the policy does not keep, after a save of the checkpoint that has this manifest."""
         newest = manifest.global_step
         self.bad.discard(newest)
         path = self._folder / folder_name(newest)

@@ -28,12 +28,7 @@ VALUES_AT_ONCE = 1 << 22
 
 
 class CheckpointReader:
-    """A ShardSource over one checkpoint. Use it as a context: it holds files open.
-
-    Args:
-        folder: Of the checkpoint.
-        manifest: Its manifest, as read_manifest gives it.
-    """
+    """A ShardSource over the checkpoint in a folder. Use it as a context: it holds files open."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder = folder

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_engine import PlainEngine, whole_region
-from test_manifest import written
+from support.checkpoints import written
 
 from pipeline.checkpoint.manifest import Manifest, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
