@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from pipeline.checkpoint.catalog import bring_back, manifest_of, newest_good, steps_in
+from pipeline.checkpoint.catalog import bring_back, newest_good, steps_in
 from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
@@ -111,7 +111,7 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> None:
         raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint{why}")
     if checkpoint is not None:
         differences = differences_from(path, config, split)
-        step = manifest_of(checkpoint).global_step
+        step = checkpoint.global_step
         if config.max_steps is not None and step > config.max_steps:  # before anything of the run is touched
             raise ConfigError(
                 f"{path} is at step {step} already, and max_steps is {config.max_steps}; give a higher "
@@ -119,7 +119,7 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> None:
             )
         if not differences and (path / "summary.json").exists():
             log.warning("%s is finished; with a higher max_steps it trains on", path)
-        _take_changes(path, checkpoint, differences)
+        _take_changes(path, checkpoint.folder.name, differences)
     elif not steps_in(path / "checkpoints") and (path / METRICS_FILE).exists():
         log.info("%s holds no checkpoint: it starts again", path)
     (path / "summary.json").unlink(missing_ok=True)  # unfinished again
@@ -193,7 +193,7 @@ def _tell_left_behind(others: list[tuple[Path, list[Difference]]]) -> None:
         return
 
 
-def _take_changes(path: Path, checkpoint: Path, differences: list[Difference]) -> None:
+def _take_changes(path: Path, checkpoint: str, differences: list[Difference]) -> None:
     """Says what is new from here on, and keeps what was.
 
     Raises:
@@ -206,8 +206,8 @@ def _take_changes(path: Path, checkpoint: Path, differences: list[Difference]) -
                 "run_dir"
             )
     if differences:
-        log.warning("from %s on: %s", checkpoint.name, "; ".join(map(str, differences)))
-        shutil.copy(path / "recipe.yaml", path / f"recipe-until-{checkpoint.name}.yaml")
+        log.warning("from %s on: %s", checkpoint, "; ".join(map(str, differences)))
+        shutil.copy(path / "recipe.yaml", path / f"recipe-until-{checkpoint}.yaml")
 
 
 def _describe(path: Path, config: RunConfig, split: Tree) -> None:

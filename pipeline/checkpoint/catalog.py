@@ -57,7 +57,7 @@ def check(path: Path) -> Manifest:
         CheckpointError: it is not complete; the line says which file, and which node wrote it.
     """
     manifest = manifest_of(path)
-    damages = check_sizes(path, manifest)
+    damages = check_sizes(manifest)
     if damages:
         raise CheckpointError(f"{path}/{damages[0]}")
     return manifest
@@ -77,19 +77,17 @@ def manifest_of(path: Path) -> Manifest:
     return manifest
 
 
-def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_good(folder: Path) -> tuple[Manifest | None, list[str]]:
     """The newest complete checkpoint in this folder, if any, and why newer ones were passed over.
 
     Cheap: manifests and sizes. Contents are checked before they are loaded.
     """
-    passed_over = []
+    passed_over = list[str]()
     for path in named_in(folder).values():
         try:
-            check(path)
+            return check(path), passed_over
         except CheckpointError as error:
             passed_over.append(f"{path.name} is passed over: {error}")
-            continue
-        return path, passed_over
     return None, passed_over if steps_in(folder) else []
 
 
@@ -162,10 +160,9 @@ class Pruner:
         """Removes what the policy does not keep, after a save of the checkpoint that has this manifest."""
         newest = manifest.global_step
         self.bad.discard(newest)
-        path = self._folder / folder_name(newest)
         try:
-            if not (path / MANIFEST).is_file() or check_sizes(path, manifest):
-                raise CheckpointError(f"{path.name} is not complete")
+            if not (manifest.folder / MANIFEST).is_file() or check_sizes(manifest):
+                raise CheckpointError(f"{manifest.folder.name} is not complete")
             self._losses[newest] = manifest.eval_loss
             counted = {}
             for step, path in steps_in(self._folder).items():
@@ -220,7 +217,7 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
         _ = manifest.table
         checksum = xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
         if peers.is_leader:  # one on each file system: a thousand ranks would look for a thousand files each
-            damages, absent = look(path, manifest)
+            damages, absent = look(manifest)
             problem = f"on {peers.host}: {damages[0]}" if damages else None
             here = [file.name for file in manifest.files if file.name not in absent]
     except (CheckpointError, OSError) as error:
@@ -241,7 +238,7 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
     neighbours = peers.neighbours
     mine = here[neighbours.index(peers.rank) :: len(neighbours)]
     began = time.perf_counter()
-    found = peers.gather([str(damage) for damage in check_content(path, manifest, mine)])
+    found = peers.gather([str(damage) for damage in check_content(manifest, mine)])
     if (damage := next(itertools.chain(*found), None)) is not None:
         return f"{path.name} is passed over: {damage}"
     log.info("%s: every byte read and compared in %.1f s", path.name, time.perf_counter() - began)

@@ -64,15 +64,14 @@ def export(
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged; `out` cannot be written.
     """
-    directory, checkpoint, manifest = find_checkpoint(Path(run), str(step), "step")
+    directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
-    return write_export(directory, checkpoint, manifest, Path(out), dtype, advance)
+    return write_export(directory, manifest, Path(out), dtype, advance)
 
 
 def write_export(
     run: Path,
-    checkpoint: Path,
     manifest: Manifest,
     out: Path,
     dtype: str,
@@ -87,14 +86,14 @@ def write_export(
     out = Path(os.path.abspath(out))
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another folder, or remove it")
-    _verify(checkpoint, manifest, advance)
+    _verify(manifest, advance)
     partial = out.with_name(f"{out.name}.exporting")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         is_transformers = _copy_description(run / DESCRIPTION, partial, dtype)
         (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
-        with CheckpointReader(checkpoint, manifest) as reader:
+        with CheckpointReader(manifest) as reader:
             most = shard_bytes if is_transformers else None
             files = _write_weights(reader, partial, DTYPES[dtype], most, advance)
         for path in [*partial.iterdir(), partial]:
@@ -118,14 +117,14 @@ def weights_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], torc
     }
 
 
-def _verify(folder: Path, manifest: Manifest, advance: Callable[[int], object]) -> None:
+def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:
     """Compares what will be read with its checksums. Not Adam's moments: they are twice as much.
 
     Raises:
         CheckpointError: a value is not what was written, or cannot be read.
     """
     for file in manifest.files:
-        path, about = folder / file.name, f"rank {file.rank} wrote it on {file.host}"
+        path, about = manifest.folder / file.name, f"rank {file.rank} wrote it on {file.host}"
         layout = manifest.layout_of(file)
         wanted = [
             (shard, offset)

@@ -82,7 +82,7 @@ class Manifest(Summary):
     shard_table: TableRecord | None
     """None: of format 1, where the manifest has the shards."""
 
-    _folder: Path | None = PrivateAttr(None)
+    _folder: Path = PrivateAttr()
     _table: ShardTable | None = PrivateAttr(None)
 
     @model_validator(mode="after")
@@ -103,6 +103,11 @@ class Manifest(Summary):
         manifest._folder, manifest._table = folder, manifest._checked(table)
         return manifest
 
+    @property
+    def folder(self) -> Path:
+        """Where it lies, and the files beside it."""
+        return self._folder
+
     def _checked(self, table: ShardTable) -> ShardTable:
         table.check()
         if sum(file.shards for file in self.files) != len(table):
@@ -117,7 +122,6 @@ class Manifest(Summary):
             CheckpointError: the table is not there, damaged, or does not hold together.
         """
         if self._table is None:
-            assert self._folder is not None
             assert self.shard_table is not None
             path, record = self._folder / TABLE, self.shard_table
             raw = _content(path, min(record.bytes + 1, MAX_TABLE_BYTES))  # another file may have no end

@@ -41,10 +41,10 @@ def verify(folder: Path) -> list[Damage]:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [Damage(MANIFEST, str(error))]
-    return check_sizes(folder, manifest) or check_content(folder, manifest)
+    return check_sizes(manifest) or check_content(manifest)
 
 
-def check_content(folder: Path, manifest: Manifest, files: Collection[str] | None = None) -> list[Damage]:
+def check_content(manifest: Manifest, files: Collection[str] | None = None) -> list[Damage]:
     """As verify, of the files that are there.
 
     Args:
@@ -56,40 +56,40 @@ def check_content(folder: Path, manifest: Manifest, files: Collection[str] | Non
         return [Damage(TABLE, str(error))]
     chosen = [file for file in manifest.files if files is None or file.name in files]
     with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(lambda file: _check_content(folder, manifest, file), chosen)
+        found = threads.map(lambda file: _check_content(manifest, file), chosen)
         return [damage for damage in found if damage is not None]
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> list[Damage]:
+def check_sizes(manifest: Manifest) -> list[Damage]:
     """What can be seen without reading: files that are missing, no plain files, or of another size.
 
     Where nodes share no file system, a folder holds the files of its own place: other places, none of whose
     files are here, are no damage.
     """
-    damages, absent = look(folder, manifest)
+    damages, absent = look(manifest)
     here = {file.place for file in manifest.files if file.name not in absent}
     for file in manifest.files:
         if file.name in absent and (file.place in here or not here):
             damages.append(_whole_file(manifest, file, "missing"))
-    return _look_at_table(folder, manifest) or damages
+    return _look_at_table(manifest) or damages
 
 
-def _look_at_table(folder: Path, manifest: Manifest) -> list[Damage]:
+def _look_at_table(manifest: Manifest) -> list[Damage]:
     if manifest.shard_table is None:
         return []
     try:
-        what = _other_size(folder / TABLE, manifest.shard_table.bytes)
+        what = _other_size(manifest.folder / TABLE, manifest.shard_table.bytes)
     except OSError as error:
         what = "missing" if isinstance(error, FileNotFoundError) else str(error)
     return [] if what is None else [Damage(TABLE, what)]
 
 
-def look(folder: Path, manifest: Manifest) -> tuple[list[Damage], set[str]]:
+def look(manifest: Manifest) -> tuple[list[Damage], set[str]]:
     """The files here that are not what they should be, by their size; the names of those not here."""
     damages, absent = [], set()
     for file in manifest.files:
         try:
-            what = _other_size(folder / file.name, file.bytes)
+            what = _other_size(manifest.folder / file.name, file.bytes)
             if what is not None:
                 damages.append(_whole_file(manifest, file, what))
         except FileNotFoundError:
@@ -113,10 +113,10 @@ def _whole_file(manifest: Manifest, file: FileRecord, what: str) -> Damage:
     return Damage(file.name, what, file.host, titles)
 
 
-def _check_content(folder: Path, manifest: Manifest, file: FileRecord) -> Damage | None:
+def _check_content(manifest: Manifest, file: FileRecord) -> Damage | None:
     """None: nothing is wrong, or the file is not here."""
     try:
-        with opened(folder / file.name) as descriptor:
+        with opened(manifest.folder / file.name) as descriptor:
             layout = manifest.layout_of(file)
             header = bytearray(len(layout.header))
             read_exactly(descriptor, 0, memoryview(header))
