@@ -159,11 +159,6 @@ class Manifest(Summary):
         return layout
 
     @property
-    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        """(name, kind) -> shape of the whole tensor."""
-        return self.table.shapes
-
-    @property
     def eval_loss(self) -> float | None:
         """Of the evaluation after its step; None: there was none."""
         loss = self.state.get("eval_loss")

@@ -37,7 +37,7 @@ class CheckpointReader:
 
     def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
         """(name, kind) -> shape of the whole tensor, of all there is."""
-        return self.manifest.shapes
+        return self.manifest.table.shapes
 
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
         """Fills `out` (1-D, region.length values, any dtype and device), wherever they were written.

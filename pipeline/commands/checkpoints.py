@@ -99,7 +99,8 @@ def _diff(directory: Path, first: str, second: str) -> None:
     _, one, of_one = find_checkpoint(directory, first, "diff")
     _, other, of_other = find_checkpoint(directory, second, "diff")
     screen = Screen(no_color=False)
-    with screen.progress("comparing", sum(math.prod(shape) for shape in of_one.shapes.values())) as advance:
+    total = sum(math.prod(shape) for shape in of_one.table.shapes.values())
+    with screen.progress("comparing", total) as advance:
         changes = sorted(diff(of_one, of_other, advance), key=_importance)
     if not changes:
         print(f"{one.name} and {other.name} hold the same values")
