@@ -9,7 +9,6 @@ import json
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -46,15 +45,7 @@ from pipeline.training import Loop, Step
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Joined:
-    """This process in its job, with the data prepared."""
-
-    job: Job
-    data: DataBundle
-
-
-def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> Joined:
+def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> tuple[Job, DataBundle]:
     """Prepares the data and joins the process group. Collective.
 
     Args:
@@ -80,7 +71,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     )
     if ranks.world_size > 1:
         job.watch(Limits(waits.timeout_seconds, waits.hang_seconds))
-    return Joined(job, data)
+    return job, data
 
 
 class Run:
@@ -101,7 +92,7 @@ class Run:
             CheckpointError or LaunchError say what.
     """
 
-    def __init__(self, settings: Settings, joined: Joined | None = None):
+    def __init__(self, settings: Settings, joined: tuple[Job, DataBundle] | None = None):
         self._stack = ExitStack()
         leaves = joined is None
         with ExitStack() as stack:
@@ -111,8 +102,9 @@ class Run:
                 if ranks.world_size > 1:
                     stop_with_launcher(ranks)
                 joined = join(settings, ranks, planned.deepspeed)
-                stack.push(partial(_leave, joined.job))
-            self._job, self._data, self._settings = joined.job, joined.data, settings
+                stack.push(partial(_leave, joined[0]))
+            self._settings = settings
+            self._job, self._data = joined
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
             check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
