@@ -157,7 +157,7 @@ class Pruner:
         self._losses: dict[int, float | None] = {}  # a manifest of many fragments takes long to read
 
     def prune(self, manifest: Manifest) -> None:
-        """Removes what the policy does not keep, after a save of the checkpoint that has this manifest."""
+        """Removes what the policy does not keep; `manifest` is that of the checkpoint just saved."""
         newest = manifest.global_step
         self.bad.discard(newest)
         try:

@@ -105,7 +105,7 @@ class Manifest(Summary):
 
     @property
     def folder(self) -> Path:
-        """Where it lies, and the files beside it."""
+        """The checkpoint's, with its other files."""
         return self._folder
 
     def _checked(self, table: ShardTable) -> ShardTable:

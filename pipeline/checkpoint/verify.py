@@ -100,6 +100,7 @@ def look(manifest: Manifest) -> tuple[list[Damage], set[str]]:
 
 
 def _other_size(path: Path, written: int) -> str | None:
+    """What is wrong with the size of a plain file; None: nothing."""
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
     return None if size == written else f"{size} bytes, {written} were written"
