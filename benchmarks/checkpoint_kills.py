@@ -24,7 +24,6 @@ from report import machine
 from support.launch import numbers, run_directories
 
 from pipeline.checkpoint.catalog import newest_good
-from pipeline.checkpoint.manifest import read_manifest
 
 
 class Record:
@@ -117,7 +116,7 @@ def compare(victim: Victim, whole: Victim) -> list[str]:
 def last_checksums(run: Path) -> list[str]:
     """Of the files of the last checkpoint: weights and moments."""
     newest, _ = newest_good(run / "checkpoints")
-    return [] if newest is None else [file.xxh3_128 for file in read_manifest(newest).files]
+    return [] if newest is None else [file.xxh3_128 for file in newest.files]
 
 
 def summary(log: list[Kill], problems: list[str]) -> dict[str, Any]:

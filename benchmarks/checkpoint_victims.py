@@ -226,7 +226,7 @@ class Victim:
         kill.problems += passed_over
         for path in steps_in(folder).values():  # those that are older too
             kill.problems += [f"{path.name}: {damage}" for damage in verify(path)]
-        kill.newest_step = int(newest.name.removeprefix("step-")) if newest is not None else 0
+        kill.newest_step = newest.global_step if newest is not None else 0
         if kill.newest_step < known:
             kill.problems.append(f"the newest checkpoint was of step {known}, now it is {kill.newest_step}")
         metrics = self.directory / "metrics.jsonl"

@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint.catalog import newest_good
-from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.catalog import Retention, newest_good
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
@@ -59,13 +58,13 @@ class Store:
         """The newest is the one that is said to be, verifies, and holds what was saved."""
         newest, passed_over = newest_good(folder)
         assert newest is not None, passed_over
-        damages = verify(newest)
+        damages = verify(newest.folder)
         assert not damages, damages
         engine = PlainEngine(rank, dist.get_world_size())
         state = self._store(rank, folder).resume(engine)
         assert state is not None
         step = int(state["global_step"])
-        assert newest.name == f"step-{step:08d}", newest
+        assert newest.folder.name == f"step-{step:08d}", newest.folder
         assert engine.is_model_of(step)
         answer_with(step, answer)
 

@@ -27,7 +27,6 @@ from pipeline.models import build_model
 from pipeline.models.flops import flops_per_token
 from pipeline.models.sharding import Whole
 from pipeline.objectives import CausalLM
-from pipeline.run_directory import RunDirectory
 from pipeline.training import Loop
 
 Batch = dict[str, Tensor]
@@ -98,7 +97,7 @@ def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
     job = start_job(read_ranks(os.environ), distributed=settings.deepspeed is not None)
     resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
     data = prepare_data(settings.config.data)
-    run = assemble(settings.config, resolved, job, data, RunDirectory(task.folder, None))
+    run = assemble(settings.config, resolved, job, data, task.folder)
     gated = replace(run, eval_loader=None, loader=GatedLoader(run.loader, gate))
     with suppress(FinishedError), run.sinks, Loop(gated) as loop:
         while loop.step() is not None:

@@ -30,7 +30,6 @@ from pipeline.data import prepare_data
 from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
 from pipeline.durable import synchronise
-from pipeline.run_directory import RunDirectory
 from pipeline.training import Loop
 
 BLOCK = 1 << 24  # bytes of one write of the plain file
@@ -107,7 +106,7 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
     job = start_job(read_ranks(os.environ), distributed=settings.deepspeed is not None)
     resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
     data = prepare_data(settings.config.data)
-    run = assemble(settings.config, resolved, job, data, RunDirectory(task.folder, None))
+    run = assemble(settings.config, resolved, job, data, task.folder)
     checksums = TimedChecksums()
     shard_file.xxhash = checksums  # type: ignore[assignment]
     shard_file.ThreadPoolExecutor = checksums.executor  # type: ignore[assignment,misc]

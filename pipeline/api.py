@@ -9,7 +9,6 @@ import json
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -39,22 +38,14 @@ from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Limits
 from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
-from pipeline.run_directory import RunDirectory, agree_on_run_directory
+from pipeline.run_directory import agree_on_run_directory
 from pipeline.sampling import TEMPERATURE, generate_text, sample_text
 from pipeline.training import Loop, Step
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Joined:
-    """This process in its job, with the data prepared."""
-
-    job: Job
-    data: DataBundle
-
-
-def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> Joined:
+def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> tuple[Job, DataBundle]:
     """Prepares the data and joins the process group. Collective.
 
     Args:
@@ -80,7 +71,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     )
     if ranks.world_size > 1:
         job.watch(Limits(waits.timeout_seconds, waits.hang_seconds))
-    return Joined(job, data)
+    return job, data
 
 
 class Run:
@@ -101,7 +92,7 @@ class Run:
             CheckpointError or LaunchError say what.
     """
 
-    def __init__(self, settings: Settings, joined: Joined | None = None):
+    def __init__(self, settings: Settings, joined: tuple[Job, DataBundle] | None = None):
         self._stack = ExitStack()
         leaves = joined is None
         with ExitStack() as stack:
@@ -111,8 +102,9 @@ class Run:
                 if ranks.world_size > 1:
                     stop_with_launcher(ranks)
                 joined = join(settings, ranks, planned.deepspeed)
-                stack.push(partial(_leave, joined.job))
-            self._job, self._data, self._settings = joined.job, joined.data, settings
+                stack.push(partial(_leave, joined[0]))
+            self._settings = settings
+            self._job, self._data = joined
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
             check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
@@ -123,23 +115,22 @@ class Run:
                 "world_size": self._job.ranks.world_size,
                 "tf32": resolved.tf32,
             }
-            directory, lock = agree_on_run_directory(config, known, self._job)
+            self._directory, lock = agree_on_run_directory(config, known, self._job)
             if lock is not None:
                 stack.callback(lock.release)
             stack.push(self._mark_finished)
-            log_to_file(directory.path, self._job.ranks)
+            log_to_file(self._directory, self._job.ranks)
             if self._job.watchdog is not None:
-                self._job.watchdog.write_to(directory.path)
-            self._parts = assemble(config, resolved, self._job, self._data, directory)
+                self._job.watchdog.write_to(self._directory)
+            self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             if leaves:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
             stack.enter_context(self._parts.sinks)
             self._loop = stack.enter_context(Loop(self._parts))
-            self._directory = directory.path
             self._sample: str | None = None
             self._asks = isinstance(config.data, ChatDataConfig)
-            _announce(settings, resolved, self._parts, directory)
+            _announce(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 
     @property
@@ -285,7 +276,7 @@ def _leave(job: Job, kind: object, error: BaseException | None, trace: object) -
         job.close()
 
 
-def _announce(settings: Settings, resolved: Resolved, parts: Parts, directory: RunDirectory) -> None:
+def _announce(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) -> None:
     job, file = parts.job, settings.split_path
     log.info(
         "%s parameters; %s%s; %d rank%s on %s; %d steps; %s",
@@ -296,5 +287,5 @@ def _announce(settings: Settings, resolved: Resolved, parts: Parts, directory: R
         "s" * (job.ranks.world_size > 1),
         job.device.type,
         parts.max_steps,
-        directory.path,
+        directory,
     )

@@ -6,13 +6,14 @@ import logging
 import math
 import time
 import weakref
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_json import lowest_loss_scale
@@ -41,7 +42,6 @@ from pipeline.models.weights import load_weights
 from pipeline.objectives import Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.peak_flops import peak_flops
-from pipeline.run_directory import RunDirectory
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
 from pipeline.watchers import NonFiniteSteps
@@ -49,9 +49,7 @@ from pipeline.watchers import NonFiniteSteps
 log = logging.getLogger(__name__)
 
 
-def assemble(
-    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: RunDirectory
-) -> Parts:
+def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path) -> Parts:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
     objective = build_objective(config)
     checkpoints = build_store(config, resolved, job, directory)
@@ -66,7 +64,7 @@ def assemble(
     for line in filter(None, (remark(config.schedule, max_steps), slow, little_data(loader))):
         log.warning("%s", line)
     if job.ranks.is_main_process:
-        write_description(engine.module, data.tokenizer, directory.path / "model")
+        write_description(engine.module, data.tokenizer, directory / "model")
     job.progress.at("resuming")
     start, eval_loss = go_on(checkpoints, checkpoint, engine, loader, max_steps)
     job.progress.at("starting")
@@ -76,7 +74,7 @@ def assemble(
     meters = build_meters(config, resolved, engine, objective, job)
     sinks = build_sinks(
         config,
-        run_dir=directory.path,
+        run_dir=directory,
         is_main_process=job.ranks.is_main_process,
         start_step=start.global_step,
         max_steps=max_steps,
@@ -259,11 +257,11 @@ def build_eval_loader(
     )
 
 
-def build_store(config: RunConfig, resolved: Resolved, job: Job, directory: RunDirectory) -> CheckpointStore:
+def build_store(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> CheckpointStore:
     """Where this run's checkpoints lie, and which of them stay. Collective."""
     keep = config.checkpoint
     retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best)
-    return CheckpointStore(directory.path / "checkpoints", retention, job, str(resolved.split))
+    return CheckpointStore(directory / "checkpoints", retention, job, str(resolved.split))
 
 
 def build_meters(

@@ -70,10 +70,9 @@ def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Differe
         raise CheckpointError(f"recipe.yaml or split.json in {path} cannot be read") from None
     now = _identity(yaml.load(recipe_yaml(config), Loader=Loader), json.loads(json.dumps(split)))
     found = list(_compare(then, now))
-    if any(
-        difference.key.startswith("data.") for difference in found
-    ):  # the data is other for that very reason
-        found = [difference for difference in found if difference.key != FINGERPRINT]
+    if any(difference.key.startswith("data.") for difference in found):
+        # The data is other for that very reason.
+        return [difference for difference in found if difference.key != FINGERPRINT]
     return found
 
 

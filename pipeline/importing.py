@@ -43,11 +43,9 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
         with may_not_exit(f"{path}: importing {module_name}", error):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
-        parts = module_name.split(".")
-        own = {".".join(parts[: depth + 1]) for depth in range(len(parts))}
         if missing.name is None:
             raise
-        if missing.name not in own:
+        if not f"{module_name}.".startswith(f"{missing.name}."):
             raise error(
                 f"{path}: {_importer(missing)} imports {missing.name!r}, which is not installed"
             ) from None
@@ -94,11 +92,8 @@ def _importer(missing: ModuleNotFoundError) -> str:
     """File and line of the import that failed."""
     frames = traceback.extract_tb(missing.__traceback__)
     last = next(frame for frame in reversed(frames) if not frame.filename.startswith("<"))
-    return f"{os.path.relpath(last.filename) if _is_here(last.filename) else last.filename}:{last.lineno}"
-
-
-def _is_here(path: str) -> bool:
-    return Path(path).is_relative_to(os.getcwd())
+    is_here = Path(last.filename).is_relative_to(os.getcwd())
+    return f"{os.path.relpath(last.filename) if is_here else last.filename}:{last.lineno}"
 
 
 def _hidden(module_name: str, directory: str) -> str:

@@ -11,13 +11,13 @@ import shlex
 import shutil
 import subprocess
 import time
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import torch
 from filelock import FileLock, Timeout
 
-from pipeline.checkpoint.catalog import bring_back, manifest_of, newest_good, steps_in
+from pipeline.checkpoint.catalog import bring_back, newest_good, steps_in
 from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
@@ -33,15 +33,7 @@ FEW = 3  # differences: with more it is another experiment, and not one left beh
 RESTART_SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class RunDirectory:
-    """Where a run lives, and the checkpoint it goes on from (None: from the start)."""
-
-    path: Path
-    checkpoint: Path | None
-
-
-def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
+def open_run_directory(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
     """Chooses or makes the run's directory by `checkpoint.resume`, and locks it. For rank 0 alone.
 
     Args:
@@ -60,10 +52,10 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[RunDirectory, Fi
         raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
 
 
-def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> tuple[RunDirectory, FileLock | None]:
+def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> tuple[Path, FileLock | None]:
     """As open_run_directory: rank 0 chooses and has the lock; the others are told, or told why not."""
     lock = None
-    answer: RunDirectory | PipelineError | None = None
+    answer: Path | PipelineError | None = None
     if job.ranks.is_main_process:
         try:
             answer, lock = open_run_directory(config, split)
@@ -76,7 +68,7 @@ def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> tuple[Ru
     return answer, lock
 
 
-def _open(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
+def _open(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
     resume = config.checkpoint.resume
     found: Path | None
     if config.run_dir is not None:
@@ -89,7 +81,8 @@ def _open(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
         found = None if resume == "never" else _newest_unfinished(config, split)
     lock = _lock(found, _patience()) if found is not None else None
     if found is not None and lock is not None:
-        return _go_on(found, config, split), lock
+        _go_on(found, config, split)
+        return found, lock
     if config.run_dir is not None:
         raise CheckpointError(f"run_dir {found} is in use by another process")
     if resume == "required":
@@ -107,10 +100,10 @@ def _open(config: RunConfig, split: Tree) -> tuple[RunDirectory, FileLock]:
         log.info("%s is being trained by another process; this is a new run", found)
     path, lock = _fresh(config)
     _describe(path, config, split)
-    return RunDirectory(path, None), lock
+    return path, lock
 
 
-def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
+def _go_on(path: Path, config: RunConfig, split: Tree) -> None:
     bring_back(path / "checkpoints")
     checkpoint, passed_over = newest_good(path / "checkpoints")
     if config.checkpoint.resume == "required" and checkpoint is None:
@@ -118,7 +111,7 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
         raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint{why}")
     if checkpoint is not None:
         differences = differences_from(path, config, split)
-        step = manifest_of(checkpoint).global_step
+        step = checkpoint.global_step
         if config.max_steps is not None and step > config.max_steps:  # before anything of the run is touched
             raise ConfigError(
                 f"{path} is at step {step} already, and max_steps is {config.max_steps}; give a higher "
@@ -126,12 +119,11 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> RunDirectory:
             )
         if not differences and (path / "summary.json").exists():
             log.warning("%s is finished; with a higher max_steps it trains on", path)
-        _take_changes(path, checkpoint, differences)
+        _take_changes(path, checkpoint.folder.name, differences)
     elif not steps_in(path / "checkpoints") and (path / METRICS_FILE).exists():
         log.info("%s holds no checkpoint: it starts again", path)
     (path / "summary.json").unlink(missing_ok=True)  # unfinished again
     _describe(path, config, split)
-    return RunDirectory(path, checkpoint)
 
 
 def _fresh(config: RunConfig) -> tuple[Path, FileLock]:
@@ -160,7 +152,7 @@ def _lock(path: Path, patience: float = 0.0) -> FileLock | None:
 
 
 def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
-    others: list[tuple[int, Path, list[Difference]]] = []
+    others: list[tuple[Path, list[Difference]]] = []
     for path in sorted(Path(config.runs_dir).glob(f"{config.name}-*"), reverse=True):
         if not (path / "recipe.yaml").exists():
             continue
@@ -173,16 +165,16 @@ def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
         if not differences and not finished:
             return path
         if differences and all(not finished or may_change(difference) for difference in differences):
-            others.append((len(differences), path, differences))
+            others.append((path, differences))
     _tell_left_behind(others)
     return None
 
 
-def _tell_left_behind(others: list[tuple[int, Path, list[Difference]]]) -> None:
+def _tell_left_behind(others: list[tuple[Path, list[Difference]]]) -> None:
     """One line on the run that this one is nearest to, and what would go on with that."""
-    for number, path, differences in sorted(others, key=lambda other: other[0]):
+    for path, differences in sorted(others, key=lambda other: len(other[1])):
         steps = steps_in(path / "checkpoints")
-        if number > FEW or not steps:
+        if len(differences) > FEW or not steps:
             continue
         why = "; ".join(map(str, differences))
         if all(map(may_change, differences)):
@@ -201,7 +193,7 @@ def _tell_left_behind(others: list[tuple[int, Path, list[Difference]]]) -> None:
         return
 
 
-def _take_changes(path: Path, checkpoint: Path, differences: list[Difference]) -> None:
+def _take_changes(path: Path, checkpoint: str, differences: list[Difference]) -> None:
     """Says what is new from here on, and keeps what was.
 
     Raises:
@@ -214,15 +206,15 @@ def _take_changes(path: Path, checkpoint: Path, differences: list[Difference]) -
                 "run_dir"
             )
     if differences:
-        log.warning("from %s on: %s", checkpoint.name, "; ".join(map(str, differences)))
-        shutil.copy(path / "recipe.yaml", path / f"recipe-until-{checkpoint.name}.yaml")
+        log.warning("from %s on: %s", checkpoint, "; ".join(map(str, differences)))
+        shutil.copy(path / "recipe.yaml", path / f"recipe-until-{checkpoint}.yaml")
 
 
 def _describe(path: Path, config: RunConfig, split: Tree) -> None:
     files = {
         "recipe.yaml": recipe_yaml(config),
         "split.json": json.dumps(split, indent=2),
-        "environment.json": json.dumps(environment(), indent=2),
+        "environment.json": json.dumps(_environment(), indent=2),
     }
     if split["deepspeed"] is not None:
         files["ds_config.json"] = json.dumps(split["deepspeed"], indent=2)
@@ -230,10 +222,8 @@ def _describe(path: Path, config: RunConfig, split: Tree) -> None:
         replace_text(path / name, text)
 
 
-def environment() -> Tree:
+def _environment() -> Tree:
     """Versions, machine and commit: what is needed to run the same again. No variables, so no secrets."""
-    import torch
-
     names = ("torch", "deepspeed", "transformers", "wandb", "numpy")
     cuda = torch.cuda.is_available()
     return {

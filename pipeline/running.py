@@ -10,9 +10,10 @@ import time
 import traceback
 from typing import Any
 
-from pipeline.api import Joined, Run, join
+from pipeline.api import Run, join
 from pipeline.checkpoint.catalog import steps_in
 from pipeline.config.settings import Settings
+from pipeline.data import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks, write_exit_code
 from pipeline.distributed.signals import Terminated, ignore_stop_signals, reports_own_exit
@@ -29,9 +30,8 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
     """
     job: Job | None = None
     try:
-        joined = join(settings, ranks, deepspeed)
-        job = joined.job
-        return _run(settings, joined)
+        job, data = join(settings, ranks, deepspeed)
+        return _run(settings, job, data)
     except PipelineError as error:
         return _end(job, ranks, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
@@ -45,9 +45,9 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         return _end(job, ranks, traceback.format_exc(), 1, error)
 
 
-def _run(settings: Settings, joined: Joined) -> int:
-    job, text = joined.job, None
-    with Run(settings, joined) as prepared:
+def _run(settings: Settings, job: Job, data: DataBundle) -> int:
+    text = None
+    with Run(settings, (job, data)) as prepared:
         try:
             prepared.train()
         except BaseException:

@@ -36,7 +36,7 @@ def test_a_run_is_held_by_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     Thread(target=lambda: (may_end.wait(0.3), may_end.set())).start()
     directory, lock = open_run_directory(config, SPLIT)
-    assert directory.path == tmp_path / "run"
+    assert directory == tmp_path / "run"
     lock.release()
     thread.join()
 
@@ -49,12 +49,12 @@ def configured(folder: Path, **changes):
 def left(folder: Path, *, finished: bool = False, **changes) -> Path:
     """A run with a checkpoint, as it is left behind."""
     directory, lock = open_run_directory(configured(folder, **changes), SPLIT)
-    (directory.path / "checkpoints" / "step-00000005").mkdir(parents=True)
-    (directory.path / "checkpoints" / "step-00000005" / "manifest.json").touch()
+    (directory / "checkpoints" / "step-00000005").mkdir(parents=True)
+    (directory / "checkpoints" / "step-00000005" / "manifest.json").touch()
     if finished:
-        (directory.path / "summary.json").write_text("{}")
+        (directory / "summary.json").write_text("{}")
     lock.release()
-    return directory.path
+    return directory
 
 
 def test_a_run_of_before_there_was_some_key_goes_on(tmp_path):
@@ -65,7 +65,7 @@ def test_a_run_of_before_there_was_some_key_goes_on(tmp_path):
     (before / "recipe.yaml").write_text(yaml.safe_dump(written))
     directory, lock = open_run_directory(configured(tmp_path), SPLIT)
     lock.release()
-    assert directory.path == before
+    assert directory == before
 
 
 SGD = {"optimizer": {"kind": "sgd", "learning_rate": 0.003, "max_grad_norm": 0.5}}
@@ -93,7 +93,7 @@ def test_a_run_that_is_left_behind_is_told_with_what_goes_on_with_it(
     before = left(tmp_path, **then)
     directory, lock = open_run_directory(configured(tmp_path, **now), SPLIT | split)
     lock.release()
-    assert directory.path != before
+    assert directory != before
     told = [line for line in caplog.messages if "is another one" in line]
     assert bool(told) == (said is not None)
     if said is not None:
@@ -114,4 +114,4 @@ def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
     shutil.rmtree(before / "checkpoints")
     directory, lock = open_run_directory(validate_recipe(tree, Path("tiny.yaml"), {}), SPLIT)
     lock.release()
-    assert directory.path == before
+    assert directory == before

@@ -17,7 +17,6 @@ from pipeline.checkpoint.catalog import steps_in
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, FlagReader, StopOnSignal
-from pipeline.run_directory import RunDirectory
 from pipeline.training import Loop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -50,7 +49,7 @@ class Disturbed:
 def ended(job: Job, folder: Path, changes=None, on_rank=0, number=signal.SIGUSR1, step=None, evaluation=None):
     """(last step, signal) of a run in which a signal arrives on one rank."""
     config, resolved = resolve(recipe(**(changes or {})), None, job.ranks.world_size)
-    run = assemble(config, resolved, job, token_bundle(), RunDirectory(folder, None))
+    run = assemble(config, resolved, job, token_bundle(), folder)
     if job.ranks.rank == on_rank:
         run = replace(run, engine=Disturbed(run.engine, number, step, evaluation))
     with run.sinks, Loop(run) as loop:
@@ -197,7 +196,7 @@ def test_rows_that_the_record_lacks_are_told_in_one_line(tmp_path, unbroken, cap
         path.write_bytes(b"\n".join(spoil(lines)) + b"\n")
     config, resolved = resolve(recipe(**changes), None, 1)
     caplog.clear()
-    run = assemble(config, resolved, ALONE, token_bundle(), RunDirectory(tmp_path, None))
+    run = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
     run.sinks.close(0)
     told = [line for line in caplog.messages if "metrics.jsonl" in line]
     assert told == ([] if said is None else [f"{path} {said}; the run goes on without them"])

@@ -1,13 +1,16 @@
-"""The checkpoints of a run: what they are called, which of them count, and which one a run goes on from."""
+"""The checkpoints of a run: their names, which count, which one a run goes on from, and which stay."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -54,7 +57,7 @@ def check(path: Path) -> Manifest:
         CheckpointError: it is not complete; the line says which file, and which node wrote it.
     """
     manifest = manifest_of(path)
-    damages = check_sizes(path, manifest)
+    damages = check_sizes(manifest)
     if damages:
         raise CheckpointError(f"{path}/{damages[0]}")
     return manifest
@@ -74,19 +77,17 @@ def manifest_of(path: Path) -> Manifest:
     return manifest
 
 
-def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_good(folder: Path) -> tuple[Manifest | None, list[str]]:
     """The newest complete checkpoint in this folder, if any, and why newer ones were passed over.
 
     Cheap: manifests and sizes. Contents are checked before they are loaded.
     """
-    passed_over = []
+    passed_over = list[str]()
     for path in named_in(folder).values():
         try:
-            check(path)
+            return check(path), passed_over
         except CheckpointError as error:
             passed_over.append(f"{path.name} is passed over: {error}")
-            continue
-        return path, passed_over
     return None, passed_over if steps_in(folder) else []
 
 
@@ -116,6 +117,67 @@ def clear_partial(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f"{MARKER}*"):
         path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay."""
+
+    keep_last: int
+    """The newest ones; at least 1."""
+    keep_every: int = 0
+    """Steps that are a multiple of it stay for ever; 0: none."""
+    keep_best: bool = False
+    """The one with the lowest evaluation loss stays."""
+
+    def stays(self, losses: Mapping[int, float | None]) -> set[int]:
+        """The steps that stay, of these: step -> evaluation loss (None: not known)."""
+        steps = sorted(losses)
+        stays = set(steps[-max(1, self.keep_last) :])
+        if self.keep_every > 0:
+            stays |= {step for step in steps if step % self.keep_every == 0}
+        known = {step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)}
+        if self.keep_best and known:
+            stays.add(min(known, key=lambda step: (known[step], -step)))
+        return stays
+
+
+class Pruner:
+    """Removes checkpoints beyond the policy, once their successor is seen to be complete.
+
+    What is not complete, or of another format, neither counts nor goes: it may be all that is left of a run.
+    Nor do later steps: a run went on from before them.
+    """
+
+    def __init__(self, folder: Path, retention: Retention):
+        self._folder = folder
+        self._retention = retention
+        self.bad: set[int] = set()
+        """Steps known to be damaged."""
+        self._losses: dict[int, float | None] = {}  # a manifest of many fragments takes long to read
+
+    def prune(self, manifest: Manifest) -> None:
+        """Removes what the policy does not keep; `manifest` is that of the checkpoint just saved."""
+        newest = manifest.global_step
+        self.bad.discard(newest)
+        try:
+            if not (manifest.folder / MANIFEST).is_file() or check_sizes(manifest):
+                raise CheckpointError(f"{manifest.folder.name} is not complete")
+            self._losses[newest] = manifest.eval_loss
+            counted = {}
+            for step, path in steps_in(self._folder).items():
+                if step > newest or step in self.bad:
+                    continue
+                try:
+                    if step not in self._losses:
+                        self._losses[step] = check(path).eval_loss
+                    counted[step] = self._losses[step]
+                except CheckpointError as error:
+                    log.info("%s stays and does not count: %s", path.name, error)
+            for step in counted.keys() - self._retention.stays(counted):
+                remove(self._folder / folder_name(step))
+        except (CheckpointError, OSError) as error:
+            log.warning("old checkpoints stay: %s", error)
 
 
 def newest_whole(folder: Path, peers: Peers) -> tuple[Manifest | None, set[int]]:
@@ -155,7 +217,7 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
         _ = manifest.table
         checksum = xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
         if peers.is_leader:  # one on each file system: a thousand ranks would look for a thousand files each
-            damages, absent = look(path, manifest)
+            damages, absent = look(manifest)
             problem = f"on {peers.host}: {damages[0]}" if damages else None
             here = [file.name for file in manifest.files if file.name not in absent]
     except (CheckpointError, OSError) as error:
@@ -176,7 +238,7 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
     neighbours = peers.neighbours
     mine = here[neighbours.index(peers.rank) :: len(neighbours)]
     began = time.perf_counter()
-    found = peers.gather([str(damage) for damage in check_content(path, manifest, mine)])
+    found = peers.gather([str(damage) for damage in check_content(manifest, mine)])
     if (damage := next(itertools.chain(*found), None)) is not None:
         return f"{path.name} is passed over: {damage}"
     log.info("%s: every byte read and compared in %.1f s", path.name, time.perf_counter() - began)

@@ -22,7 +22,7 @@ from pipeline import foreign
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader, stretches
-from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, opened
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, header_of, opened
 from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
@@ -58,49 +58,42 @@ def export(
         run: Run directory, or one of its checkpoints.
         out: Must not exist, or be empty.
         step: Which checkpoint of the run: a step, `last` or `best`.
-        dtype: Of the weights: `fp32`, `bf16` or `fp16`.
-        advance: Called with the number of values done; there are two for each.
+        dtype: Of the weights: `fp32`, `bf16` or `fp16`. Buffers stay what they are.
+        advance: Called with the number of values done: each is read once to verify it, once to write it.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged; `out` cannot be written.
     """
-    directory, checkpoint, manifest = find_checkpoint(Path(run), str(step), "step")
+    directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
-    return write_export(directory, checkpoint, manifest, Path(out), dtype, advance)
+    return write_export(directory, manifest, Path(out), dtype, advance)
 
 
 def write_export(
     run: Path,
-    checkpoint: Path,
     manifest: Manifest,
     out: Path,
     dtype: str,
     advance: Callable[[int], object],
     shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
-    """Writes a checkpoint's weights to the folder `out`, beside it first and then under its name.
+    """As `export`, of a checkpoint that was found: beside `out` first, and then under its name.
 
     Args:
-        run: Run directory.
-        dtype: Of the weights: fp32, bf16 or fp16. Buffers stay what they are.
-        advance: Called with the number of values done: each is read once to verify it, once to write it.
         shard_bytes: Most that a file of a transformers folder holds; a larger tensor has one of its own.
-
-    Raises:
-        CheckpointError: `out` is there already, or cannot be written; the checkpoint is damaged.
     """
     out = Path(os.path.abspath(out))
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another folder, or remove it")
-    _verify(checkpoint, manifest, advance)
+    _verify(manifest, advance)
     partial = out.with_name(f"{out.name}.exporting")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         is_transformers = _copy_description(run / DESCRIPTION, partial, dtype)
         (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
-        with CheckpointReader(checkpoint, manifest) as reader:
+        with CheckpointReader(manifest) as reader:
             most = shard_bytes if is_transformers else None
             files = _write_weights(reader, partial, DTYPES[dtype], most, advance)
         for path in [*partial.iterdir(), partial]:
@@ -124,14 +117,14 @@ def weights_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], torc
     }
 
 
-def _verify(folder: Path, manifest: Manifest, advance: Callable[[int], object]) -> None:
+def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:
     """Compares what will be read with its checksums. Not Adam's moments: they are twice as much.
 
     Raises:
         CheckpointError: a value is not what was written, or cannot be read.
     """
     for file in manifest.files:
-        path, about = folder / file.name, f"rank {file.rank} wrote it on {file.host}"
+        path, about = manifest.folder / file.name, f"rank {file.rank} wrote it on {file.host}"
         layout = manifest.layout_of(file)
         wanted = [
             (shard, offset)
@@ -195,16 +188,14 @@ def _write_shard(
     wanted: Mapping[str, tuple[str, tuple[int, ...], torch.dtype]],
     advance: Callable[[int], object],
 ) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (_, shape, dtype) in wanted.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        header[name] = entry
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+        entries[name] = entry
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_of(entries))
         for name, (kind, shape, dtype) in wanted.items():
             for region in stretches(shape):
                 values = torch.empty(region.length, dtype=dtype)
@@ -234,14 +225,14 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> bool:
 def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
     """What the weights are, in words and numbers of the run."""
     state = manifest.state
-    loss = state.get("eval_loss")
+    loss = manifest.eval_loss
     values = sum(math.prod(shape) for kind, shape, _ in weights_of(manifest).values() if kind == WEIGHT)
     ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
     rows = [
         ("parameters", f"{values:,}"),
         ("steps", f"{manifest.global_step:,}"),
         ("tokens or samples seen", f"{int(state.get('tokens_seen') or state.get('samples_seen') or 0):,}"),
-        ("evaluation loss", f"{loss:.4f}" if isinstance(loss, (int, float)) else "not measured"),
+        ("evaluation loss", "not measured" if loss is None else f"{loss:.4f}"),
         ("trained as", f"{manifest.split}, {ranks}"),
         ("weights", dtype),
     ]

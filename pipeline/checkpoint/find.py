@@ -56,7 +56,7 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
             raise CheckpointError(f"{directory} holds no complete checkpoint{why}")
         for line in passed_over:
             print(line, file=sys.stderr)
-        return directory, newest, check(newest)
+        return directory, newest.folder, newest
     if which == "best":
         measured = [
             (row.eval_loss, -row.step, row.path)

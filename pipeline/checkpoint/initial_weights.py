@@ -76,9 +76,9 @@ def _open(folder: Path) -> CheckpointWeights:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         raise ModelError(f"model.weights: {error}") from None
-    if damages := check_sizes(folder, manifest) or check_content(folder, manifest):
+    if damages := check_sizes(manifest) or check_content(manifest):
         raise refusal(folder, f"is damaged: {damages[0]}")
-    if absent := look(folder, manifest)[1]:
+    if absent := look(manifest)[1]:
         elsewhere = next(file for file in manifest.files if file.name in absent)
         raise refusal(folder, f"lacks {elsewhere.name}, which was written on {elsewhere.host}; bring it here")
-    return CheckpointWeights(CheckpointReader(folder, manifest))
+    return CheckpointWeights(CheckpointReader(manifest))

@@ -54,10 +54,10 @@ def _row(step: int, path: Path) -> CheckpointRow:
         manifest = manifest_of(path)
     except CheckpointError as error:
         return CheckpointRow(step, path, str(error))
-    damages = check_sizes(path, manifest)
-    _, absent = look(path, manifest)
+    damages = check_sizes(manifest)
+    _, absent = look(manifest)
     here = [file for file in manifest.files if file.name not in absent]
-    tokens, loss = manifest.state.get("tokens_seen"), manifest.state.get("eval_loss")
+    tokens = manifest.state.get("tokens_seen")
     return CheckpointRow(
         step=step,
         path=path,
@@ -67,7 +67,7 @@ def _row(step: int, path: Path) -> CheckpointRow:
         num_bytes=sum(file.bytes for file in here),
         tokens=int(tokens) if isinstance(tokens, (int, float)) else None,
         split=f"{manifest.split}, {manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
-        eval_loss=float(loss) if isinstance(loss, (int, float)) else None,
+        eval_loss=manifest.eval_loss,
     )
 
 
@@ -86,7 +86,7 @@ def read_through(row: CheckpointRow, advance: Callable[[int], object]) -> Checkp
     damages: list[Damage] = []
     for start in range(0, len(manifest.files), THREADS):
         few = manifest.files[start : start + THREADS]
-        damages += check_content(row.path, manifest, [file.name for file in few])
+        damages += check_content(manifest, [file.name for file in few])
         advance(sum(file.bytes for file in few))
     return replace(row, problem=_problem(damages))
 
@@ -114,27 +114,23 @@ class TensorChange:
     """Where the two cannot be compared: only in one, or other shapes."""
 
 
-def diff(
-    first: Path, one: Manifest, second: Path, other: Manifest, advance: Callable[[int], object]
-) -> Iterator[TensorChange]:
+def diff(first: Manifest, second: Manifest, advance: Callable[[int], object]) -> Iterator[TensorChange]:
     """Every tensor that differs, in the first checkpoint's order. Memory: some MB, however large they are.
 
     Args:
-        one: The first's manifest.
-        other: The second's.
         advance: Called with the number of values of the first that are done.
 
     Raises:
         CheckpointError: one of them cannot be read.
     """
-    with CheckpointReader(first, one) as a, CheckpointReader(second, other) as b:
+    with CheckpointReader(first) as a, CheckpointReader(second) as b:
         shapes_a, shapes_b = a.names(), b.names()
         for name, kind in {**shapes_a, **shapes_b}:
             shape_a, shape_b = shapes_a.get((name, kind)), shapes_b.get((name, kind))
             if shape_a is None or shape_b is None:
                 only = first if shape_b is None else second
                 size = math.prod(shape_a or shape_b or ())
-                yield TensorChange(name, kind, size, size, math.nan, math.nan, f"only in {only.name}")
+                yield TensorChange(name, kind, size, size, math.nan, math.nan, f"only in {only.folder.name}")
             elif shape_a != shape_b:
                 size = math.prod(shape_a)
                 remark = f"{list(shape_a)} became {list(shape_b)}"

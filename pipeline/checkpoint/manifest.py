@@ -82,7 +82,7 @@ class Manifest(Summary):
     shard_table: TableRecord | None
     """None: of format 1, where the manifest has the shards."""
 
-    _folder: Path | None = PrivateAttr(None)
+    _folder: Path = PrivateAttr()
     _table: ShardTable | None = PrivateAttr(None)
 
     @model_validator(mode="after")
@@ -93,7 +93,7 @@ class Manifest(Summary):
         return self
 
     @staticmethod
-    def with_table(table: ShardTable, folder: Path | None = None, **fields: Any) -> Manifest:
+    def with_table(table: ShardTable, folder: Path, **fields: Any) -> Manifest:
         """A manifest whose table is known.
 
         Raises:
@@ -102,6 +102,11 @@ class Manifest(Summary):
         manifest = Manifest(**fields)
         manifest._folder, manifest._table = folder, manifest._checked(table)
         return manifest
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's, with its other files."""
+        return self._folder
 
     def _checked(self, table: ShardTable) -> ShardTable:
         table.check()
@@ -117,7 +122,6 @@ class Manifest(Summary):
             CheckpointError: the table is not there, damaged, or does not hold together.
         """
         if self._table is None:
-            assert self._folder is not None
             assert self.shard_table is not None
             path, record = self._folder / TABLE, self.shard_table
             raw = _content(path, min(record.bytes + 1, MAX_TABLE_BYTES))  # another file may have no end
@@ -155,9 +159,10 @@ class Manifest(Summary):
         return layout
 
     @property
-    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        """(name, kind) -> shape of the whole tensor."""
-        return self.table.shapes
+    def eval_loss(self) -> float | None:
+        """Of the evaluation after its step; None: there was none."""
+        loss = self.state.get("eval_loss")
+        return float(loss) if isinstance(loss, (int, float)) else None
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,6 @@ import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,9 @@ VALUES_AT_ONCE = 1 << 22
 
 
 class CheckpointReader:
-    """A ShardSource over one checkpoint. Use it as a context: it holds files open.
+    """A ShardSource over one checkpoint. Use it as a context: it holds files open."""
 
-    Args:
-        folder: Of the checkpoint.
-        manifest: Its manifest, as read_manifest gives it.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest):
-        self.folder = folder
+    def __init__(self, manifest: Manifest):
         self.manifest = manifest
         self.scalars: Mapping[str, Any] = manifest.scalars
         self._open: OrderedDict[str, int] = OrderedDict()
@@ -44,7 +37,7 @@ class CheckpointReader:
 
     def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
         """(name, kind) -> shape of the whole tensor, of all there is."""
-        return self.manifest.shapes
+        return self.manifest.table.shapes
 
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
         """Fills `out` (1-D, region.length values, any dtype and device), wherever they were written.
@@ -58,10 +51,10 @@ class CheckpointReader:
         table = self.manifest.table
         rows, shape = table.rows_of(name, kind, region), table.shapes.get((name, kind), ())
         if rows is None:
-            raise CheckpointError(f"{self.folder} holds no {kind} of {name}; it is of another model")
+            raise CheckpointError(f"{self.manifest.folder} holds no {kind} of {name}; it is of another model")
         if shape != region.shape:
             raise CheckpointError(
-                f"{self.folder}: {kind} of {name} has shape {list(shape)}, "
+                f"{self.manifest.folder}: {kind} of {name} has shape {list(shape)}, "
                 f"this model's {list(region.shape)}; resume with the model that was saved"
             )
         in_place = out.device.type == "cpu" and out.is_contiguous()
@@ -96,15 +89,16 @@ class CheckpointReader:
                 read_exactly(descriptor, offset + begin * dtype.itemsize, as_bytes(values).numpy().data)
                 copy_runs(values, target, few - np.array([begin, 0, 0]))
         except OSError as error:
+            path, why = self.manifest.folder / file.name, error.strerror or error
             raise CheckpointError(
-                f"{self.folder / file.name} with {shard.title} cannot be read: {error.strerror or error}; "
-                f"rank {file.rank} wrote it on {file.host}; bring it here, or use a folder all nodes share"
+                f"{path} with {shard.title} cannot be read: {why}; rank {file.rank} wrote it on {file.host}; "
+                "bring it here, or use a folder all nodes share"
             ) from None
 
     def _opened(self, file: FileRecord) -> int:
         descriptor = self._open.pop(file.name, None)
         if descriptor is None:
-            descriptor = open_plain(self.folder / file.name)
+            descriptor = open_plain(self.manifest.folder / file.name)
             try:
                 if file.name not in self._offsets:
                     self._offsets[file.name] = self._find_offsets(descriptor, file)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.catalog import PARTIAL, REPLACED, clear_partial, folder_name, remove
+from pipeline.checkpoint.catalog import PARTIAL, REPLACED, Pruner, clear_partial, folder_name, remove
 from pipeline.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
@@ -28,7 +28,6 @@ from pipeline.checkpoint.manifest import (
 )
 from pipeline.checkpoint.peers import Peers, Room, first, lack_of_memory
 from pipeline.checkpoint.rank_files import RankFiles, WrittenFile
-from pipeline.checkpoint.retention import Pruner
 from pipeline.checkpoint.shard_file import Layout, LayoutChangedError
 from pipeline.checkpoint.snapshot import Snapshot, streamed
 from pipeline.checkpoint.table import ROW_BYTES, ShardTable

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +50,6 @@ class Layout:
 
     header: bytes
     shards: tuple[Shard, ...]
-    keys: tuple[str, ...]
     offsets: tuple[int, ...]
     num_bytes: int
 
@@ -64,7 +63,6 @@ class Layout:
         shards = tuple(shard.described(shard.checksum) for shard in shards)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         seen: Counter[tuple[str, str]] = Counter()
-        keys: list[str] = []
         begins: list[int] = []
         end = 0
         for shard in shards:
@@ -77,14 +75,18 @@ class Layout:
             key = f"{shard.kind}/{shard.name}/{seen[shard.kind, shard.name]}"
             seen[shard.kind, shard.name] += 1
             entries[key] = _entry(DTYPE_NAMES[shard.dtype], shard.region.length, end, shard.num_bytes)
-            keys.append(key)
             begins.append(end)
             end += shard.num_bytes
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % ALIGNMENT)
-        header = len(text).to_bytes(8, "little") + text
+        header = header_of(entries)
         offsets = tuple(len(header) + begin for begin in begins)
-        return Layout(header, shards, tuple(keys), offsets, len(header) + end)
+        return Layout(header, shards, offsets, len(header) + end)
+
+
+def header_of(entries: Mapping[str, Any]) -> bytes:
+    """The beginning of a safetensors file, padded so that values lie at multiples of their size."""
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _entry(dtype: str, length: int, begin: int, num_bytes: int) -> dict[str, Any]:

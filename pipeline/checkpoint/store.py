@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.catalog import folder_name, newest_whole
+from pipeline.checkpoint.catalog import Pruner, Retention, newest_whole
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import find_peers
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.retention import Pruner, Retention
 from pipeline.checkpoint.saving import Kept, NotSavedError, Save
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError
@@ -176,19 +175,18 @@ class CheckpointStore:
         manifest, bad = newest_whole(self.folder, self._peers)
         self._pruner.bad |= bad
         if manifest is not None:
-            log.info("going on with %s from %s", self.folder.parent, folder_name(manifest.global_step))
+            log.info("going on with %s from %s", self.folder.parent, manifest.folder.name)
         return manifest
 
     def restore(self, engine: EngineState, manifest: Manifest) -> dict[str, Any]:
         """Fills the engine from what `choose` gave; what `save` was given. Collective."""
         began = time.perf_counter()
-        path = self.folder / folder_name(manifest.global_step)
-        with CheckpointReader(path, manifest) as reader:
+        with CheckpointReader(manifest) as reader:
             engine.restore(reader)
         self._saved[manifest.global_step] = manifest.state.get("eval_loss") is not None
         log.info(
             "%s, saved by %s: %.0f MB read in %.1f s",
-            path.name,
+            manifest.folder.name,
             manifest.split,
             manifest.num_bytes / 1e6,
             time.perf_counter() - began,

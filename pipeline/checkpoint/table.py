@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES, header_of
 from pipeline.shards import Box, Region, Shard
 
 Column = npt.NDArray[Any]
@@ -155,15 +155,13 @@ class ShardTable:
         """The file's content, in parts that are no copies. Deterministic."""
         parts = {name: column.data.cast("B") for name, column in self.columns.items()}
         parts |= {"tensors": memoryview(self.tensors), "boxes": memoryview(self.boxes)}
-        header, end = dict[str, Any](), 0
+        entries, end = dict[str, Any](), 0
         for name, part in parts.items():
             dtype = SAFETENSORS.get(COLUMNS.get(name, ""), "U8")
             length = len(self) if name in COLUMNS else len(part)
-            header[name] = {"dtype": dtype, "shape": [length], "data_offsets": [end, end + len(part)]}
+            entries[name] = {"dtype": dtype, "shape": [length], "data_offsets": [end, end + len(part)]}
             end += len(part)
-        text = _json(header)
-        text += b" " * (-len(text) % 8)  # so that columns lie at multiples of their values
-        return [memoryview(len(text).to_bytes(8, "little") + text), *parts.values()]
+        return [memoryview(header_of(entries)), *parts.values()]
 
     @staticmethod
     def decode(raw: bytes | bytearray) -> ShardTable:

@@ -99,8 +99,9 @@ def _diff(directory: Path, first: str, second: str) -> None:
     _, one, of_one = find_checkpoint(directory, first, "diff")
     _, other, of_other = find_checkpoint(directory, second, "diff")
     screen = Screen(no_color=False)
-    with screen.progress("comparing", sum(math.prod(shape) for shape in of_one.shapes.values())) as advance:
-        changes = sorted(diff(one, of_one, other, of_other, advance), key=_importance)
+    total = sum(math.prod(shape) for shape in of_one.table.shapes.values())
+    with screen.progress("comparing", total) as advance:
+        changes = sorted(diff(of_one, of_other, advance), key=_importance)
     if not changes:
         print(f"{one.name} and {other.name} hold the same values")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -39,10 +40,6 @@ def shards(draw):
     return made
 
 
-def layout_of(made):
-    return Layout.of(made)
-
-
 def sum_of(layout, content: bytes) -> str:
     """A file's checksum: of its header, and of what lies before each shard and the shard's own sum."""
     whole, at = xxhash.xxh3_128(), 0
@@ -58,17 +55,17 @@ def sum_of(layout, content: bytes) -> str:
 @given(shards())
 def test_safetensors_reads_what_was_written(made):
     with tempfile.TemporaryDirectory() as folder:
-        path, layout = Path(folder) / "a.safetensors", layout_of(made)
+        path, layout = Path(folder) / "a.safetensors", Layout.of(made)
         written = write_file(path, layout, streamed(layout, iter(made)))
         content = path.read_bytes()
         assert written.xxh3_128 == sum_of(layout, content)
         assert len(content) == layout.num_bytes
         with safe_open(path, "pt") as opened:
-            keys = [key for key in opened.keys() if not key.startswith("padding/")]  # noqa: SIM118
-            assert sorted(keys) == sorted(layout.keys)
-            for key, shard, offset, own in zip(
-                layout.keys, made, layout.offsets, written.shards, strict=True
-            ):
+            entries = json.loads(layout.header[8:])
+            keys = [key for key in entries if not key.startswith(("__metadata__", "padding/"))]
+            assert set(opened.keys()) == entries.keys() - {"__metadata__"}
+            for key, shard, offset, own in zip(keys, made, layout.offsets, written.shards, strict=True):
+                assert key.startswith(f"{shard.kind}/{shard.name}/")
                 assert torch.equal(opened.get_tensor(key), shard.values)
                 assert opened.get_tensor(key).dtype == shard.values.dtype
                 end = offset + shard.values.numel() * shard.values.element_size()
@@ -80,7 +77,7 @@ def test_safetensors_reads_what_was_written(made):
 @given(shards())
 def test_a_snapshot_writes_the_same_file(made):
     with tempfile.TemporaryDirectory() as folder:
-        live, later, layout = Path(folder) / "a", Path(folder) / "b", layout_of(made)
+        live, later, layout = Path(folder) / "a", Path(folder) / "b", Layout.of(made)
         first = write_file(live, layout, streamed(layout, iter(made)))
         snapshot = Snapshot(layout, torch.device("cpu"))
         for _ in range(2):  # the buffers are used again
@@ -96,7 +93,7 @@ def test_a_snapshot_of_several_chunks_and_a_file_of_several_blocks(tmp_path):
     region = Region((90_000_000,), None, 0, 90_000_000)
     made = [Shard.of("a", "weight", Region((3,), None, 0, 3), torch.ones(3, dtype=torch.uint8))]
     made.append(Shard.of("b", "weight", region, tensor))
-    layout = layout_of(made)
+    layout = Layout.of(made)
     snapshot = Snapshot(layout, torch.device("cpu"))
     snapshot.fill(iter(made))
     written = write_file(tmp_path / "a", layout, snapshot.views(), lasting=True)
@@ -117,7 +114,7 @@ def test_one_shard_is_in_memory_at_a_time(tmp_path):
             yield shard
             del shard
 
-    layout = layout_of(fetched())
+    layout = Layout.of(fetched())
     most.clear()
     write_file(tmp_path / "a", layout, streamed(layout, fetched()))
     assert len(most) == 20
@@ -127,7 +124,7 @@ def test_one_shard_is_in_memory_at_a_time(tmp_path):
 @pytest.mark.parametrize("change", ["fewer", "more", "longer", "renamed"])
 def test_other_shards_than_laid_out_are_noticed(tmp_path, change):
     made = [Shard.of(name, "weight", whole_region((4,)), torch.zeros(4)) for name in "ab"]
-    layout = layout_of(made)
+    layout = Layout.of(made)
     if change == "fewer":
         made.pop()
     if change == "more":
@@ -144,7 +141,7 @@ def test_other_shards_than_laid_out_are_noticed(tmp_path, change):
 
 def test_a_file_that_may_not_grow_is_an_oserror(tmp_path):
     made = [Shard.of("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
-    layout = layout_of(made)
+    layout = Layout.of(made)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, hard))
     try:
@@ -175,6 +172,6 @@ def test_a_full_disk_is_an_oserror(small_disk):
     if small_disk is None:
         return  # the test of the file that may not grow stands in
     made = [Shard.of("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
-    layout = layout_of(made)
+    layout = Layout.of(made)
     with pytest.raises(OSError, match="No space left"):
         write_file(small_disk / "a", layout, streamed(layout, iter(made)))

@@ -77,7 +77,7 @@ def saved(tmp_path_factory):
 
 def exported(run: Path, out: Path, dtype="fp32", advance=lambda count: None, **options):
     checkpoint = run / "checkpoints" / "step-00000002"
-    return write_export(run, checkpoint, check(checkpoint), out, dtype, advance, **options)
+    return write_export(run, check(checkpoint), out, dtype, advance, **options)
 
 
 def loss_of(folder: Path) -> float:
@@ -352,7 +352,7 @@ def test_a_missing_file_is_told_with_its_machine(saved, tmp_path):
     manifest = check(checkpoint)
     (checkpoint / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank-00000.safetensors cannot be read: .*rank 0 wrote it on"):
-        write_export(tmp_path / "run", checkpoint, manifest, tmp_path / "out", "fp32", lambda count: None)
+        write_export(tmp_path / "run", manifest, tmp_path / "out", "fp32", lambda count: None)
     assert not (tmp_path / "out").exists()
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_engine import PlainEngine, whole_region
-from test_manifest import written
+from support.checkpoints import written
 
 from pipeline.checkpoint.manifest import Manifest, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
@@ -28,7 +28,7 @@ def test_any_division_reads_any_other(before, after):
         written(folder, [PlainEngine(r, before[0], before[1], seed=7) for r in range(before[0])])
         for rank in range(world_size):
             engine = PlainEngine(rank, world_size, by, seed=1)
-            with CheckpointReader(folder, read_manifest(folder)) as reader:
+            with CheckpointReader(read_manifest(folder)) as reader:
                 engine.restore(reader)
             assert engine.is_model_of(7)
 
@@ -45,7 +45,7 @@ def test_any_stretch_in_any_dtype(data):
         # Every second value of a larger tensor: nothing beside them may be touched.
         base = torch.full((2 * region.length,), 5.0, dtype=dtype)
         out = base[::2] if data.draw(st.booleans()) else torch.empty(region.length, dtype=dtype)
-        with CheckpointReader(Path(name), manifest) as reader:
+        with CheckpointReader(manifest) as reader:
             reader.read("embed.weight", "weight", region, out)
         assert torch.equal(out, engines[0].expected(("embed.weight", "weight"), region).to(dtype))
         assert (base[1::2] == 5.0).all()
@@ -62,7 +62,7 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr(Manifest, "layout_of", noted)
     written(tmp_path, [PlainEngine(rank, 5, seed=7) for rank in range(5)])
     engine = PlainEngine(0, 1, "columns", seed=1)
-    with CheckpointReader(tmp_path, read_manifest(tmp_path)) as reader:
+    with CheckpointReader(read_manifest(tmp_path)) as reader:
         for _ in range(3):
             engine.restore(reader)
             assert len(reader._open) <= 2
@@ -73,7 +73,7 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
 def test_what_is_missing_is_named(tmp_path):
     manifest = written(tmp_path, [PlainEngine(rank, 2) for rank in range(2)])
     (tmp_path / "rank-00001.safetensors").unlink()
-    with CheckpointReader(tmp_path, manifest) as reader:
+    with CheckpointReader(manifest) as reader:
         PlainEngine(0, 2).restore(reader)  # all of its own is there
         with pytest.raises(CheckpointError) as caught:
             PlainEngine(1, 2).restore(reader)
@@ -89,5 +89,5 @@ def test_a_file_cut_short_is_named(tmp_path):
     manifest = written(tmp_path, [PlainEngine(0, 1)])
     path = tmp_path / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with CheckpointReader(tmp_path, manifest) as reader, pytest.raises(CheckpointError, match="of head"):
+    with CheckpointReader(manifest) as reader, pytest.raises(CheckpointError, match="of head"):
         PlainEngine(0, 1).restore(reader)

@@ -78,8 +78,8 @@ def check_newest(folder: Path) -> int:
     """The newest checkpoint is whole, by every byte and by what an engine makes of it."""
     found, _ = newest_good(folder)
     assert found is not None
-    assert verify(found) == []
-    step = int(found.name.removeprefix("step-"))
+    assert verify(found.folder) == []
+    step = int(found.folder.name.removeprefix("step-"))
     engine = PlainEngine(0, 1)
     assert make_store(folder).resume(engine)["global_step"] == step
     assert engine.is_model_of(step)

@@ -20,11 +20,10 @@ from support.checkpoints import Hostile, flip_a_bit
 from test_checkpoint_files import small_disk  # noqa: F401
 from test_manifest import resealed
 
-from pipeline.checkpoint.catalog import newest_good
+from pipeline.checkpoint.catalog import Retention, newest_good
 from pipeline.checkpoint.listing import diff, list_checkpoints, read_through
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, read_manifest
 from pipeline.checkpoint.peers import Peers
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
@@ -207,7 +206,7 @@ def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
     # Going on: the damaged ones do not push out the good ones, and are written anew when their step comes.
     later.save(PlainEngine(0, 1, seed=3), state_at(3), wait=True)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
-    assert newest_good(tmp_path)[0].name == "step-00000004"  # by its size
+    assert newest_good(tmp_path)[0].folder.name == "step-00000004"  # by its size
     later.save(PlainEngine(0, 1, seed=4), state_at(4), wait=True)
     assert names(tmp_path) == ["step-00000004"]
     assert verify(tmp_path / "step-00000004") == []
@@ -244,7 +243,7 @@ def test_whatever_bears_a_checkpoints_name_and_is_none_is_told(tmp_path, caplog,
     (told,) = [line for line in caplog.messages if "passed over" in line]
     assert told.startswith("step-00000002 is passed over: on ")
     good, passed_over = newest_good(folder)
-    assert good.name == "step-00000001"
+    assert good.folder.name == "step-00000001"
     assert "step-00000002 is passed over" in passed_over[0]
 
 
@@ -309,7 +308,7 @@ def test_a_successor_that_is_gone_removes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(store._pruner, "prune", lost)
     store.save(PlainEngine(0, 1), state_at(2), wait=True)
     good, passed_over = newest_good(tmp_path)
-    assert good.name == "step-00000001"
+    assert good.folder.name == "step-00000001"
     assert "step-00000002 is passed over" in passed_over[0]
     assert "missing" in passed_over[0]
 
@@ -430,7 +429,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_run(small_disk, caplog): 
     with pytest.raises(CheckpointError, match="not saved"):
         store.save_final(engine, state_at(5))
     assert names(store.folder) == ["step-00000001"]
-    assert newest_good(store.folder)[0].name == "step-00000001"
+    assert newest_good(store.folder)[0].folder.name == "step-00000001"
     (small_disk / "filler").unlink()
     assert store.save(engine, state_at(6), wait=True).problem is None
 
@@ -527,7 +526,7 @@ def test_the_list_and_the_difference(tmp_path):
 
 
 def difference(one, other):
-    return list(diff(one, read_manifest(one), other, read_manifest(other), ignore))
+    return list(diff(read_manifest(one), read_manifest(other), ignore))
 
 
 def ignore(amount):

@@ -15,8 +15,7 @@ from plain_engine import PlainEngine
 from support.exchange import SPLITS, Run, run_on, tree
 from support.saved import store_in
 
-from pipeline.checkpoint.catalog import check
-from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.catalog import Retention, check
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job

@@ -20,8 +20,7 @@ from support.heard import heard
 from support.ranks import RankFailedError, RankPool
 from test_save_killed import Fault
 
-from pipeline.checkpoint.catalog import newest_good
-from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.catalog import Retention, newest_good
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
@@ -193,7 +192,8 @@ def test_machines_that_share_no_file_system(ranks, tmp_path):
             f"rank-0000{rank}.safetensors",
             "shards.safetensors",
         ]
-        assert newest_good(folder) == (folder / "step-00000002", [])
+        newest, passed_over = newest_good(folder)
+        assert (newest.folder, passed_over) == (folder / "step-00000002", [])
         assert verify(folder / "step-00000002") == []
     assert ranks(2).run(resume, str(tmp_path), True) == [(2, True)] * 2
 
@@ -354,5 +354,5 @@ def test_a_lost_rank_ends_the_save_and_leaves_the_old_checkpoint(tmp_path, at, w
         with pytest.raises(RankFailedError, match="rank 1 died") as caught:
             pool.run(lose_a_rank, str(tmp_path), at, wait, timeout=200)
         assert "did not answer" not in str(caught.value)
-    assert newest_good(tmp_path)[0].name == "step-00000001"
+    assert newest_good(tmp_path)[0].folder.name == "step-00000001"
     assert resume(ALONE, str(tmp_path), False) == (1, True)

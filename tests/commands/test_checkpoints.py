@@ -15,9 +15,9 @@ from support.checkpoints import Hostile, flip_a_bit, written
 from support.launch import ROOT, environment
 
 from pipeline.__main__ import main
+from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.listing import diff, list_checkpoints, read_through
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -159,7 +159,7 @@ def test_the_difference_names_tensors_and_amounts(run, look):
 def test_the_difference_counts_what_is_done(run):
     one, other = checkpoint_of(run, 20), checkpoint_of(run, 40)
     done = []
-    changes = list(diff(one, read_manifest(one), other, read_manifest(other), done.append))
+    changes = list(diff(read_manifest(one), read_manifest(other), done.append))
     values = sum(math.prod(shape) for shape, _ in SHAPES.values())
     assert sum(done) == values
     assert 0 < len(changes) <= len(SHAPES)

@@ -13,7 +13,6 @@ from pipeline.assemble import assemble, go_on
 from pipeline.data.source import BatchSource
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.run_directory import RunDirectory
 from pipeline.training import Loop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -62,7 +61,7 @@ class Rollouts:
 def trained(folder: Path, max_steps: int) -> tuple[list[dict], list[torch.Tensor]]:
     """The rows of the record, and the rows of tokens that were made."""
     config, resolved = resolve(recipe(max_steps=max_steps, log={"every": 1}), None, 1)
-    run = assemble(config, resolved, ALONE, token_bundle(), RunDirectory(folder, None))
+    run = assemble(config, resolved, ALONE, token_bundle(), folder)
     run.loader.close()
     rollouts = Rollouts(run.engine.module)
     source: BatchSource = rollouts

@@ -43,5 +43,5 @@ def test_the_watchdogs_settings_make_no_other_run(tmp_path):
         config, _ = resolve(recipe(runs_dir=str(tmp_path), distributed=section), None, 1)
         directory, lock = open_run_directory(config, split)
         lock.release()
-        opened.append(directory.path)
+        opened.append(directory)
     assert opened[0] == opened[1]

@@ -11,7 +11,6 @@ import pytest
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
-from pipeline.run_directory import RunDirectory
 from pipeline.training import Loop
 
 
@@ -28,7 +27,7 @@ def warnings_of_a_run(job, folder, slow_rank):
     """What each rank's log says of a run in which the forward of one takes 20 ms longer."""
     changes = {"engine": {"parallel": "ddp"}, "max_steps": 14, "log": {"every": 1}}
     config, resolved = resolve(recipe(**changes), None, job.ranks.world_size)
-    run = assemble(config, resolved, job, token_bundle(), RunDirectory(folder, None))
+    run = assemble(config, resolved, job, token_bundle(), folder)
     if job.ranks.rank == slow_rank:
         run.engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.02))
     heard = Heard()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 
