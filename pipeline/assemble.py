@@ -19,7 +19,7 @@ from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
-from pipeline.data import DataBundle
+from pipeline.data.bundle import DataBundle
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.mixture import MixtureOrder
 from pipeline.data.prefetch import DevicePrefetcher
