@@ -87,13 +87,13 @@ def ours(paths: Sequence[Path], length: int, batch: int, *, separate: bool) -> T
         join(rows),
         collate_items,
         order,
+        torch.device("cpu"),
         micro_batch_size=batch,
         gradient_accumulation_steps=1,
         dp_rank=0,
         dp_world_size=1,
         seed=0,
         num_workers=0,
-        pin_memory=False,
     )
 
 

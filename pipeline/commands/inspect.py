@@ -127,6 +127,8 @@ def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> No
 
 def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:
     """What the run would be given first, by the loader it would use."""
+    import torch
+
     from pipeline.data.loader import TrainLoader
     from pipeline.data.mixture import MixtureOrder
 
@@ -134,13 +136,13 @@ def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:
         bundle.train,
         bundle.collate,
         MixtureOrder(bundle.sources, config.seed),
+        torch.device("cpu"),
         micro_batch_size=size,
         gradient_accumulation_steps=1,
         dp_rank=0,
         dp_world_size=1,
         seed=config.seed,
         num_workers=0,
-        pin_memory=False,
     )
     (batch,) = loader.next_group()
     return batch
