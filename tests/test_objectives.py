@@ -20,9 +20,8 @@ from pipeline.objectives import (
     ModelCall,
     ModelLoss,
     build_objective,
-    logits_of,
-    loss_of,
 )
+from pipeline.objectives.outputs import logits_of, loss_of
 
 VOCABULARY = 61
 
