@@ -48,7 +48,6 @@ class GlobalOrder:
     def __init__(self, num_samples: int, seed: int) -> None:
         assert num_samples >= 1
         self.num_samples = num_samples
-        self.seed = seed
         self._base = np.uint64(math.isqrt(num_samples - 1) + 1)
         self._seed_key = scrambled(np.array([seed], dtype=np.uint64))
 
