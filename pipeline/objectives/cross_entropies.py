@@ -37,7 +37,6 @@ class CausalLM(Caller):
     """
 
     unit = "tokens"
-    extra_keys: tuple[str, ...] = ("router_aux_loss", "routed_tokens")
     means: Mapping[str, tuple[str, str]] = {"router_aux_loss": ("router_aux_loss", "routed_tokens")}
 
     def __init__(self, call: ModelCall | None = None):
@@ -116,7 +115,6 @@ class Classification(Caller):
     """
 
     unit = "samples"
-    extra_keys: tuple[str, ...] = ("correct", "samples")
     means: Mapping[str, tuple[str, str]] = {"accuracy": ("correct", "samples")}
 
     def __init__(
