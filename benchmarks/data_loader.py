@@ -81,19 +81,19 @@ def write_tokens(path: Path, num_bytes: int, *, is_sparse: bool) -> Path:
 
 def ours(paths: Sequence[Path], length: int, batch: int, *, separate: bool) -> TrainLoader:
     """The pipeline's loader over the files, one source each."""
-    rows = [Stream(MappedStore(path), length, separate, END) for path in paths]
+    rows = [Stream([MappedStore(path)], length, separate, END) for path in paths]
     order = MixtureOrder([SourceShare(f"{n}", len(row)) for n, row in enumerate(rows)], seed=0)
     return TrainLoader(
         join(rows),
         collate_items,
         order,
+        torch.device("cpu"),
         micro_batch_size=batch,
         gradient_accumulation_steps=1,
         dp_rank=0,
         dp_world_size=1,
         seed=0,
         num_workers=0,
-        pin_memory=False,
     )
 
 

@@ -19,7 +19,8 @@ from workload import LOG_EVERY, PeerDataset
 
 from pipeline.assemble import assemble, model_request
 from pipeline.config.settings import Settings, load_settings
-from pipeline.data import DataBundle, prepare_data
+from pipeline.data import prepare_data
+from pipeline.data.bundle import DataBundle
 from pipeline.data.sampler import GlobalOrder
 from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks

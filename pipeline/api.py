@@ -31,7 +31,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from torch import nn
 
 from pipeline.assemble import assemble
-from pipeline.data import DataBundle, prepare_data
+from pipeline.data import prepare_data
+from pipeline.data.bundle import DataBundle
 from pipeline.data.digest import check_same_data
 from pipeline.distributed.open_files import raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
@@ -208,8 +209,7 @@ class Run:
         if self._data.tokenizer is None:
             raise ModelError("the model writes no text; that is for language models (model.kind: causal_lm)")
         settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
-        engine, tokenizer = self._parts.engine, self._data.tokenizer
-        return generate_text(engine, tokenizer, prompt, settings, asks=self._asks)
+        return generate_text(self._parts.engine, self._data.tokenizer, prompt, settings, asks=self._asks)
 
     def sample(self) -> str | None:
         """What the model writes for the recipe's section `sample`; kept in summary.json.

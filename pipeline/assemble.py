@@ -20,11 +20,9 @@ from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
-from pipeline.data import DataBundle
-from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.bundle import DataBundle
+from pipeline.data.loader import BatchSource, EvalLoader, TrainLoader
 from pipeline.data.mixture import MixtureOrder
-from pipeline.data.prefetch import DevicePrefetcher
-from pipeline.data.source import BatchSource
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.host_memory import freed_at_once
@@ -210,24 +208,23 @@ def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> Mo
     )
 
 
-def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> DevicePrefetcher:
+def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> TrainLoader:
     """This rank's share of the training data."""
-    loader = TrainLoader(
+    return TrainLoader(
         data.train,
         data.collate,
         MixtureOrder(data.sources, config.seed),
+        engine.device,
         micro_batch_size=plan.micro_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         dp_rank=engine.dp_rank,
         dp_world_size=engine.dp_world_size,
         seed=config.seed,
         num_workers=config.loader.num_workers,
-        pin_memory=engine.device.type == "cuda",
     )
-    return DevicePrefetcher(loader, engine.device)
 
 
-def little_data(loader: DevicePrefetcher) -> str | None:
+def little_data(loader: TrainLoader) -> str | None:
     """What to say of a data set that a single step goes through, and on."""
     samples, step = loader.samples_per_epoch, loader.global_batch_size
     if samples >= step:

@@ -12,6 +12,7 @@ from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluates
 from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.objectives import Objective
+from pipeline.objectives.interface import further_sums
 
 
 def evaluate(
@@ -29,7 +30,7 @@ def evaluate(
     Returns:
         None: a stop was agreed before the end.
     """
-    keys = ("loss", "count", *objective.extra_keys)
+    keys = ("loss", "count", *further_sums(objective.means))
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
     none = torch.zeros((), device=engine.device)
     flag_reader = FlagReader(engine.device)

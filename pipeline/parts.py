@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.schema import ScheduleConfig
-from pipeline.data.loader import EvalLoader
-from pipeline.data.source import BatchSource
+from pipeline.data.loader import BatchSource, EvalLoader
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, StepResult
 from pipeline.metrics import Meters

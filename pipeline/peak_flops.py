@@ -23,8 +23,6 @@ PEAKS = [
     ("RTX 4090", 165.2e12, 82.6e12),
     ("RTX 3090", 71e12, 35.6e12),
 ]
-
-
 # Older than TF32; on the others it runs at half the rate of the 16-bit formats.
 WITHOUT_TF32 = ("V100", "T4")
 

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from pipeline.config.schema import SampleConfig
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ModelError
@@ -28,9 +25,9 @@ def sample_text(
     """
     if not hasattr(writer.module, "generate"):
         return None
-    prompt = (question_ids if asks else prompt_ids)(tokenizer, config.prompt)
+    prompt = _prompt_ids(tokenizer, config.prompt, asks)
     settings = GenerationSettings(config.max_new_tokens, TEMPERATURE, seed=seed)
-    return str(tokenizer.decode(_write(writer, prompt.tolist(), settings), skip_special_tokens=True))
+    return str(tokenizer.decode(_write(writer, prompt, settings), skip_special_tokens=True))
 
 
 def generate_text(
@@ -41,7 +38,7 @@ def generate_text(
     Raises:
         ModelError: the prompt is longer than what the model sees, or it cannot generate.
     """
-    ids = (question_ids if asks else prompt_ids)(tokenizer, prompt).tolist()
+    ids = _prompt_ids(tokenizer, prompt, asks)
     longest = longest_sequence(writer.module)
     if longest is not None and len(ids) >= longest:
         raise ModelError(f"the prompt has {len(ids):,} tokens, and the model sees {longest:,}: shorten it")
@@ -51,23 +48,19 @@ def generate_text(
     return text.strip() if asks else prompt + text
 
 
-def prompt_ids(tokenizer: Any, text: str) -> Tensor:
-    """(T,) ids to go on from; of an empty prompt, the token that stands between documents."""
-    ids: Tensor = tokenizer(text, return_tensors="pt")["input_ids"][0].long()
-    return ids if len(ids) else torch.tensor([tokenizer.eos_token_id])
-
-
-def question_ids(tokenizer: Any, text: str) -> Tensor:
-    """(T,) ids of a question, written out by the tokenizer's chat template, up to where the answer begins.
+def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
+    """Ids to go on from: of a question as the chat template has it, up to where the answer begins.
 
     Raises:
         DataError: the template is no Jinja, or refuses it.
     """
-    special = tokenizer.all_special_tokens
-    template = TemplateProcess(tokenizer.chat_template, dict(tokenizer.special_tokens_map), special)
-    written = template.ask(text)
-    ids: Tensor = tokenizer(written, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
-    return ids
+    if asks:
+        special = tokenizer.all_special_tokens
+        template = TemplateProcess(tokenizer.chat_template, dict(tokenizer.special_tokens_map), special)
+        question: list[int] = tokenizer(template.ask(text), add_special_tokens=False)["input_ids"]
+        return question
+    ids: list[int] = tokenizer(text)["input_ids"]
+    return ids or [tokenizer.eos_token_id]  # what stands between documents
 
 
 def _write(writer: Generates, prompt: Sequence[int], settings: GenerationSettings) -> list[int]:

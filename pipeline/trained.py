@@ -25,7 +25,8 @@ from pipeline.config.loading import parse_override
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
-from pipeline.data import DataBundle, prepare_data
+from pipeline.data import prepare_data
+from pipeline.data.bundle import DataBundle
 from pipeline.data.tokenizer import load_pretrained
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device, start_job
 from pipeline.distributed.ranks import Ranks

@@ -19,7 +19,7 @@ LAYERS = [
     ["distributed", "logs"],
     ["launching"],
     ["doctor"],
-    ["cross_entropy", "objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
+    ["objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
     ["checkpoint", "metrics", "watchers", "evaluation", "inspection"],
     ["identity"],

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cross_entropy import cross_entropy_sum
 from pipeline.data.batches import IGNORE_INDEX
+from pipeline.objectives.cross_entropies import cross_entropy_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A gradient is rounded once to the dtype of the logits.

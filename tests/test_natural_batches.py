@@ -38,13 +38,13 @@ def loaded(dataset, num_workers=0, collate=collate_items, size=2):
         dataset,
         collate,
         MixtureOrder([SourceShare("train", len(dataset))], 0),
+        torch.device("cpu"),
         micro_batch_size=size,
         gradient_accumulation_steps=1,
         dp_rank=0,
         dp_world_size=1,
         seed=0,
         num_workers=num_workers,
-        pin_memory=False,
     )
     try:
         return loader.next_group()[0]

@@ -16,8 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pipeline.data import DataBundle
-    from pipeline.data.bundle import Batch
+    from pipeline.data.bundle import Batch, DataBundle
     from pipeline.inspection.screen import Screen
 
 HELP = "show what a recipe's data is, and what of it the model would be given"
@@ -128,20 +127,22 @@ def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> No
 
 def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:
     """What the run would be given first, by the loader it would use."""
-    from pipeline.data import TrainLoader
+    import torch
+
+    from pipeline.data.loader import TrainLoader
     from pipeline.data.mixture import MixtureOrder
 
     loader = TrainLoader(
         bundle.train,
         bundle.collate,
         MixtureOrder(bundle.sources, config.seed),
+        torch.device("cpu"),
         micro_batch_size=size,
         gradient_accumulation_steps=1,
         dp_rank=0,
         dp_world_size=1,
         seed=config.seed,
         num_workers=0,
-        pin_memory=False,
     )
     (batch,) = loader.next_group()
     return batch

@@ -7,13 +7,12 @@ What needs torch is imported when it is asked for: processes that tokenise go wi
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.config.data_schema import DataConfig
 
 if TYPE_CHECKING:
-    from pipeline.data.bundle import Batch, Collate, DataBundle
-    from pipeline.data.loader import EvalLoader, TrainLoader
+    from pipeline.data.bundle import DataBundle
 
 PREPARERS = {
     "text": ("text", "prepare_text"),
@@ -21,13 +20,6 @@ PREPARERS = {
     "digits": ("digits", "prepare_digits"),
     "images": ("images", "prepare_images"),
     "custom": ("custom", "prepare_custom"),  # every `package.module:function`
-}
-HOMES = {
-    "Batch": "bundle",
-    "Collate": "bundle",
-    "DataBundle": "bundle",
-    "EvalLoader": "loader",
-    "TrainLoader": "loader",
 }
 
 
@@ -40,12 +32,3 @@ def prepare_data(config: DataConfig) -> DataBundle:
     module, function = PREPARERS["custom" if ":" in config.kind else config.kind]
     bundle: DataBundle = getattr(import_module(f"pipeline.data.{module}"), function)(config)
     return bundle
-
-
-def __getattr__(name: str) -> Any:
-    if name in HOMES:
-        return getattr(import_module(f"pipeline.data.{HOMES[name]}"), name)
-    raise AttributeError(name)
-
-
-__all__ = ["Batch", "Collate", "DataBundle", "EvalLoader", "TrainLoader", "prepare_data"]

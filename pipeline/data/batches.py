@@ -15,10 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipeline.errors import DataError, PipelineError
 
-UNNAMED, FURTHER = (
-    ("inputs", "targets"),
-    "field_",
-)  # entries of a tuple; further ones are field_2, field_3, ...
+UNNAMED = ("inputs", "targets")  # the first entries of a tuple
+FURTHER = "field_"  # its further ones: field_2, field_3, ...
 IGNORE_INDEX = -100  # the label that counts in no loss
 SHOWN = 12  # entries of a batch that a message lists
 Batch = dict[str, Any]

@@ -111,7 +111,7 @@ def _take(value: Any, exact: Any, moments: list[float]) -> None:
         for item in value:
             _take(item, exact, moments)
     else:
-        array = value.detach().cpu().float().numpy() if _is_floating(value) else _array(value)
+        array = _array(value)
         exact.update(
             f"{type(value).__name__}{None if array is None else (array.shape, array.dtype)}".encode()
         )
@@ -126,11 +126,10 @@ def _take(value: Any, exact: Any, moments: list[float]) -> None:
             exact.update(np.ascontiguousarray(array).tobytes())
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def _array(value: Any) -> Any:
     """As numpy sees it: a tensor, an image, a number; None where it sees nothing but an object."""
-    array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value  # numpy has no bf16
+    array = np.asarray(value)
     return None if array.dtype == object else array

@@ -1,41 +1,82 @@
-"""Batches for a rank: read here or by worker processes (torch's DataLoader), in the orders of sampler.py.
+"""What the loop is given: the training rows of a rank, a group for each step, and its held-out batches.
 
-Moves nothing to a device and enters no collective.
+Enters no collective. batches.py says what a batch is, sampler.py in which order samples come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset
 
-from pipeline.data.batches import Batch, LoadedBatch, as_batch, moved, usable
+from pipeline.data.batches import Batch, moved, tensors, usable
 from pipeline.data.bundle import Collate
-from pipeline.data.mixture import MixtureOrder
-from pipeline.data.random_numbers import derive_seed, own_random_numbers, seed_all, seeds_at
-from pipeline.data.sampler import Draw, EvalSampler, MicroBatchSampler
-from pipeline.errors import DataError, PipelineError
+from pipeline.data.fetch import Fetch, read_batches
+from pipeline.data.mixture import MixtureOrder, SourceCounts
+from pipeline.data.sampler import EvalSampler, training_draws
+from pipeline.errors import DataError
 
-PREFETCH = 2  # batches a worker fetches ahead
+
+class BatchSource(Protocol):
+    """The training rows of one rank, a group of micro-batches for each optimizer step.
+
+    Where it stands is a state that a checkpoint can keep: a run that goes on from there is given the rows
+    that the unbroken run would have been given.
+    """
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of the steps handed out so far, over all ranks."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+
+    def source_samples(self) -> dict[str, int]:
+        """Samples handed out so far, over all ranks, by their source. Not collective."""
+
+    def next_group(self) -> list[Batch]:
+        """This rank's micro-batches of the next optimizer step."""
+
+    def fetch_ahead(self) -> None:
+        """Called once a step is on its way: the time to begin with the next group."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands: plain numbers, names and lists of them, the same on every rank."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`, also one of another number of ranks."""
+
+    def close(self) -> None:
+        """Ends what it has started."""
 
 
 class TrainLoader:
-    """Hands out this rank's micro-batches, one optimizer step at a time, without end.
+    """A BatchSource that reads a data set, and brings the batches to the device.
+
+    `fetch_ahead` reads the next group and copies it on a stream of its own, so that neither is waited for.
+    There is no thread: what is read in this process shares Python with the step, and worker processes read
+    ahead by themselves.
+
+    On a CPU nothing is fetched ahead: the step has been computed when `fetch_ahead` is called, so it would be
+    the same work a little earlier, and a data set of one's own would see a group that is then thrown away.
+    When a group is read does not change what is in it: see Fetch.
 
     Args:
         dataset: Map-style, at least one sample; it may be smaller than a global batch.
         collate: Makes a batch of what the data set returns for a list of indices.
         order: Of the samples.
+        device: Of this rank.
         micro_batch_size: Samples of one micro-batch of one rank.
         gradient_accumulation_steps: Micro-batches of one rank in an optimizer step.
         dp_rank: This rank among those that split the batch.
         dp_world_size: Number of those ranks.
         seed: Fixes the random numbers that the data set draws.
-        num_workers: Processes that fetch ahead; 0 fetches inside `next_group`.
-        pin_memory: Copy batches to page-locked memory.
+        num_workers: Processes that fetch ahead; 0 fetches in this one.
+        is_ahead: Whether to fetch ahead; by default on anything but a CPU.
     """
 
     def __init__(
@@ -43,6 +84,7 @@ class TrainLoader:
         dataset: Dataset[Any],
         collate: Collate,
         order: MixtureOrder,
+        device: torch.device,
         *,
         micro_batch_size: int,
         gradient_accumulation_steps: int,
@@ -50,59 +92,105 @@ class TrainLoader:
         dp_world_size: int,
         seed: int,
         num_workers: int,
-        pin_memory: bool,
+        is_ahead: bool | None = None,
     ) -> None:
         assert order.num_samples == len(dataset)  # type: ignore[arg-type]
-        self.order = order
+        assert 0 <= dp_rank < dp_world_size
+        self.samples_per_epoch = order.samples_per_epoch
+        self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
+        self.samples_seen = 0
         self._fetch = Fetch([dataset], collate, seed, is_training=True)
-        self._micro_batch_size = micro_batch_size
+        self._draws_from = partial(
+            training_draws,
+            order,
+            micro_batch_size=micro_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+        )
         self._gradient_accumulation_steps = gradient_accumulation_steps
-        self._dp_rank = dp_rank
-        self._dp_world_size = dp_world_size
         self._num_workers = num_workers
-        self._pin_memory = pin_memory
-        self._samples_seen = 0
         self._batches: Iterator[Any] | None = None
+        self._device = device
+        self._is_ahead = device.type != "cpu" if is_ahead is None else is_ahead
+        self._streams: Any = getattr(torch, device.type)  # torch.cuda; torch.cpu has streams that do nothing
+        self._stream = self._streams.Stream() if self._is_ahead else None
+        self._ahead: list[Batch] | None = None
+        self._counts = SourceCounts(order)
 
     @property
-    def global_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return self._micro_batch_size * self._gradient_accumulation_steps * self._dp_world_size
+    def epoch(self) -> float:
+        """See BatchSource."""
+        return self.samples_seen / self.samples_per_epoch
 
-    @property
-    def samples_seen(self) -> int:
-        """Samples of the steps handed out so far, over all ranks: all there is to know of a position."""
-        return self._samples_seen
+    def source_samples(self) -> dict[str, int]:
+        """See BatchSource. The same on every rank."""
+        return self._counts.up_to(self.samples_seen)
 
     def next_group(self) -> list[Batch]:
-        """This rank's micro-batches of the next optimizer step."""
-        if self._batches is None:
-            self._batches = self._start()
-        group = [usable(next(self._batches)) for _ in range(self._gradient_accumulation_steps)]
-        self._samples_seen += self.global_batch_size
+        """See BatchSource. On the device, where groups are fetched ahead."""
+        if self._is_ahead:
+            self.fetch_ahead()
+            group = self._take()
+        else:
+            group = self._read()
+        self.samples_seen += self.global_batch_size
         return group
 
-    def seek(self, samples_seen: int) -> None:
+    def fetch_ahead(self) -> None:
+        """Starts to bring the next group to the device; waits until it is read, not for the device."""
+        if not self._is_ahead or self._ahead is not None:
+            return
+        group = self._read()
+        with self._streams.stream(self._stream):
+            self._ahead = [
+                moved(batch, lambda _, tensor: tensor.to(self._device, non_blocking=True)) for batch in group
+            ]
+
+    def _read(self) -> list[Batch]:
+        if self._batches is None:
+            # The draws never end, so neither do the workers: nothing to keep them for.
+            batches = read_batches(
+                self._fetch,
+                self._draws_from(samples_seen=self.samples_seen),
+                self._num_workers,
+                pin_memory=self._device.type == "cuda",
+                persistent=False,
+            )
+            self._batches = iter(batches)
+        return [usable(next(self._batches)) for _ in range(self._gradient_accumulation_steps)]
+
+    def _take(self) -> list[Batch]:
+        group, self._ahead = self._ahead, None
+        assert group is not None
+        current = self._streams.current_stream()
+        current.wait_stream(self._stream)  # the device waits, not the host
+        for tensor in (tensor for tensor in tensors(group) if tensor.is_cuda):
+            tensor.record_stream(current)  # else the copying stream, whose memory it is, reuses it too early
+        return group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data is: what was handed out, not what was fetched ahead."""
+        return {"samples_seen": self.samples_seen, "source_samples": self.source_samples()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`, also one of another number of ranks or another batch size.
+
+        `source_samples` may be missing: checkpoints of an earlier version have none.
+        """
+        self.seek(int(state["samples_seen"]), state.get("source_samples"))
+
+    def seek(self, samples_seen: int, source_samples: Mapping[str, int] | None = None) -> None:
         """Go on as if `samples_seen` samples had been handed out, also by another number of ranks."""
         assert samples_seen >= 0
         self.close()
-        self._samples_seen = samples_seen
+        self.samples_seen = samples_seen
+        self._counts.seek(samples_seen, source_samples)
 
     def close(self) -> None:
-        """Ends the workers; the next group starts new ones where it left off."""
+        """Ends the workers and drops what was fetched ahead; a next group is read anew."""
+        self._ahead = None
         self._batches = None  # the iterator's destructor stops its workers
-
-    def _start(self) -> Iterator[Any]:
-        sampler = MicroBatchSampler(
-            self.order,
-            micro_batch_size=self._micro_batch_size,
-            gradient_accumulation_steps=self._gradient_accumulation_steps,
-            dp_rank=self._dp_rank,
-            dp_world_size=self._dp_world_size,
-            samples_seen=self._samples_seen,
-        )
-        # The sampler never ends, so neither do the workers: nothing to keep them for.
-        return iter(_batches(self._fetch, sampler, self._num_workers, self._pin_memory, persistent=False))
 
 
 class EvalLoader:
@@ -142,132 +230,24 @@ class EvalLoader:
         assert datasets
         self.names = tuple(datasets)
         self.total = tuple(total) or self.names
-        self._samplers = [
-            EvalSampler(
-                _length(name, dataset),
-                micro_batch_size=micro_batch_size,
-                dp_rank=dp_rank,
-                dp_world_size=dp_world_size,
-                max_samples=max_samples,
-                dataset=number,
-            )
-            for number, (name, dataset) in enumerate(datasets.items())
-        ]
-        # One loader over all sets: each with workers of its own would leave a crowd of idle processes.
-        fetch = Fetch(list(datasets.values()), collate, 0, is_training=False)
-        draws = _Chain(self._samplers)
-        self._batches = _batches(fetch, draws, num_workers, pin_memory, persistent=num_workers > 0)
-
-    def __len__(self) -> int:
-        return sum(len(sampler) for sampler in self._samplers)
+        sizes = [_length(name, dataset) for name, dataset in datasets.items()]
+        if max_samples is not None:
+            sizes = [min(size, max_samples) for size in sizes]
+        self._sampler = EvalSampler(
+            sizes, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_world_size=dp_world_size
+        )
+        # One reader of all sets: each with workers of its own would leave a crowd of idle processes.
+        self._batches = read_batches(
+            Fetch(list(datasets.values()), collate, 0, is_training=False),
+            self._sampler,
+            num_workers,
+            pin_memory=pin_memory,
+            persistent=num_workers > 0,
+        )
 
     def __iter__(self) -> Iterator[tuple[str, Batch, bool]]:
-        batches = iter(self._batches)
-        for name, sampler in zip(self.names, self._samplers, strict=True):
-            for index in range(len(sampler)):
-                yield name, usable(next(batches)), sampler.is_real(index)
-
-
-class Fetch(Dataset[Any]):
-    """Reads one batch: a data set whose index is a Draw, so that torch's workers can be handed it.
-
-    Random numbers are a function of the seed and a position: the same in this process and in a worker,
-    whenever it is fetched, and after a resume. Those of `augmented` and `__getitem__` go by the sample's own
-    position, and are the same at any number of ranks; those of `__getitems__` and the collate by the batch's.
-    """
-
-    def __init__(
-        self, datasets: Sequence[Dataset[Any]], collate: Collate, seed: int, *, is_training: bool
-    ) -> None:
-        self._datasets = datasets
-        self._collate = collate
-        self._seed = seed
-        self._is_training = is_training
-
-    def __getitems__(self, draw: Draw) -> LoadedBatch | PipelineError:
-        try:
-            return as_batch(self._collated(draw), len(draw.indices))
-        except PipelineError as error:
-            return error  # as a value: what a worker raises arrives with its traceback for a message
-
-    def _collated(self, draw: Draw) -> Any:
-        dataset = self._datasets[draw.dataset]
-        if self._is_training and hasattr(dataset, "augmented"):
-            places = enumerate(draw.indices, start=draw.position)
-            return self._collate(
-                [dataset.augmented(i, derive_seed(self._seed, place)) for place, i in places]
-            )
-        if getattr(dataset, "is_deterministic", False):
-            return self._read(dataset, draw.indices)
-        with own_random_numbers(self._seed, draw.position):
-            return self._read(dataset, draw.indices, draw.position)
-
-    def _read(self, dataset: Any, indices: list[int], position: int | None = None) -> Any:
-        """Position: of the first one; None: nothing is drawn."""
-        source = dataset
-        while isinstance(source, Subset):  # it has __getitems__ whatever it is a part of
-            source = source.dataset
-        if hasattr(source, "__getitems__"):
-            return self._collate(dataset.__getitems__(indices))
-        if position is None or type(source) in (TensorDataset, list):  # which draw nothing
-            return self._collate([dataset[index] for index in indices])
-        samples = []
-        for bits, index in zip(seeds_at(self._seed, position, len(indices)), indices, strict=True):
-            seed_all(bits)
-            samples.append(dataset[index])
-        seed_all(derive_seed(self._seed, position, len(indices)))
-        return self._collate(samples)
-
-
-class _Chain:
-    """The draws of several samplers, one behind the other, anew each time."""
-
-    def __init__(self, samplers: Sequence[Iterable[Draw]]) -> None:
-        self._samplers = samplers
-
-    def __iter__(self) -> Iterator[Draw]:
-        return chain.from_iterable(self._samplers)
-
-
-class _InProcess:
-    """Batches read in this process, when they are asked for."""
-
-    def __init__(self, fetch: Fetch, draws: Iterable[Draw], pin_memory: bool) -> None:
-        self._fetch = fetch
-        self._draws = draws
-        self._pin_memory = pin_memory
-
-    def __iter__(self) -> Iterator[LoadedBatch | PipelineError]:
-        for draw in self._draws:
-            batch = self._fetch.__getitems__(draw)
-            if self._pin_memory and isinstance(batch, LoadedBatch):
-                samples, batch = batch.num_samples, moved(batch, lambda _, tensor: tensor.pin_memory())
-                batch.num_samples, batch.host = samples, None
-            yield batch
-
-
-def _batches(
-    fetch: Fetch, draws: Iterable[Draw], num_workers: int, pin_memory: bool, *, persistent: bool
-) -> Iterable[Any]:
-    if num_workers == 0:
-        return _InProcess(fetch, draws, pin_memory)
-    # Its own generator: by default each iteration draws from torch's global one, and dropout would differ.
-    generator = torch.Generator()
-    generator.manual_seed(0)
-    return DataLoader(
-        fetch,
-        batch_sampler=draws,  # type: ignore[arg-type]  # one Draw for a list of indices
-        collate_fn=_as_it_is,
-        num_workers=num_workers,
-        prefetch_factor=PREFETCH,
-        persistent_workers=persistent,
-        pin_memory=pin_memory,
-        generator=generator,
-    )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+        for draw, batch in zip(self._sampler, self._batches, strict=False):
+            yield self.names[draw.dataset], usable(batch), self._sampler.is_real(draw)
 
 
 def _length(name: str, dataset: Dataset[Any]) -> int:

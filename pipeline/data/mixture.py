@@ -87,6 +87,9 @@ class MixtureOrder:
         Whole epochs are known; the rest is looked at, some 10 million positions a second.
         """
         counts = np.zeros_like(self._drawn)
+        if self._slot_order is None:
+            counts[self._active] = last - first
+            return counts
         while first < last:
             left = self.samples_per_epoch - first % self.samples_per_epoch
             if left == self.samples_per_epoch <= last - first:
@@ -95,12 +98,8 @@ class MixtureOrder:
                 first += epochs * self.samples_per_epoch
                 continue
             stop = min(last, first + left, first + COUNTED_AT_ONCE)
-            if self._slot_order is None:
-                stop = min(last, first + left)
-                counts[self._active] += stop - first
-            else:
-                sources = self._sources_at(np.arange(first, stop))[1]
-                counts += np.bincount(sources, minlength=len(counts))
+            sources = self._sources_at(np.arange(first, stop))[1]
+            counts += np.bincount(sources, minlength=len(counts))
             first = stop
         return counts
 
@@ -151,12 +150,11 @@ class SourceCounts:
 
     def __init__(self, order: MixtureOrder) -> None:
         self._order = order
-        self._counted = 0  # positions
-        self._counts = np.zeros(len(order.names), dtype=np.int64)
+        self.seek(0, None)
 
     def seek(self, samples_seen: int, counts: Mapping[str, int] | None) -> None:
         """Start from what a checkpoint remembers. Without `counts` the next `up_to` counts from the start."""
-        self._counted = 0
+        self._counted = 0  # positions
         self._counts = np.zeros(len(self._order.names), dtype=np.int64)
         if counts and set(counts) == set(self._order.names) and sum(counts.values()) == samples_seen:
             self._counted = samples_seen

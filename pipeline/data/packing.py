@@ -8,7 +8,6 @@ from __future__ import annotations
 import resource
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from pipeline.data.best_fit import Ints, best_fit, cut_documents
 from pipeline.data.bundle import Batch, JoinedDataset
 
 if TYPE_CHECKING:
-    from pipeline.data.prepared.store import TokenPart, TokenStore
+    from pipeline.data.prepared.store import TokenStore
 
 MOST_OPEN = 512  # parts of a data set: 16 GB of JSONL
 
@@ -54,16 +53,16 @@ class PackedDataset(Dataset[Batch]):
     is_deterministic = True  # draws no random numbers
 
     def __init__(
-        self, store: TokenStore | JoinedStore, sequence_length: int, separate_documents: bool, end_id: int
+        self, stores: Sequence[TokenStore], sequence_length: int, separate_documents: bool, end_id: int
     ) -> None:
-        self.store = store
+        self.stores = stores
         self.sequence_length = sequence_length
         self.separate_documents = separate_documents
         self.end_id = end_id
         self._map()
 
     def _map(self) -> None:
-        self._parts = self.store.parts
+        self._parts = [part for store in self.stores for part in store.parts]
         self._open = lru_cache(parts_kept_open())(self._open_part)
 
     def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
@@ -114,9 +113,9 @@ class Stream(PackedDataset):
     """
 
     def __init__(
-        self, store: TokenStore | JoinedStore, sequence_length: int, separate_documents: bool, end_id: int
+        self, stores: Sequence[TokenStore], sequence_length: int, separate_documents: bool, end_id: int
     ) -> None:
-        super().__init__(store, sequence_length, separate_documents, end_id)
+        super().__init__(stores, sequence_length, separate_documents, end_id)
         counts = [max(0, part.num_tokens - 1) // sequence_length for part in self._parts]
         self._first = _offsets(counts)  # row of each part
 
@@ -172,19 +171,8 @@ class JoinedStream(Stream):
     def __init__(self, datasets: Sequence[Stream]) -> None:
         self.datasets = datasets
         first = datasets[0]
-        store = JoinedStore([dataset.store for dataset in datasets])
-        super().__init__(store, first.sequence_length, first.separate_documents, first.end_id)
-
-
-@dataclass(frozen=True)
-class JoinedStore:
-    """The parts of several stores."""
-
-    stores: Sequence[TokenStore | JoinedStore]
-
-    @property
-    def parts(self) -> Sequence[TokenPart]:
-        return [part for store in self.stores for part in store.parts]
+        stores = [store for dataset in datasets for store in dataset.stores]
+        super().__init__(stores, first.sequence_length, first.separate_documents, first.end_id)
 
 
 class Bins(PackedDataset):
@@ -199,14 +187,14 @@ class Bins(PackedDataset):
 
     def __init__(
         self,
-        store: TokenStore,
+        stores: Sequence[TokenStore],
         sequence_length: int,
         separate_documents: bool,
         end_id: int,
         *,
         share_rows: bool,
     ) -> None:
-        super().__init__(store, sequence_length, separate_documents, end_id)
+        super().__init__(stores, sequence_length, separate_documents, end_id)
         self.pad_id = end_id
         self._first = _offsets([part.num_tokens for part in self._parts])  # they run on from part to part
         cut = [
@@ -274,9 +262,9 @@ def pack(
         end_id: The end-of-document token.
     """
     if packing == "concatenate":
-        return Stream(store, sequence_length, separate_documents, end_id)
+        return Stream([store], sequence_length, separate_documents, end_id)
     share_rows = {"best_fit": True, "none": False}[packing]
-    return Bins(store, sequence_length, separate_documents, end_id, share_rows=share_rows)
+    return Bins([store], sequence_length, separate_documents, end_id, share_rows=share_rows)
 
 
 def join(datasets: Sequence[PackedDataset]) -> Dataset[Batch]:

@@ -6,7 +6,7 @@ The order is computed by index, without a shuffled list: no memory, no warm-up, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -48,7 +48,6 @@ class GlobalOrder:
     def __init__(self, num_samples: int, seed: int) -> None:
         assert num_samples >= 1
         self.num_samples = num_samples
-        self.seed = seed
         self._base = np.uint64(math.isqrt(num_samples - 1) + 1)
         self._seed_key = scrambled(np.array([seed], dtype=np.uint64))
 
@@ -72,80 +71,59 @@ class GlobalOrder:
         return left * self._base + right
 
 
-class MicroBatchSampler:
+def training_draws(
+    order: Order,
+    *,
+    micro_batch_size: int,
+    gradient_accumulation_steps: int,
+    dp_rank: int,
+    dp_world_size: int,
+    samples_seen: int,
+) -> Iterator[Draw]:
     """What one rank's micro-batches are made of, without end, from `samples_seen` on.
 
     Of optimizer step s, micro-batch m belongs at positions s * global + (m * dp_world_size + dp_rank) * micro
     + [0, micro). So a step takes the same samples whatever the number of ranks and of accumulation steps.
     """
-
-    def __init__(
-        self,
-        order: Order,
-        *,
-        micro_batch_size: int,
-        gradient_accumulation_steps: int,
-        dp_rank: int,
-        dp_world_size: int,
-        samples_seen: int,
-    ) -> None:
-        assert 0 <= dp_rank < dp_world_size
-        assert samples_seen >= 0
-        self.order = order
-        self.samples_seen = samples_seen
-        self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
-        micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank
-        self._offsets = micro_batches[:, None] * micro_batch_size + np.arange(micro_batch_size)  # (M, B)
-
-    def __iter__(self) -> Iterator[Draw]:
-        steps = np.arange(max(1, BLOCK // self._offsets.size))
-        start = self.samples_seen
-        while True:
-            firsts = start + steps * self.global_batch_size
-            positions = (firsts[:, None, None] + self._offsets).reshape(-1, self._offsets.shape[1])
-            samples = self.order.samples_at(positions)  # (steps * M, B)
-            for position, indices in zip(positions[:, 0].tolist(), samples.tolist(), strict=True):
-                yield Draw(0, position, indices)
-            start += len(steps) * self.global_batch_size
+    global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
+    micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank
+    offsets = micro_batches[:, None] * micro_batch_size + np.arange(micro_batch_size)  # (M, B)
+    steps = np.arange(max(1, BLOCK // offsets.size))
+    start = samples_seen
+    while True:
+        firsts = start + steps * global_batch_size
+        positions = (firsts[:, None, None] + offsets).reshape(-1, micro_batch_size)
+        samples = order.samples_at(positions)  # (steps * M, B)
+        for position, indices in zip(positions[:, 0].tolist(), samples.tolist(), strict=True):
+            yield Draw(0, position, indices)
+        start += len(steps) * global_batch_size
 
 
 class EvalSampler:
-    """One rank's share of `range(num_samples)` in order, with as many batches on every rank.
+    """One rank's share of data sets, one behind the other and in order, with as many batches on every rank.
 
-    Global micro-batch b gives rank r the samples from (b * dp_world_size + r) * micro on. A rank for which
-    none are left gets sample 0, to take part in the collectives of the forward pass; `is_real` says so.
+    Global micro-batch b of a data set gives rank r the samples from (b * dp_world_size + r) * micro on. A
+    rank for which none are left gets sample 0, to take part in the collectives of the forward pass; `is_real`
+    says so.
+
+    Args:
+        sizes: How many samples of each data set there are, or are looked at.
     """
 
     def __init__(
-        self,
-        num_samples: int,
-        *,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_world_size: int,
-        max_samples: int | None,
-        dataset: int = 0,
+        self, sizes: Sequence[int], *, micro_batch_size: int, dp_rank: int, dp_world_size: int
     ) -> None:
-        assert num_samples >= 1
         assert 0 <= dp_rank < dp_world_size
-        self.dataset = dataset
-        self.num_samples = num_samples if max_samples is None else min(num_samples, max_samples)
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.dp_world_size = dp_world_size
-        self._num_batches = math.ceil(self.num_samples / (micro_batch_size * dp_world_size))
+        self._sizes = sizes
+        self._micro_batch_size = micro_batch_size
+        self._first = dp_rank * micro_batch_size
+        self._stride = dp_world_size * micro_batch_size
 
-    def __len__(self) -> int:
-        return self._num_batches
-
-    def is_real(self, batch_index: int) -> bool:
-        return self._first(batch_index) < self.num_samples
+    def is_real(self, draw: Draw) -> bool:
+        return draw.position < self._sizes[draw.dataset]
 
     def __iter__(self) -> Iterator[Draw]:
-        for batch_index in range(len(self)):
-            first = self._first(batch_index)
-            indices = list(range(first, min(first + self.micro_batch_size, self.num_samples)))
-            yield Draw(self.dataset, first, indices or [0])
-
-    def _first(self, batch_index: int) -> int:
-        return (batch_index * self.dp_world_size + self.dp_rank) * self.micro_batch_size
+        for dataset, size in enumerate(self._sizes):
+            for first in range(self._first, self._first + size, self._stride):
+                indices = list(range(first, min(first + self._micro_batch_size, size)))
+                yield Draw(dataset, first, indices or [0])

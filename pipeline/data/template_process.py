@@ -21,9 +21,8 @@ from pipeline.data.chat_layouts import Conversation
 from pipeline.data.chat_template import ChatTemplate, Spans
 from pipeline.errors import ConfigError, DataError, PipelineError
 
-SECONDS = (
-    5  # of computing, for one conversation, which takes a template a millisecond: a busy machine adds none
-)
+# Of computing, for one conversation, which takes a template a millisecond: a busy machine adds none.
+SECONDS = 5
 MEMORY = 1 << 30  # bytes, besides what this process has
 CHARACTERS = 1 << 24  # besides ten times what was said
 MEND = "mend data.chat_template, or the template that the tokenizer brings"
@@ -121,26 +120,23 @@ def _live(connection: Connection, given: tuple[Any, ...]) -> None:
                 with suppress(OSError):
                     os.close(descriptor)  # a lock or a pipe of the parent's
         _limit_memory()
-        template = None
+        template: ChatTemplate | None = None
+        failure: Exception | None
         while True:
             what, items = connection.recv()
             for item in items:
-                signal.setitimer(
-                    signal.ITIMER_PROF, SECONDS
-                )  # by default it ends the process, whatever it does
+                answer, failure = None, None
+                # By default its signal ends the process, whatever that does.
+                signal.setitimer(signal.ITIMER_PROF, SECONDS)
                 try:
                     template = ChatTemplate(*given) if template is None else template
                     answer = None if what == "check" else _bounded(getattr(template, what)(*item), item)
-                    failure: Exception | None = None
                 except PipelineError as error:
-                    answer, failure = None, error
+                    failure = error
                 except MemoryError:
-                    answer, failure = (
-                        None,
-                        ConfigError(f"{item[0]}: the chat template takes too much memory; {MEND}"),
-                    )
+                    failure = ConfigError(f"{item[0]}: the chat template takes too much memory; {MEND}")
                 except Exception:  # ours: its traceback crosses to the process that asked
-                    answer, failure = None, RuntimeError(traceback.format_exc())
+                    failure = RuntimeError(traceback.format_exc())
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 connection.send((failure, answer))
                 if failure is not None:

@@ -211,7 +211,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         else:
             skipped, grad_norm = self._skipped, self._norm
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        total = added(losses, objective.extra_keys, self.device)
+        total = added(losses, objective.means, self.device)
         alike = self._split.tensor_parallel  # each rank of a tensor group computed all of it
         extras = {key: value / alike for key, value in total.extras.items()}
         return StepResult(total.loss_sum / alike, totals[0], grad_norm, skipped, totals[1], scale_now, extras)

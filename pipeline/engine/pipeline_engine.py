@@ -112,7 +112,7 @@ class PipelineEngine(DeepSpeedBase):
         if self._own_norm and self.precision == "fp32":
             skipped = self._skipped
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        total = added(self._last.losses, objective.extra_keys, self.device)  # 0 before the last stage
+        total = added(self._last.losses, objective.means, self.device)  # 0 before the last stage
         return StepResult(total.loss_sum, totals[0], norm, skipped, totals[1], scale_now, total.extras)
 
     def _on_device(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
@@ -159,7 +159,7 @@ class PipelineEngine(DeepSpeedBase):
         self._engine.eval_batch(
             self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
         )
-        return added(self._last.losses, objective.extra_keys, self.device)
+        return added(self._last.losses, objective.means, self.device)
 
     def _state(self) -> State:
         places = {

@@ -114,7 +114,7 @@ class TorchEngine:
         set_learning_rate(self._optimizer, learning_rate)
         grad_norm, skipped = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
         self._optimizer.step()
-        total = added(losses, objective.extra_keys, self.device)
+        total = added(losses, objective.means, self.device)
         return StepResult(total.loss_sum, totals[0], grad_norm, skipped, totals[1], None, total.extras)
 
     def _reduced_after(self, is_last: bool) -> AbstractContextManager[Any]:

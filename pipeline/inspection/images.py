@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.data.bundle import Batch
-from pipeline.data.images.decoding import describe
+from pipeline.data.images.dataset import describe
 from pipeline.inspection.pictures import bars, draw_contact_sheet
 from pipeline.inspection.screen import Screen, percent
 from pipeline.inspection.statistics import count_copies, count_shared

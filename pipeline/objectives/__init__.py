@@ -10,7 +10,6 @@ from pipeline.importing import import_object
 from pipeline.objectives.cross_entropies import CausalLM, Classification
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.objectives.model_call import ModelCall
-from pipeline.objectives.outputs import logits_of, loss_of
 from pipeline.objectives.own import Custom, ModelLoss
 from pipeline.objectives.router import refuse_router
 
@@ -18,17 +17,11 @@ __all__ = [
     "TARGET_KEYS",
     "Batch",
     "CausalLM",
-    "Classification",
-    "Custom",
     "GlobalBatch",
     "LossSum",
-    "ModelCall",
-    "ModelLoss",
     "Objective",
     "added",
     "build_objective",
-    "logits_of",
-    "loss_of",
     "refuse_router",
 ]
 

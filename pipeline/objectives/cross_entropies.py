@@ -1,15 +1,17 @@
-"""Cross entropy over a vocabulary or over classes. Shapes: B batch, T sequence, V vocabulary, C classes."""
+"""Cross entropy over a vocabulary or over classes.
+
+Shapes: B batch, T sequence, N = B * T tokens, V vocabulary, C classes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.cross_entropy import cross_entropy_sum
 from pipeline.data.batches import IGNORE_INDEX, shown
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
@@ -19,6 +21,9 @@ from pipeline.objectives.outputs import logits_of
 from pipeline.objectives.router import balance_sum, router_logits_of, router_of, tokens_per_expert
 
 LABELS = ("labels", "label", "targets", "target")
+# fp32 elements a block: 1 MiB stays in a core's cache; a GPU wants few, large kernels (256 MiB).
+CPU_BLOCK = 1 << 18
+GPU_BLOCK = 1 << 26
 
 
 class CausalLM(Caller):
@@ -32,7 +37,6 @@ class CausalLM(Caller):
     """
 
     unit = "tokens"
-    extra_keys: tuple[str, ...] = ("router_aux_loss", "routed_tokens")
     means: Mapping[str, tuple[str, str]] = {"router_aux_loss": ("router_aux_loss", "routed_tokens")}
 
     def __init__(self, call: ModelCall | None = None):
@@ -111,7 +115,6 @@ class Classification(Caller):
     """
 
     unit = "samples"
-    extra_keys: tuple[str, ...] = ("correct", "samples")
     means: Mapping[str, tuple[str, str]] = {"accuracy": ("correct", "samples")}
 
     def __init__(
@@ -168,3 +171,56 @@ class Classification(Caller):
         )
         extras = {"correct": (logits.argmax(-1) == labels).sum(), "samples": (labels != IGNORE_INDEX).sum()}
         return LossSum(loss_sum, self.count(batch), extras)
+
+
+def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Sum over the labels that are not -100, in fp32.
+
+    Args:
+        logits_NV: (tokens, vocabulary), any floating dtype.
+        labels_N: (tokens,), int64.
+
+    Returns:
+        A 0-dim fp32 tensor, as `F.cross_entropy(logits.float(), labels, reduction="sum")` gives.
+    """
+    total: Tensor = _BlockwiseCrossEntropy.apply(logits_NV, labels_N)
+    return total
+
+
+def _blocks(logits_NV: Tensor) -> Iterator[slice]:
+    elements = CPU_BLOCK if logits_NV.device.type == "cpu" else GPU_BLOCK
+    rows = max(1, elements // logits_NV.shape[1])
+    for start in range(0, logits_NV.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+class _BlockwiseCrossEntropy(torch.autograd.Function):
+    """fp32 without an fp32 tensor of (N, V), of which `F.cross_entropy(logits.float(), ...)` makes three.
+
+    A block stays in the cache of a CPU, or small beside the model on a GPU. benchmarks/throughput.py shows
+    what that is worth.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
+        for block in _blocks(logits_NV):
+            total += F.cross_entropy(
+                logits_NV[block].float(), labels_N[block], ignore_index=IGNORE_INDEX, reduction="sum"
+            )
+        ctx.save_for_backward(logits_NV, labels_N)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        """d loss / d logit = (softmax - one-hot of the label) x the incoming gradient; 0 in ignored rows."""
+        logits_NV, labels_N = ctx.saved_tensors
+        grad_NV = torch.empty_like(logits_NV)
+        scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_outputs[0])[:, None]
+        target_N1 = labels_N.clamp(min=0)[:, None]
+        minus_one = torch.full_like(scale_N1, -1.0)
+        for block in _blocks(logits_NV):
+            p_NV = torch.softmax(logits_NV[block].float(), dim=-1)
+            p_NV.scatter_add_(-1, target_N1[block], minus_one[block])
+            grad_NV[block] = p_NV.mul_(scale_N1[block])
+        return grad_NV, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ class LossSum:
     count: Tensor
     """Tokens or samples (or their weights) the loss is the sum over."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """Further sums, such as `correct`; see Objective.means. 0 where one is missing."""
+    """Further sums, such as `correct`, that Objective.means names. 0 where one is missing."""
     penalty_sum: Tensor | None = None
     """What is minimised besides, divided by the same count; no part of the loss that is logged."""
 
@@ -38,7 +39,12 @@ class LossSum:
         return LossSum(self.loss_sum.detach(), self.count, extras)
 
 
-def added(losses: Sequence[LossSum], extra_keys: Sequence[str], device: torch.device) -> LossSum:
+def further_sums(means: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Names of the sums that these means are made of: what there may be in LossSum.extras."""
+    return list(dict.fromkeys(chain.from_iterable(means.values())))
+
+
+def added(losses: Sequence[LossSum], means: Mapping[str, tuple[str, str]], device: torch.device) -> LossSum:
     """The micro-batches' sums added up; 0 for what none of them reports. Penalties are left out."""
     none = torch.zeros((), device=device)
 
@@ -49,7 +55,7 @@ def added(losses: Sequence[LossSum], extra_keys: Sequence[str], device: torch.de
     return LossSum(
         total(loss.loss_sum for loss in losses),
         total(loss.count for loss in losses),
-        {key: total(loss.extras.get(key) for loss in losses) for key in extra_keys},
+        {key: total(loss.extras.get(key) for loss in losses) for key in further_sums(means)},
     )
 
 
@@ -70,10 +76,8 @@ class Objective(Protocol):
 
     unit: str
     """What is counted: `tokens` or `samples`."""
-    extra_keys: tuple[str, ...]
-    """Names of the further sums in LossSum.extras."""
     means: Mapping[str, tuple[str, str]]
-    """Metric -> which further sum is divided by which, both over the global batch: a row's further keys."""
+    """Metric -> which of LossSum.extras is divided by which, both over the global batch."""
 
     def count(self, batch: Batch) -> Tensor:
         """The micro-batch's count (0-dim), from the batch alone: it is needed before the first backward."""

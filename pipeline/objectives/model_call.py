@@ -157,7 +157,6 @@ def _refuse_unusable(signature: inspect.Signature, batch: Batch, kinds: dict[str
 class Caller:
     """What all objectives have: the way to the model."""
 
-    extra_keys: tuple[str, ...] = ()
     means: Mapping[str, tuple[str, str]] = {}
 
     def __init__(self, call: ModelCall | None = None) -> None:

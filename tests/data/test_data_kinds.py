@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pipeline.config.data_schema import CustomDataConfig, DigitsDataConfig
-from pipeline.data import TrainLoader, prepare_data
+from pipeline.data import prepare_data
+from pipeline.data.loader import TrainLoader
 from pipeline.data.mixture import MixtureOrder
 from pipeline.errors import DataError, ModelError
 from pipeline.importing import import_object
@@ -110,13 +111,13 @@ def test_data_of_ones_own(module):
         bundle.train,
         bundle.collate,
         MixtureOrder(bundle.sources, 0),
+        torch.device("cpu"),
         micro_batch_size=6,
         gradient_accumulation_steps=1,
         dp_rank=0,
         dp_world_size=1,
         seed=0,
         num_workers=0,
-        pin_memory=False,
     )
     (batch,) = loader.next_group()
     assert sorted(batch["inputs"].flatten().tolist()) == [0, 1, 4, 9, 16, 25]

@@ -52,10 +52,9 @@ def train_loader(dataset, **changes):
         "dp_world_size": 1,
         "seed": 0,
         "num_workers": 0,
-        "pin_memory": False,
     }
     order = MixtureOrder((SourceShare("numbers", len(dataset)),), (settings | changes)["seed"])
-    return TrainLoader(dataset, collate_items, order, **(settings | changes))
+    return TrainLoader(dataset, collate_items, order, torch.device("cpu"), **(settings | changes))
 
 
 def eval_loader(dataset, **changes):
@@ -207,14 +206,14 @@ def test_evaluation_stops_at_max_samples_whatever_the_number_of_ranks():
             loader = eval_loader(Numbers(100), max_samples=5, dp_rank=rank, dp_world_size=world)
             seen += [n for _, batch, is_real in loader if is_real for n in batch["number"].tolist()]
         assert sorted(seen) == [0, 1, 2, 3, 4]
-    assert len(eval_loader(Numbers(3), max_samples=9)) == 2
+    assert len(list(eval_loader(Numbers(3), max_samples=9))) == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_several_sets_come_one_behind_the_other(num_workers):
     sets = {"long": Numbers(9), "short": Numbers(1)}
     loader = eval_loader(sets, max_samples=5, num_workers=num_workers)
-    assert (loader.names, loader.total, len(loader)) == (("long", "short"), ("long", "short"), 4)
+    assert (loader.names, loader.total) == (("long", "short"), ("long", "short"))
     assert eval_loader(sets, total=["short"]).total == ("short",)
     for _ in range(2):
         seen = [(name, batch["number"].tolist()) for name, batch, _ in loader]

@@ -17,7 +17,6 @@ from pipeline.assemble import little_data
 from pipeline.data.bundle import collate_items
 from pipeline.data.loader import TrainLoader
 from pipeline.data.mixture import MixtureOrder, SourceShare
-from pipeline.data.prefetch import DevicePrefetcher
 
 SOURCES = (SourceShare("web", 40, weight=3.0), SourceShare("code", 23, weight=1.0))
 
@@ -36,19 +35,19 @@ class Numbers(Dataset):
 
 
 def prefetcher(is_ahead=True, rank=0, world=1, micro=2, accumulation=3, dataset=None, num_workers=0):
-    loader = TrainLoader(
+    return TrainLoader(
         dataset or Numbers(),
         collate_items,
         MixtureOrder(SOURCES, 0),
+        torch.device("cpu"),
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         dp_rank=rank,
         dp_world_size=world,
         seed=0,
         num_workers=num_workers,
-        pin_memory=False,
+        is_ahead=is_ahead,
     )
-    return DevicePrefetcher(loader, torch.device("cpu"), is_ahead)
 
 
 def numbers(group):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.steps import steps_of
 
-from pipeline.data.sampler import EvalSampler, GlobalOrder, MicroBatchSampler
+from pipeline.data.sampler import EvalSampler, GlobalOrder, training_draws
 
 WORLDS = (1, 2, 3, 4, 8)
 quick = settings(max_examples=40, deadline=None)
@@ -123,7 +123,7 @@ def test_to_resume_is_never_to_have_stopped(n, stop, world, accumulation):
 
 def test_blocks_join_without_a_seam():
     order = GlobalOrder(10_000, 0)
-    sampler = MicroBatchSampler(
+    without_end = training_draws(
         order,
         micro_batch_size=7,
         gradient_accumulation_steps=3,
@@ -131,7 +131,7 @@ def test_blocks_join_without_a_seam():
         dp_world_size=1,
         samples_seen=5,
     )
-    draws = list(islice(sampler, 2000))  # more than three blocks
+    draws = list(islice(without_end, 2000))  # more than three blocks
     taken = list(chain(*(draw.indices for draw in draws)))
     assert [draw.position for draw in draws] == list(range(5, 5 + 14_000, 7))
     assert taken == order.samples_at(np.arange(5, 5 + 14_000)).tolist()
@@ -139,23 +139,23 @@ def test_blocks_join_without_a_seam():
 
 
 @quick
-@given(n=st.integers(1, 100), micro=st.integers(1, 5), world=st.sampled_from(WORLDS))
-def test_evaluation_covers_the_data_once(n, micro, world):
+@given(
+    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=3),
+    micro=st.integers(1, 5),
+    world=st.sampled_from(WORLDS),
+)
+def test_evaluation_covers_each_data_set_once(sizes, micro, world):
     samplers = [
-        EvalSampler(n, micro_batch_size=micro, dp_rank=rank, dp_world_size=world, max_samples=None)
-        for rank in range(world)
+        EvalSampler(sizes, micro_batch_size=micro, dp_rank=rank, dp_world_size=world) for rank in range(world)
     ]
-    batches = [[draw.indices for draw in sampler] for sampler in samplers]
-    assert len({len(own) for own in batches}) == 1
-    real = [
-        sample
-        for index in range(len(batches[0]))
-        for rank in range(world)
-        if samplers[rank].is_real(index)
-        for sample in batches[rank][index]
-    ]
-    assert real == list(range(n))
-    dummies = [
-        own[i] for own, s in zip(batches, samplers, strict=True) for i in range(len(own)) if not s.is_real(i)
-    ]
-    assert all(dummy == [0] for dummy in dummies)
+    of_rank = [list(sampler) for sampler in samplers]
+    assert [list(sampler) for sampler in samplers] == of_rank  # and again
+    real = []
+    for draws in zip(*of_rank, strict=True):
+        assert len({draw.dataset for draw in draws}) == 1
+        for sampler, draw in zip(samplers, draws, strict=True):
+            if sampler.is_real(draw):
+                real += [(draw.dataset, sample) for sample in draw.indices]
+            else:
+                assert draw.indices == [0]
+    assert real == [(number, sample) for number, size in enumerate(sizes) for sample in range(size)]

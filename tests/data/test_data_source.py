@@ -10,7 +10,7 @@ import torch
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble, go_on
-from pipeline.data.source import BatchSource
+from pipeline.data.loader import BatchSource
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.training import Loop

@@ -40,7 +40,7 @@ def corpus(tmp_path):
 
 def tokens_of(dataset):
     """All its documents, one behind the other."""
-    return [token for part in dataset.store.parts for token in part.tokens.tolist()]
+    return [token for store in dataset.stores for part in store.parts for token in part.tokens.tolist()]
 
 
 def test_rows_are_the_documents_each_with_its_end(corpus, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from pipeline.data.sampler import MicroBatchSampler, Order
+from pipeline.data.sampler import Order, training_draws
 
 
 def steps_of(
@@ -13,7 +13,7 @@ def steps_of(
     """The samples of each optimizer step, put together from the micro-batches of every rank."""
     ranks = []
     for rank in range(world):
-        sampler = MicroBatchSampler(
+        draws = training_draws(
             order,
             micro_batch_size=micro,
             gradient_accumulation_steps=accumulation,
@@ -21,7 +21,7 @@ def steps_of(
             dp_world_size=world,
             samples_seen=samples_seen,
         )
-        ranks.append([draw.indices for draw in islice(sampler, num_steps * accumulation)])
+        ranks.append([draw.indices for draw in islice(draws, num_steps * accumulation)])
     return [
         [
             sample

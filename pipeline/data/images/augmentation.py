@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +38,8 @@ class Augmentation:
             image: Not written to.
             draw: Decides every random number: the same image and number give the same result.
         """
-        with drawn_from(draw):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(draw % 2**63)  # torch.manual_seed would set the GPU's too
             for name, layer in self._layers:
                 try:
                     changed: Tensor = layer(image.unsqueeze(0))[0]
@@ -56,18 +55,6 @@ class Augmentation:
                     )
                 image = changed
         return image
-
-
-@contextmanager
-def drawn_from(draw: int) -> Iterator[None]:
-    """torch's global CPU generator, seeded, and afterwards as it was."""
-    generator = torch.default_generator  # torch.manual_seed would set the GPU's too
-    before = generator.get_state()
-    generator.manual_seed(draw % 2**63)
-    try:
-        yield
-    finally:
-        generator.set_state(before)
 
 
 def _build(name: str, given: dict[str, Any]) -> nn.Module:

@@ -18,8 +18,6 @@ from pipeline.foreign import IMAGE, open_plain, read_plain
 
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 SUFFIXES |= {".pbm", ".jp2", ".avif", ".tga", ".ico"}
-
-
 # What folders of splits are called, beside train.
 HELD_OUT = ("val", "valid", "validation", "test")
 
