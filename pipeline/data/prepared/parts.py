@@ -112,7 +112,6 @@ def prepare_part(
 def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report) -> None:
     is_chat = isinstance(settings.config, ChatDataConfig)
     tally: Counter[str] = Counter()
-    encoder.tally.clear()
     records = read_records(task.part, tally) if is_chat else read_texts(task.part, tally)
     with writing_to(task.cache_dir, task.label):
         writer = PartWriter(task.folder, settings.dtype, has_loss_mask=is_chat)
@@ -126,7 +125,6 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
             done = sum(len(document.key) for document in documents)
             size += done
             report(Advance(done, len(documents), sum(len(document.ids) for document in documents)))
-        tally.update(encoder.tally)
         facts = {"identity": task.identity, "text_bytes": size, "tally": dict(sorted(tally.items()))}
         with writing_to(task.cache_dir, task.label):
             writer.finish(facts)
@@ -137,18 +135,19 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
 
 def _encode(encoder: Encoder, batch: Records, tally: Counter[str], skip_bad: bool) -> list[Document]:
     """The documents of a batch. Where one record is bad and may be left out, they are encoded one by one."""
-    before = encoder.tally.copy()
+    counts: Counter[str] = Counter()
     try:
-        return encoder(batch)
+        documents = encoder(batch, counts)
     except DataError:
         if not skip_bad:
             raise
-    encoder.tally.clear()
-    encoder.tally.update(before)
+    else:
+        tally.update(counts)
+        return documents
     documents = []
     for record in batch:
         try:
-            documents += encoder([record])
+            documents += encoder([record], tally)
         except DataError:
             tally[BAD_RECORDS] += 1
     return documents
