@@ -5,8 +5,6 @@ Never runs code that comes with a data set.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import SourceConfig
-from pipeline.data.documents.digests import DigestCache
+from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.pieces import hash_file
 from pipeline.data.documents.records import BadRecords, Piece, Record
 from pipeline.data.documents.saved import check_data_files, check_saved, read_entry
@@ -109,7 +107,7 @@ def _rows(name: str, dataset: Dataset, digests: DigestCache, size: int) -> list[
     pieces = []
     for start in range(0, dataset.num_rows, step):
         end = min(start + step, dataset.num_rows)
-        digest = _digest([*content, dataset.num_rows, str(dataset.split), start, end])
+        digest = hash_of([*content, dataset.num_rows, str(dataset.split), start, end])
         length = dataset.data.nbytes * (end - start) // dataset.num_rows
         pieces.append(RowsPiece(name, dataset, start, end, digest, length))
     return pieces
@@ -130,7 +128,7 @@ def _shards(
         ShardPiece(
             f"{name}, shard {index + 1} of {count}",
             dataset.shard(num_shards=count, index=index),
-            _digest([*content, source.subset, source.split, index, count]),
+            hash_of([*content, source.subset, source.split, index, count]),
             length // count,
         )
         for index in range(count)
@@ -140,10 +138,6 @@ def _shards(
 def _content(files: list[str], digests: DigestCache) -> list[str]:
     found = digests.recall(files, "content", hash_file)
     return [found[file][1][1] for file in files]
-
-
-def _digest(content: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
 def load_split(

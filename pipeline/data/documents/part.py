@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from pipeline.config.data_schema import SourceConfig
-from pipeline.data.documents.digests import DigestCache
+from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.finding import find_files
 from pipeline.data.documents.hub import dataset_pieces
 from pipeline.data.documents.iterable import iterable_pieces
@@ -101,8 +99,7 @@ def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piec
 def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
     def digest(skip: bool) -> str:
         content = [READING_VERSION, source.text_field, source.max_documents, skip]
-        content += [piece.digest for piece in pieces]
-        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+        return hash_of([*content, *(piece.digest for piece in pieces)])
 
     skip = source.bad_records == "skip"
     return Part(

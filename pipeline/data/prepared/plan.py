@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.data_schema import ChatDataConfig, SourceConfig, TextDataConfig
-from pipeline.data.documents.digests import DigestCache
+from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.part import Part, find_parts
 from pipeline.data.prepared.parts import FORMAT_VERSION, PartTask, is_prepared
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder
@@ -148,7 +146,3 @@ def all_parts(sources: Sequence[FoundSource], *, of_eval_sets: bool) -> Iterator
     for found in sources:
         if found.is_eval_set == of_eval_sets:
             yield from found.parts
-
-
-def hash_of(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import no_text, read_texts
 from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
 from pipeline.data.prepared.fast import SAMPLE_DOCUMENTS, is_faithful
@@ -28,7 +29,6 @@ from pipeline.data.prepared.plan import (
     all_parts,
     describe_differences,
     find_sources,
-    hash_of,
     plan_sources,
     record_path,
     trained_on,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
 from pipeline.data.chat_layouts import read_conversation
 from pipeline.data.chat_template import find_template, special_tokens_of
+from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.prepared.folders import (
     abandon_folder,
@@ -79,19 +79,19 @@ def find_tokenizer(
         if chat is not None:
             tokenizer.chat_template = find_template(chat, tokenizer.chat_template)
         digest = digest_tokenizer(tokenizer)
-        path = _keep(cache_dir, _hash([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
+        path = _keep(cache_dir, hash_of([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
     else:
         content: list[Any] = [
             TRAINING_VERSION,
             config.kind,
             config.tokenizer.vocab_size,
             config.eval_fraction,
+            sorted(part.digest for part in parts),
         ]
-        content.append(sorted(part.digest for part in parts))
         template = find_template(chat, None) if chat is not None else None  # fails before the training
         if chat is not None:
             content.append([chat.layout, *special_tokens_of(chat)])
-        path = _keep(cache_dir, _hash(content), lambda: _train(config, parts))
+        path = _keep(cache_dir, hash_of(content), lambda: _train(config, parts))
         tokenizer = read_tokenizer(path / "tokenizer.json")
         tokenizer.chat_template = template
         digest = digest_tokenizer(tokenizer)
@@ -186,7 +186,3 @@ def _keys_and_texts(config: TextDataConfig | ChatDataConfig, part: Part) -> Iter
                 raise
             continue
         yield conversation.key, "\n".join(turn["content"] for turn in conversation.turns)
-
-
-def _hash(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
