@@ -20,17 +20,7 @@ class FoundSource:
 
     source: SourceConfig
     parts: list[Part]
-    eval_fraction: float
-    """Share of its documents held out; 1 for an eval set."""
     is_eval_set: bool
-
-
-@dataclass(frozen=True)
-class PlannedSource:
-    """A source or an eval set as tasks, in order."""
-
-    found: FoundSource
-    tasks: list[PartTask]
 
 
 def find_sources(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> list[FoundSource]:
@@ -40,13 +30,10 @@ def find_sources(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> li
         DataError: a source cannot be read, or there is nothing in it.
     """
     digests = DigestCache(cache_dir)
-    found = [
-        FoundSource(source, find_parts(source, digests), config.eval_fraction, False)
-        for source in config.all_sources()
-    ]
+    found = [FoundSource(source, find_parts(source, digests), False) for source in config.all_sources()]
     for name, given in config.eval_sets.items():
         source = given.model_copy(update={"name": name})
-        found.append(FoundSource(source, find_parts(source, digests), 1.0, True))
+        found.append(FoundSource(source, find_parts(source, digests), True))
     return found
 
 
@@ -73,13 +60,13 @@ def trained_on(sources: Sequence[FoundSource]) -> Iterator[str]:
             )
 
 
-def plan_sources(
+def plan_tasks(
     config: TextDataConfig | ChatDataConfig,
     sources: Sequence[FoundSource],
     tokenizer: TokenizerFolder,
     cache_dir: Path,
-) -> list[PlannedSource]:
-    """Names every part by all that decides its bytes."""
+) -> list[list[PartTask]]:
+    """The tasks of each source, in order. Every part is named by all that decides its bytes."""
     encoding = _describe_encoding(config, tokenizer)
 
     def task_of(part: Part, eval_fraction: float, digest: str) -> PartTask:
@@ -100,9 +87,11 @@ def plan_sources(
                 return other
         return task
 
-    return [
-        PlannedSource(found, [choose(part, found.eval_fraction) for part in found.parts]) for found in sources
-    ]
+    planned = []
+    for found in sources:
+        eval_fraction = 1.0 if found.is_eval_set else config.eval_fraction
+        planned.append([choose(part, eval_fraction) for part in found.parts])
+    return planned
 
 
 def _describe_encoding(config: TextDataConfig | ChatDataConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
@@ -119,19 +108,10 @@ def _describe_encoding(config: TextDataConfig | ChatDataConfig, tokenizer: Token
     }
 
 
-def unique_tasks(planned: Sequence[PlannedSource], shard: tuple[int, int] | None) -> list[PartTask]:
+def unique_tasks(planned: list[list[PartTask]], shard: tuple[int, int] | None) -> list[PartTask]:
     """Every part once, in order; of a shard (index, count) every count-th."""
-    tasks = list({task.key: task for source in planned for task in source.tasks}.values())
+    tasks = list({task.key: task for tasks in planned for task in tasks}.values())
     return tasks if shard is None else tasks[shard[0] :: shard[1]]
-
-
-def describe_differences(before: Any, config: TextDataConfig | ChatDataConfig, tokenizer: str) -> str | None:
-    """Why data that was prepared once must be prepared again, where the tokenizer is the reason."""
-    if not isinstance(before, dict) or before.get("tokenizer") in (None, tokenizer):
-        return None
-    if config.tokenizer.pretrained is None:
-        return "the tokenizer is trained on the data, which changed: all of it is prepared again"
-    return "the tokenizer is not the one this data was prepared with: all of it is prepared again"
 
 
 def record_path(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> Path:
@@ -140,9 +120,3 @@ def record_path(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> Pat
         source.model_dump(mode="json") for source in (*config.all_sources(), *config.eval_sets.values())
     ]
     return cache_dir / "sets" / f"{hash_of(sources)}.json"
-
-
-def all_parts(sources: Sequence[FoundSource], *, of_eval_sets: bool) -> Iterator[Part]:
-    for found in sources:
-        if found.is_eval_set == of_eval_sets:
-            yield from found.parts

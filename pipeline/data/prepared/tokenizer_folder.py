@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,14 +104,8 @@ def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]
     folder = cache_dir / "tokenizers" / key
     if _is_whole(folder):
         return folder
-    waited: list[bool] = []
-
-    def alive() -> None:
-        if not waited:
-            log.info("another process is making the tokenizer: waiting for it")
-            waited.append(True)
-
-    with held_lock(cache_dir, f"tokenizer-{key}", alive):
+    say_once = cache(partial(log.info, "another process is making the tokenizer: waiting for it"))
+    with held_lock(cache_dir, f"tokenizer-{key}", say_once):
         if not _is_whole(folder):
             if folder.exists():
                 log.warning("the tokenizer in %s is damaged: making it again", folder)
