@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +68,7 @@ class ShardPiece:
         names = self.dataset.column_names
         wanted = names is not None and field is not None and field in names
         rows = iter(self.dataset.select_columns([field]) if wanted else self.dataset)
-        number = 0
-        while True:
-            number += 1
+        for number in count(1):
             try:
                 row = next(rows)
             except StopIteration:
@@ -123,15 +122,15 @@ def _shards(
     else:
         content = [str(source.dataset), _ask_hub(str(source.dataset), source.revision)]
     length = dataset.info.dataset_size or 0
-    count = dataset.num_shards
+    shards = dataset.num_shards
     return [
         ShardPiece(
-            f"{name}, shard {index + 1} of {count}",
-            dataset.shard(num_shards=count, index=index),
-            hash_of([*content, source.subset, source.split, index, count]),
-            length // count,
+            f"{name}, shard {index + 1} of {shards}",
+            dataset.shard(num_shards=shards, index=index),
+            hash_of([*content, source.subset, source.split, index, shards]),
+            length // shards,
         )
-        for index in range(count)
+        for index in range(shards)
     ]
 
 
