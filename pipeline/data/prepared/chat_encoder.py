@@ -67,15 +67,13 @@ class ChatEncoder:
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
-        from tokenizers import Tokenizer
         from transformers import AutoTokenizer
 
         assert isinstance(settings.config, ChatDataConfig)
         self._settings = settings
         self._config = settings.config
-        self._core = Tokenizer.from_file(str(settings.tokenizer / "tokenizer.json"))
-        self._core.no_truncation()
-        self._core.no_padding()
+        self._core = plain_text_tokenizer(settings.tokenizer)
+        self._core.encode_special_tokens = False  # the template's are meant
         self._core.post_processor = None  # it adds no special tokens here, but may cut spaces off the offsets
         added = self._core.get_added_tokens_decoder().values()
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)

@@ -15,25 +15,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipeline.data.prepared.encoder import Document
-from pipeline.data.prepared.folders import abandon_folder, begin_folder, finish_folder, stamp, write_json
+from pipeline.data.prepared.folders import abandon_folder, begin_folder, finish_folder, write_json
 
 INDEX = "part.json"
 SPLITS = ("train", "eval")
 
 
-def hash_documents(documents: Sequence[Document]) -> NDArray[np.uint64]:
+def hash_keys(keys: Iterable[bytes]) -> NDArray[np.uint64]:
     """(documents,) of 64 bits: blake2b of each key, big-endian. Tells what is held out, and duplicates."""
-    return _hash_keys(document.key for document in documents)
-
-
-def _hash_keys(keys: Iterable[bytes]) -> NDArray[np.uint64]:
     digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in keys)
     return np.frombuffer(digests, dtype=">u8").astype("<u8")
-
-
-def is_text_held_out(text: bytes, eval_fraction: float) -> bool:
-    """Whether a document of plain text belongs to eval."""
-    return bool(is_held_out(_hash_keys([text]), eval_fraction)[0])
 
 
 def is_held_out(hashes: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bool_]:
@@ -92,7 +83,7 @@ class PartWriter:
 
     def append(self, documents: Sequence[Document], eval_fraction: float) -> None:
         """Adds documents, each to the split that its hash says."""
-        hashes = hash_documents(documents)
+        hashes = hash_keys(document.key for document in documents)
         held_out = is_held_out(hashes, eval_fraction)
         for split, chosen in (("train", ~held_out), ("eval", held_out)):
             if chosen.any():
@@ -128,8 +119,7 @@ class PartWriter:
             "files": files,
         }
         write_json(self._temporary / INDEX, index)
-        stamp(self._temporary, files)
-        finish_folder(self._temporary, self._folder)
+        finish_folder(self._temporary, self._folder, files)
 
     def abandon(self) -> None:
         """Leaves nothing behind."""

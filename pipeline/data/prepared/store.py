@@ -27,10 +27,15 @@ class TokenPart:
     Args:
         folder: Of the part.
         split: "train" or "eval".
-        index: Of the part.
+
+    Raises:
+        DataError: the folder holds no prepared part.
     """
 
-    def __init__(self, folder: Path, split: str, index: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, split: str) -> None:
+        index = read_index(folder)
+        if index is None:
+            raise DataError(f"prepared data {folder} cannot be read; start again")
         self.folder = folder
         self.split = split
         self.num_documents: int = index["documents"][split]
@@ -76,33 +81,29 @@ class TokenStore:
         folders: Of the prepared parts, in order.
         split: "train" or "eval".
 
+    Attributes:
+        parts: Those that hold documents.
+
     Raises:
         DataError: a folder holds no prepared part.
     """
 
     def __init__(self, folders: Sequence[Path], split: str) -> None:
-        self.folders = tuple(folders)
-        self.split = split
-        parts = [TokenPart(folder, split, _index_of(folder)) for folder in self.folders]
-        self._parts = [part for part in parts if part.num_documents]
-
-    @property
-    def parts(self) -> list[TokenPart]:
-        """Those that hold documents."""
-        return self._parts
+        parts = [TokenPart(folder, split) for folder in folders]
+        self.parts = [part for part in parts if part.num_documents]
 
     @property
     def num_tokens(self) -> int:
-        return sum(part.num_tokens for part in self._parts)
+        return sum(part.num_tokens for part in self.parts)
 
     @property
     def num_documents(self) -> int:
-        return sum(part.num_documents for part in self._parts)
+        return sum(part.num_documents for part in self.parts)
 
     @property
     def has_loss_mask(self) -> bool:
         """Whether some tokens may count in no loss."""
-        return any(part.has_loss_mask for part in self._parts)
+        return any(part.has_loss_mask for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,3 @@ class Prepared:
     sources: list[PreparedSource]
     eval_sets: list[PreparedSource]
     fingerprint: str
-
-
-def _index_of(folder: Path) -> dict[str, Any]:
-    index = read_index(folder)
-    if index is None:
-        raise DataError(f"prepared data {folder} cannot be read; start again")
-    return index

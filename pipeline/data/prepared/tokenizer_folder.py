@@ -24,11 +24,10 @@ from pipeline.data.prepared.folders import (
     find_damage,
     finish_folder,
     held_lock,
-    stamp,
     write_json,
     writing_to,
 )
-from pipeline.data.prepared.split_files import is_text_held_out
+from pipeline.data.prepared.split_files import hash_keys, is_held_out
 from pipeline.data.tokenizer import (
     digest_tokenizer,
     load_pretrained,
@@ -133,8 +132,7 @@ def _write(cache_dir: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) ->
                 for file in sorted(temporary.iterdir())
             }
             write_json(temporary / INDEX, files)
-            stamp(temporary, files)
-            finish_folder(temporary, folder)
+            finish_folder(temporary, folder, files)
         except BaseException:
             abandon_folder(temporary)
             raise
@@ -159,7 +157,7 @@ def _training_documents(config: TextDataConfig | ChatDataConfig, parts: Sequence
     left = TRAINING_BYTES
     for part in sorted(parts, key=lambda part: part.digest):
         for key, text in _keys_and_texts(config, part):
-            if is_text_held_out(key, config.eval_fraction):
+            if is_held_out(hash_keys([key]), config.eval_fraction)[0]:
                 continue
             yield text
             left -= len(key)
