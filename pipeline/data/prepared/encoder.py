@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.config.data_schema import DocumentsConfig
 from pipeline.data.documents.records import Record
 from pipeline.data.long_documents import PIECE, cut_text, find_places
 from pipeline.data.prepared.fast import FastTokeniser
@@ -56,7 +56,7 @@ class EncoderSettings:
         threads: Threads that one call may use.
     """
 
-    config: TextDataConfig | ChatDataConfig
+    config: DocumentsConfig
     tokenizer: Path
     end_of_document: int
     vocab_size: int

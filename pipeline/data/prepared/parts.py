@@ -6,7 +6,6 @@ that was used, or how often somebody was killed on the way.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.documents.records import BAD_RECORDS, Record
 from pipeline.data.prepared.encoder import Document, Encoder, EncoderSettings, Records
-from pipeline.data.prepared.folders import find_damage, held_lock, writing_to
-from pipeline.data.prepared.split_files import INDEX, PartWriter
+from pipeline.data.prepared.folders import held_lock, writing_to
+from pipeline.data.prepared.part_files import PartWriter, is_prepared
 from pipeline.errors import DataError
 
-FORMAT_VERSION = 1  # part of every key: raise it when the files would come out differently
 BATCH_CHARACTERS = 1_000_000  # encoded at once: enough for every thread, little enough for memory
 
 
@@ -63,25 +61,6 @@ class PartTask:
     def label(self) -> str:
         """For messages."""
         return f"part {self.key[:8]} of {self.part.source}"
-
-
-def read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of a prepared part: counts, and files with their checksums; None where there is none."""
-    try:
-        index: dict[str, Any] = json.loads((folder / INDEX).read_text("utf-8"))
-        return index if index["identity"]["format"] == FORMAT_VERSION and index["files"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def damage_of(folder: Path, verify: bool) -> str | None:
-    """What is wrong with a prepared part that is there; None: nothing."""
-    index = read_index(folder)
-    return f"{INDEX} cannot be read" if index is None else find_damage(folder, index["files"], verify)
-
-
-def is_prepared(folder: Path) -> bool:
-    return folder.is_dir() and damage_of(folder, verify=False) is None
 
 
 def prepare_part(

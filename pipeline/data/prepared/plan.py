@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.data_schema import ChatDataConfig, SourceConfig, TextDataConfig
+from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, SourceConfig
 from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.part import Part, find_parts
-from pipeline.data.prepared.parts import FORMAT_VERSION, PartTask, is_prepared
+from pipeline.data.prepared.part_files import FORMAT_VERSION, is_prepared
+from pipeline.data.prepared.parts import PartTask
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder
 
 
@@ -23,7 +24,7 @@ class FoundSource:
     is_eval_set: bool
 
 
-def find_sources(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> list[FoundSource]:
+def find_sources(config: DocumentsConfig, cache_dir: Path) -> list[FoundSource]:
     """Every source, then every eval set. Files that are known are not read.
 
     Raises:
@@ -61,7 +62,7 @@ def trained_on(sources: Sequence[FoundSource]) -> Iterator[str]:
 
 
 def plan_tasks(
-    config: TextDataConfig | ChatDataConfig,
+    config: DocumentsConfig,
     sources: Sequence[FoundSource],
     tokenizer: TokenizerFolder,
     cache_dir: Path,
@@ -94,7 +95,7 @@ def plan_tasks(
     return planned
 
 
-def _describe_encoding(config: TextDataConfig | ChatDataConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
+def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
     """What decides a document's ids besides its record and the tokenizer."""
     if not isinstance(config, ChatDataConfig):
         return {"kind": "text"}
@@ -114,7 +115,7 @@ def unique_tasks(planned: list[list[PartTask]], shard: tuple[int, int] | None) -
     return tasks if shard is None else tasks[shard[0] :: shard[1]]
 
 
-def record_path(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> Path:
+def record_path(config: DocumentsConfig, cache_dir: Path) -> Path:
     """Where is noted what these sources were last prepared with."""
     sources = [
         source.model_dump(mode="json") for source in (*config.all_sources(), *config.eval_sets.values())

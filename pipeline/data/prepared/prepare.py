@@ -13,18 +13,20 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
 from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import no_text, read_texts
 from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
 from pipeline.data.prepared.fast import SAMPLE_DOCUMENTS, is_faithful
 from pipeline.data.prepared.folders import CHECKED, held_lock, replace_json
-from pipeline.data.prepared.parts import PartTask, damage_of, is_prepared, read_index
+from pipeline.data.prepared.part_files import TokenStore, damage_of, is_prepared, read_index
+from pipeline.data.prepared.parts import PartTask
 from pipeline.data.prepared.plan import (
     FoundSource,
     find_sources,
@@ -35,15 +37,54 @@ from pipeline.data.prepared.plan import (
 )
 from pipeline.data.prepared.pool import prepare_here, prepare_in_pool
 from pipeline.data.prepared.progress_bar import PrepareProgress, format_bytes
-from pipeline.data.prepared.store import Prepared, PreparedSource, TokenStore
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SMALL_BYTES = 8_000_000  # tokenised in the time it takes to start workers
 log = logging.getLogger(__name__)
-Config = TextDataConfig | ChatDataConfig
 
 
-def prepare_documents(config: Config, shard: tuple[int, int] | None = None, verify: bool = False) -> Prepared:
+@dataclass(frozen=True)
+class PreparedSource:
+    """A source, or an eval set: its documents, tokenised, and what was left out on the way.
+
+    Attributes:
+        name: Of the source.
+        train: Documents to train on; none for an eval set.
+        eval: Documents held out.
+        tally: Counts of what is worth telling, such as `bad records` that were skipped.
+    """
+
+    name: str
+    train: TokenStore
+    eval: TokenStore
+    tally: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All documents of a recipe as tokens.
+
+    Attributes:
+        tokenizer: Trained on the data, or the pretrained one.
+        vocab_size: Ids are below this.
+        sources: In the recipe's order.
+        eval_sets: All their documents are in `eval`.
+        fingerprint: Of the tokens and their order, not of where or when they were prepared.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    vocab_size: int
+    sources: list[PreparedSource]
+    eval_sets: list[PreparedSource]
+    fingerprint: str
+
+
+def prepare_documents(
+    config: DocumentsConfig, shard: tuple[int, int] | None = None, verify: bool = False
+) -> Prepared:
     """All documents of a recipe as tokens; what is not in the cache is tokenised first.
 
     Any number of processes may call this at once: each part is made by one of them. On one machine a single
@@ -100,7 +141,9 @@ def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
     return missing
 
 
-def _explain(config: Config, tokenizer: TokenizerFolder, cache_dir: Path, missing: int, total: int) -> None:
+def _explain(
+    config: DocumentsConfig, tokenizer: TokenizerFolder, cache_dir: Path, missing: int, total: int
+) -> None:
     """Why data that was prepared once is prepared again, or how much of it is there."""
     before: Any = None
     with suppress(OSError, ValueError):
@@ -114,7 +157,7 @@ def _explain(config: Config, tokenizer: TokenizerFolder, cache_dir: Path, missin
         log.info("%d of %d parts are prepared already", total - missing, total)
 
 
-def _prepare(tasks: Sequence[PartTask], config: Config, tokenizer: TokenizerFolder) -> None:
+def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: TokenizerFolder) -> None:
     if not tasks:
         return
     cores = _cores()
@@ -152,7 +195,7 @@ def _prepare(tasks: Sequence[PartTask], config: Config, tokenizer: TokenizerFold
     )
 
 
-def _choose_fast(config: Config, tokenizer: TokenizerFolder, tasks: Sequence[PartTask]) -> bool:
+def _choose_fast(config: DocumentsConfig, tokenizer: TokenizerFolder, tasks: Sequence[PartTask]) -> bool:
     """Whether gigatoken can take the place of tokenizers: tried on the first documents of parts all over."""
     if isinstance(config, ChatDataConfig):
         return False

@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
 from pipeline.data.chat_layouts import read_conversation
 from pipeline.data.chat_template import find_template, special_tokens_of
 from pipeline.data.documents.digests import hash_of
@@ -27,7 +27,7 @@ from pipeline.data.prepared.folders import (
     write_json,
     writing_to,
 )
-from pipeline.data.prepared.split_files import hash_keys, is_held_out
+from pipeline.data.prepared.part_files import hash_keys, is_held_out
 from pipeline.data.tokenizer import (
     digest_tokenizer,
     load_pretrained,
@@ -62,9 +62,7 @@ class TokenizerFolder:
     vocab_size: int
 
 
-def find_tokenizer(
-    config: TextDataConfig | ChatDataConfig, parts: Sequence[Part], cache_dir: Path
-) -> TokenizerFolder:
+def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Path) -> TokenizerFolder:
     """The recipe's tokenizer: loaded, or trained on the training split of `parts`. For chat with a template.
 
     One process trains it; others that need the same one wait.
@@ -83,7 +81,7 @@ def find_tokenizer(
     else:
         content: list[Any] = [
             TRAINING_VERSION,
-            config.kind,
+            "text" if chat is None else "chat",
             config.tokenizer.vocab_size,
             config.eval_fraction,
             sorted(part.digest for part in parts),
@@ -138,7 +136,7 @@ def _write(cache_dir: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) ->
             raise
 
 
-def _train(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> PreTrainedTokenizerFast:
+def _train(config: DocumentsConfig, parts: Sequence[Part]) -> PreTrainedTokenizerFast:
     size = min(sum(part.size for part in parts), TRAINING_BYTES)
     log.info("training the tokenizer on %.1f MB", size / 1e6)
     start = time.perf_counter()
@@ -149,7 +147,7 @@ def _train(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> Pr
     return tokenizer
 
 
-def _training_documents(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> Iterator[str]:
+def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Iterator[str]:
     """Texts of the training split, TRAINING_BYTES of them at most.
 
     Parts come in the order of their digests: where it is a sample, it is a fair one of all sources.
@@ -165,7 +163,7 @@ def _training_documents(config: TextDataConfig | ChatDataConfig, parts: Sequence
                 return
 
 
-def _keys_and_texts(config: TextDataConfig | ChatDataConfig, part: Part) -> Iterator[tuple[bytes, str]]:
+def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes, str]]:
     """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
     tally: Counter[str] = Counter()
     if not isinstance(config, ChatDataConfig):

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 
 from pipeline.data.prepared.encoder import Document
 from pipeline.data.prepared.folders import held_lock, writing_to
-from pipeline.data.prepared.parts import FORMAT_VERSION
-from pipeline.data.prepared.split_files import PartWriter, hash_keys, is_held_out
-from pipeline.data.prepared.store import TokenStore
+from pipeline.data.prepared.part_files import (
+    FORMAT_VERSION,
+    PartWriter,
+    TokenStore,
+    hash_keys,
+    is_held_out,
+)
 from pipeline.errors import DataError
 
 FACTS = {"identity": {"format": FORMAT_VERSION}}

@@ -1,8 +1,13 @@
-"""The files of one prepared part, written batch by batch: raw little-endian arrays with their checksums."""
+"""The files of a prepared part: little-endian arrays and an index, written batch by batch, mapped from disk.
+
+Nothing is kept open here: a map takes a file descriptor, and a terabyte of text is 30,000 parts.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -15,10 +20,37 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipeline.data.prepared.encoder import Document
-from pipeline.data.prepared.folders import abandon_folder, begin_folder, finish_folder, write_json
+from pipeline.data.prepared.folders import (
+    abandon_folder,
+    begin_folder,
+    find_damage,
+    finish_folder,
+    write_json,
+)
+from pipeline.errors import DataError
 
+FORMAT_VERSION = 1  # part of every key: raise it when the files would come out differently
 INDEX = "part.json"
 SPLITS = ("train", "eval")
+
+
+def read_index(folder: Path) -> dict[str, Any] | None:
+    """The index of a prepared part: counts, and files with their checksums; None where there is none."""
+    try:
+        index: dict[str, Any] = json.loads((folder / INDEX).read_text("utf-8"))
+        return index if index["identity"]["format"] == FORMAT_VERSION and index["files"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def damage_of(folder: Path, verify: bool) -> str | None:
+    """What is wrong with a prepared part that is there; None: nothing."""
+    index = read_index(folder)
+    return f"{INDEX} cannot be read" if index is None else find_damage(folder, index["files"], verify)
+
+
+def is_prepared(folder: Path) -> bool:
+    return folder.is_dir() and damage_of(folder, verify=False) is None
 
 
 def hash_keys(keys: Iterable[bytes]) -> NDArray[np.uint64]:
@@ -127,3 +159,88 @@ class PartWriter:
             with suppress(OSError):  # a full disk fails again when buffers are flushed
                 file.close()
         abandon_folder(self._temporary)
+
+
+class TokenPart:
+    """One split of one prepared part. Arrays are mapped anew each time they are asked for, and read-only.
+
+    Args:
+        folder: Of the part.
+        split: "train" or "eval".
+
+    Raises:
+        DataError: the folder holds no prepared part.
+    """
+
+    def __init__(self, folder: Path, split: str) -> None:
+        index = read_index(folder)
+        if index is None:
+            raise DataError(f"prepared data {folder} cannot be read; start again")
+        self.folder = folder
+        self.split = split
+        self.num_documents: int = index["documents"][split]
+        self.num_tokens: int = index["tokens"][split]
+        self._dtype = np.dtype(index["dtype"])
+        self.has_loss_mask: bool = index["has_learned"]  # as the files call it
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """(n,) uint16 or uint32, each document with its end-of-document token."""
+        return self._map("tokens", self._dtype, self.num_tokens)
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """(documents,) offset behind the last token of each document."""
+        return self._map("ends", np.dtype("<i8"), self.num_documents)
+
+    @property
+    def hashes(self) -> NDArray[np.uint64]:
+        """(documents,) equal for equal documents."""
+        return self._map("hashes", np.dtype("<u8"), self.num_documents)
+
+    @property
+    def loss_mask(self) -> NDArray[np.uint8] | None:
+        """(n,) 1 where a token counts in the loss; None: all count."""
+        return self._map("learned", np.dtype("u1"), self.num_tokens) if self.has_loss_mask else None
+
+    def _map(self, name: str, dtype: np.dtype[Any], length: int) -> NDArray[Any]:
+        path = self.folder / f"{self.split}.{name}"
+        try:
+            # memmap's own class is slow to slice
+            return np.memmap(path, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
+        except (OSError, ValueError) as error:
+            is_full = isinstance(error, OSError) and error.errno == errno.EMFILE
+            todo = "raise the limit of open files (ulimit -n)" if is_full else "start again"
+            raise DataError(f"prepared data {path} cannot be read ({error}); {todo}") from None
+
+
+class TokenStore:
+    """All documents of one split of a source, in order. Goes to other processes by pickle.
+
+    Args:
+        folders: Of the prepared parts, in order.
+        split: "train" or "eval".
+
+    Attributes:
+        parts: Those that hold documents.
+
+    Raises:
+        DataError: a folder holds no prepared part.
+    """
+
+    def __init__(self, folders: Sequence[Path], split: str) -> None:
+        parts = [TokenPart(folder, split) for folder in folders]
+        self.parts = [part for part in parts if part.num_documents]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(part.num_documents for part in self.parts)
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether some tokens may count in no loss."""
+        return any(part.has_loss_mask for part in self.parts)
