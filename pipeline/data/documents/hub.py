@@ -89,8 +89,7 @@ def dataset_pieces(source: SourceConfig, digests: DigestCache, size: int) -> Seq
     Raises:
         DataError: it cannot be found or loaded, has no such split, or has no rows.
     """
-    assert source.dataset is not None
-    dataset = load_split(source.dataset, source.subset, source.split, source.revision, source.streaming)
+    dataset = load_split(source)
     name = f"{source.dataset} ({source.split})"
     if hasattr(dataset, "num_rows"):
         return _rows(name, dataset, digests, size)
@@ -139,49 +138,47 @@ def _content(files: list[str], digests: DigestCache) -> list[str]:
     return [found[file][1][1] for file in files]
 
 
-def load_split(
-    name: str, subset: str | None, split: str, revision: str | None, streaming: bool
-) -> Dataset | IterableDataset:
+def load_split(source: SourceConfig) -> Dataset | IterableDataset:
     """One split of a data set: of a folder that `save_to_disk` wrote (streaming or not), of a folder of data
     files, or of a name on the hub; from its cache on this machine where the hub does not answer.
 
     Raises:
         DataError: it cannot be found or loaded, or has no such split.
     """
-    folder = Path(name).expanduser()
+    assert source.dataset is not None
+    name, folder = source.dataset, Path(source.dataset).expanduser()
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise DataError(f"data dataset {name}: there is no such folder")
-    saved = _saved_split(folder, split)
+    saved = _saved_split(folder, source.split)
     import datasets
 
+    is_folder = folder.is_dir()
     offline: Any = nullcontext()
-    absent = ""
-    if not folder.is_dir():
+    failed = f"data dataset {name}: cannot be loaded"
+    if not is_folder:
         try:
-            _ask_hub(name, revision)
+            _ask_hub(name, source.revision)
         except _HubAwayError as away:
-            if streaming:
+            if source.streaming:
                 raise
-            offline, absent = _offline(), f"{away}; in the cache on this machine: "
+            offline, failed = _offline(), f"{away}; in the cache on this machine"
     try:
         if saved is not None:
             return datasets.load_from_disk(str(saved))
         with offline:
-            if folder.is_dir():
-                check_data_files(folder, subset)
+            if is_folder:
+                check_data_files(folder, source.subset)
             return datasets.load_dataset(
-                str(folder) if folder.is_dir() else name,
-                subset,
-                split=split,
-                revision=None if folder.is_dir() else revision,
-                streaming=streaming,
+                str(folder) if is_folder else name,
+                source.subset,
+                split=source.split,
+                revision=None if is_folder else source.revision,
+                streaming=source.streaming,
             )
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exceptions as well
-        raise DataError(
-            f"{absent or f'data dataset {name}: cannot be loaded: '}{one_line(error, 300)}"
-        ) from error
+        raise DataError(f"{failed}: {one_line(error, 300)}") from error
 
 
 def _saved_split(folder: Path, split: str) -> Path | None:

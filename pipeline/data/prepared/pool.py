@@ -114,10 +114,8 @@ def prepare_in_pool(
 def _give(worker: _Worker, waiting: deque[PartTask], wait_for_others: bool) -> None:
     worker.task = waiting.popleft() if waiting else None
     if worker.task is not None:
-        try:
+        with suppress(OSError):  # it is dead, which is seen where it is listened to
             worker.connection.send((worker.task, wait_for_others))
-        except OSError:  # it is dead, which is seen where it is listened to
-            return
 
 
 def _receive(worker: _Worker, task: PartTask) -> Advance | bool:
@@ -143,11 +141,16 @@ def _describe_death(code: int, task: PartTask) -> str:
 
 @contextmanager
 def _pool(count: int, settings: EncoderSettings) -> Iterator[list[_Worker]]:
+    context = multiprocessing.get_context("spawn")
     pool: list[_Worker] = []
     try:
         with _ignoring_interrupts():
             for _ in range(count):
-                pool.append(_start(settings))
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, args=(theirs, settings), daemon=True)
+                process.start()
+                theirs.close()
+                pool.append(_Worker(process, ours))
         yield pool
     finally:
         for worker in pool:
@@ -157,15 +160,6 @@ def _pool(count: int, settings: EncoderSettings) -> Iterator[list[_Worker]]:
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
-
-
-def _start(settings: EncoderSettings) -> _Worker:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, settings), daemon=True)
-    process.start()
-    theirs.close()
-    return _Worker(process, ours)
 
 
 @contextmanager
@@ -182,8 +176,10 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def serve(connection: Connection, settings: EncoderSettings) -> None:
-    """A worker's life: prepares what it is given until nobody is at the other end."""
-    limit_threads(settings.threads)
+    """In a worker: prepares what it is given until nobody is at the other end."""
+    # For the Rust libraries, before they are first used.
+    os.environ["RAYON_NUM_THREADS"] = str(settings.threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if settings.threads > 1 else "false"
     encoder: Encoder | None = None
 
     def report(advance: Advance) -> None:
@@ -209,9 +205,3 @@ def serve(connection: Connection, settings: EncoderSettings) -> None:
             except Exception:  # ours: its traceback crosses to the process that asked
                 answer = RuntimeError(f"in a worker that prepared {task.label}:\n{traceback.format_exc()}")
             connection.send(answer)
-
-
-def limit_threads(threads: int) -> None:
-    """For the Rust libraries of this process; before they are first used."""
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
