@@ -65,8 +65,7 @@ class ShardPiece:
         Raises:
             DataError: the network or a file of the data set fails.
         """
-        names = self.dataset.column_names
-        wanted = names is not None and field is not None and field in names
+        wanted = field is not None and field in (self.dataset.column_names or [])
         rows = iter(self.dataset.select_columns([field]) if wanted else self.dataset)
         for number in count(1):
             try:

@@ -111,5 +111,4 @@ def table_errors(path: str, what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError, EOFError) as error:
-        reason = one_line(error)
-        raise DataError(f"{path}: cannot be read as {what}: {reason}; is it whole?") from None
+        raise DataError(f"{path}: cannot be read as {what}: {one_line(error)}; is it whole?") from None

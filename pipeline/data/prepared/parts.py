@@ -96,7 +96,7 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
         writer = PartWriter(task.folder, settings.dtype, has_loss_mask=is_chat)
     try:
         size = 0
-        for batch in batches(records, BATCH_CHARACTERS):
+        for batch in _batches(records):
             documents = _encode(encoder, batch, tally, task.part.skip_bad_records)
             if documents:
                 with writing_to(task.cache_dir, task.label):
@@ -132,14 +132,14 @@ def _encode(encoder: Encoder, batch: Records, tally: Counter[str], skip_bad: boo
     return documents
 
 
-def batches(records: Iterable[tuple[str, Record]], characters: int) -> Iterator[Records]:
-    """Records in lists of about `characters` together (more only where one record is longer)."""
+def _batches(records: Iterable[tuple[str, Record]]) -> Iterator[Records]:
+    """Records in lists of about BATCH_CHARACTERS together (more only where one record is longer)."""
     batch: Records = []
     length = 0
     for item in records:
         batch.append(item)
         length += _length(item[1])
-        if length >= characters:
+        if length >= BATCH_CHARACTERS:
             yield batch
             batch, length = [], 0
     if batch:

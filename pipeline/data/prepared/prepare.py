@@ -122,7 +122,7 @@ def prepare_documents(
 
 
 def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
-    """Tasks whose part is not there, or damaged, which is said."""
+    """Tasks whose part is missing or damaged; damage is logged."""
 
     def examine(task: PartTask) -> tuple[bool, str | None]:
         there = task.folder.is_dir()
@@ -201,8 +201,7 @@ def _choose_fast(config: DocumentsConfig, tokenizer: TokenizerFolder, tasks: Seq
         return False
     chosen = tasks[:: max(1, len(tasks) // 30)]
     each = max(1, SAMPLE_DOCUMENTS // len(chosen))
-    tally: Counter[str] = Counter()
-    sample = (text for task in chosen for _, text in islice(read_texts(task.part, tally), each))
+    sample = (text for task in chosen for _, text in islice(read_texts(task.part, Counter()), each))
     return is_faithful(tokenizer.path, plain_text_tokenizer(tokenizer.path), sample)
 
 

@@ -165,11 +165,10 @@ def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Itera
 
 def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes, str]]:
     """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
-    tally: Counter[str] = Counter()
     if not isinstance(config, ChatDataConfig):
-        yield from ((text.encode(), text) for _, text in read_texts(part, tally))
+        yield from ((text.encode(), text) for _, text in read_texts(part, Counter()))
         return
-    for where, record in read_records(part, tally):
+    for where, record in read_records(part, Counter()):
         try:
             conversation = read_conversation(where, record, config.layout)
         except DataError:
