@@ -73,7 +73,7 @@ class ChatEncoder:
         self._settings = settings
         self._config = settings.config
         self._core = plain_text_tokenizer(settings.tokenizer)
-        self._core.encode_special_tokens = False  # the template's are meant
+        self._core.encode_special_tokens = False  # unlike plain text, a template writes them as tokens
         self._core.post_processor = None  # it adds no special tokens here, but may cut spaces off the offsets
         added = self._core.get_added_tokens_decoder().values()
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)

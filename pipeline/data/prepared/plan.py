@@ -39,7 +39,7 @@ def find_sources(config: DocumentsConfig, cache_dir: Path) -> list[FoundSource]:
 
 
 def trained_on(sources: Sequence[FoundSource]) -> Iterator[str]:
-    """What to say of each eval set whose files are training data too: nothing leaves these out of it.
+    """A line for each eval set whose files are training data too: they are trained on nevertheless.
 
     Whole files (or pieces of large ones) are compared by content; single documents, `inspect` compares.
     """
@@ -116,7 +116,7 @@ def unique_tasks(planned: list[list[PartTask]], shard: tuple[int, int] | None) -
 
 
 def record_path(config: DocumentsConfig, cache_dir: Path) -> Path:
-    """Where is noted what these sources were last prepared with."""
+    """The file that notes with which tokenizer these sources were last prepared."""
     sources = [
         source.model_dump(mode="json") for source in (*config.all_sources(), *config.eval_sets.values())
     ]

@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60.0  # for a worker to notice that it is to end, after a bat
 
 
 class _Abandoned(Exception):
-    """Nobody wants the work any more."""
+    """The process that asked for the part is gone."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ def prepare_in_pool(
 def _give(worker: _Worker, waiting: deque[PartTask], wait_for_others: bool) -> None:
     worker.task = waiting.popleft() if waiting else None
     if worker.task is not None:
-        with suppress(OSError):  # it is dead, which is seen where it is listened to
+        with suppress(OSError):  # a worker that is dead is found by _receive
             worker.connection.send((worker.task, wait_for_others))
 
 
