@@ -82,10 +82,9 @@ class _File:
         self._file.write(content)
         self.bytes += len(content)
 
-    def close(self) -> None:
+    def close(self) -> dict[str, Any]:
+        """Its size and checksum, as `find_damage` compares them."""
         self._file.close()
-
-    def describe(self) -> dict[str, Any]:
         return {"bytes": self.bytes, "xxh3_128": self._checksum.hexdigest()}
 
 
@@ -139,9 +138,7 @@ class PartWriter:
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Puts the folder in its place, with counts, checksums and `facts` in its index."""
-        for file in self._files.values():
-            file.close()
-        files = {name: file.describe() for name, file in self._files.items()}
+        files = {name: file.close() for name, file in self._files.items()}
         index = {
             **facts,
             "dtype": self._dtype.str,
