@@ -22,7 +22,7 @@ from pipeline.data.best_fit import Ints, best_fit, cut_documents
 from pipeline.data.bundle import Batch, JoinedDataset
 
 if TYPE_CHECKING:
-    from pipeline.data.prepared.store import TokenStore
+    from pipeline.data.prepared.part_files import TokenStore
 
 MOST_OPEN = 512  # parts of a data set: 16 GB of JSONL
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass
 class Part:
-    """Documents one behind the other; see pipeline.data.prepared.store.TokenPart."""
+    """Documents one behind the other; see pipeline.data.prepared.part_files.TokenPart."""
 
     tokens: NDArray[Any]
     ends: NDArray[Any]

@@ -5,6 +5,7 @@ Only ever saves time: where the database cannot be used, files are read again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -49,6 +50,11 @@ def stamp_of(path: str | Path) -> Stamp:
     except OSError as error:
         raise unreadable(path, error) from None
     return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+def hash_of(content: Any) -> str:
+    """32 hexadecimal digits that stand for what JSON can hold; the order of keys does not count."""
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class DigestCache:

@@ -5,17 +5,16 @@ Never runs code that comes with a data set.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import SourceConfig
-from pipeline.data.documents.digests import DigestCache
+from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.pieces import hash_file
 from pipeline.data.documents.records import BadRecords, Piece, Record
 from pipeline.data.documents.saved import check_data_files, check_saved, read_entry
@@ -66,12 +65,9 @@ class ShardPiece:
         Raises:
             DataError: the network or a file of the data set fails.
         """
-        names = self.dataset.column_names
-        wanted = names is not None and field is not None and field in names
+        wanted = field is not None and field in (self.dataset.column_names or [])
         rows = iter(self.dataset.select_columns([field]) if wanted else self.dataset)
-        number = 0
-        while True:
-            number += 1
+        for number in count(1):
             try:
                 row = next(rows)
             except StopIteration:
@@ -92,8 +88,7 @@ def dataset_pieces(source: SourceConfig, digests: DigestCache, size: int) -> Seq
     Raises:
         DataError: it cannot be found or loaded, has no such split, or has no rows.
     """
-    assert source.dataset is not None
-    dataset = load_split(source.dataset, source.subset, source.split, source.revision, source.streaming)
+    dataset = load_split(source)
     name = f"{source.dataset} ({source.split})"
     if hasattr(dataset, "num_rows"):
         return _rows(name, dataset, digests, size)
@@ -109,7 +104,7 @@ def _rows(name: str, dataset: Dataset, digests: DigestCache, size: int) -> list[
     pieces = []
     for start in range(0, dataset.num_rows, step):
         end = min(start + step, dataset.num_rows)
-        digest = _digest([*content, dataset.num_rows, str(dataset.split), start, end])
+        digest = hash_of([*content, dataset.num_rows, str(dataset.split), start, end])
         length = dataset.data.nbytes * (end - start) // dataset.num_rows
         pieces.append(RowsPiece(name, dataset, start, end, digest, length))
     return pieces
@@ -125,15 +120,15 @@ def _shards(
     else:
         content = [str(source.dataset), _ask_hub(str(source.dataset), source.revision)]
     length = dataset.info.dataset_size or 0
-    count = dataset.num_shards
+    shards = dataset.num_shards
     return [
         ShardPiece(
-            f"{name}, shard {index + 1} of {count}",
-            dataset.shard(num_shards=count, index=index),
-            _digest([*content, source.subset, source.split, index, count]),
-            length // count,
+            f"{name}, shard {index + 1} of {shards}",
+            dataset.shard(num_shards=shards, index=index),
+            hash_of([*content, source.subset, source.split, index, shards]),
+            length // shards,
         )
-        for index in range(count)
+        for index in range(shards)
     ]
 
 
@@ -142,53 +137,47 @@ def _content(files: list[str], digests: DigestCache) -> list[str]:
     return [found[file][1][1] for file in files]
 
 
-def _digest(content: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
-
-
-def load_split(
-    name: str, subset: str | None, split: str, revision: str | None, streaming: bool
-) -> Dataset | IterableDataset:
+def load_split(source: SourceConfig) -> Dataset | IterableDataset:
     """One split of a data set: of a folder that `save_to_disk` wrote (streaming or not), of a folder of data
     files, or of a name on the hub; from its cache on this machine where the hub does not answer.
 
     Raises:
         DataError: it cannot be found or loaded, or has no such split.
     """
-    folder = Path(name).expanduser()
+    assert source.dataset is not None
+    name, folder = source.dataset, Path(source.dataset).expanduser()
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise DataError(f"data dataset {name}: there is no such folder")
-    saved = _saved_split(folder, split)
+    saved = _saved_split(folder, source.split)
     import datasets
 
+    is_folder = folder.is_dir()
     offline: Any = nullcontext()
-    absent = ""
-    if not folder.is_dir():
+    failed = f"data dataset {name}: cannot be loaded"
+    if not is_folder:
         try:
-            _ask_hub(name, revision)
+            _ask_hub(name, source.revision)
         except _HubAwayError as away:
-            if streaming:
+            if source.streaming:
                 raise
-            offline, absent = _offline(), f"{away}; in the cache on this machine: "
+            offline, failed = _offline(), f"{away}; in the cache on this machine"
     try:
         if saved is not None:
             return datasets.load_from_disk(str(saved))
         with offline:
-            if folder.is_dir():
-                check_data_files(folder, subset)
+            if is_folder:
+                check_data_files(folder, source.subset)
             return datasets.load_dataset(
-                str(folder) if folder.is_dir() else name,
-                subset,
-                split=split,
-                revision=None if folder.is_dir() else revision,
-                streaming=streaming,
+                str(folder) if is_folder else name,
+                source.subset,
+                split=source.split,
+                revision=None if is_folder else source.revision,
+                streaming=source.streaming,
             )
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exceptions as well
-        raise DataError(
-            f"{absent or f'data dataset {name}: cannot be loaded: '}{one_line(error, 300)}"
-        ) from error
+        raise DataError(f"{failed}: {one_line(error, 300)}") from error
 
 
 def _saved_split(folder: Path, split: str) -> Path | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from pipeline.config.data_schema import SourceConfig
-from pipeline.data.documents.digests import DigestCache
+from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.finding import find_files
 from pipeline.data.documents.hub import dataset_pieces
 from pipeline.data.documents.iterable import iterable_pieces
@@ -71,18 +69,15 @@ def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART
             raise DataError(f"data.paths: no text in {len(files)} files, all empty (first: {files[0].path})")
         pieces, groups = whole, _group_files(whole, part_size // 4)
     else:
-        pieces = _other_pieces(source, digests, part_size)
+        if source.dataset is not None:
+            pieces = dataset_pieces(source, digests, part_size)
+        else:
+            assert source.iterable is not None  # the schema: exactly one of the three
+            pieces = iterable_pieces(source.iterable, source.args)
         groups = [(piece,) for piece in pieces]
     if source.max_documents is not None:
         groups = [tuple(pieces)]  # which are the first ones shows only in one go
     return [_part(source, group) for group in groups]
-
-
-def _other_pieces(source: SourceConfig, digests: DigestCache, part_size: int) -> Sequence[Piece]:
-    if source.dataset is not None:
-        return dataset_pieces(source, digests, part_size)
-    assert source.iterable is not None  # the schema: exactly one of the three
-    return iterable_pieces(source.iterable, source.args)
 
 
 def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piece, ...]]:
@@ -101,8 +96,7 @@ def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piec
 def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
     def digest(skip: bool) -> str:
         content = [READING_VERSION, source.text_field, source.max_documents, skip]
-        content += [piece.digest for piece in pieces]
-        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+        return hash_of([*content, *(piece.digest for piece in pieces)])
 
     skip = source.bad_records == "skip"
     return Part(
@@ -127,7 +121,8 @@ def read_records(part: Part, tally: Counter[str]) -> Iterator[tuple[str, Record]
     Raises:
         DataError: a bad record that is not to be skipped; a file that cannot be read, or changed.
     """
-    return islice(_records(part, tally, None), part.max_documents)
+    bad = BadRecords(part.skip_bad_records, tally)
+    return islice(_records(part, bad, None), part.max_documents)
 
 
 def read_texts(part: Part, tally: Counter[str]) -> Iterator[tuple[str, str]]:
@@ -142,20 +137,19 @@ def read_texts(part: Part, tally: Counter[str]) -> Iterator[tuple[str, str]]:
     Raises:
         DataError: as `read_records`, and a row without the text.
     """
-    return islice(_texts(part, tally), part.max_documents)
-
-
-def _records(part: Part, tally: Counter[str], field: str | None) -> Iterator[tuple[str, Record]]:
     bad = BadRecords(part.skip_bad_records, tally)
+    return islice(_texts(part, bad), part.max_documents)
+
+
+def _records(part: Part, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
     for piece in part.pieces:
         for where, record in piece.read(bad, field):
             if not isinstance(record, str) or _has_text(record):
                 yield where, record
 
 
-def _texts(part: Part, tally: Counter[str]) -> Iterator[tuple[str, str]]:
-    bad = BadRecords(part.skip_bad_records, tally)
-    for where, record in _records(part, tally, part.text_field):
+def _texts(part: Part, bad: BadRecords) -> Iterator[tuple[str, str]]:
+    for where, record in _records(part, bad, part.text_field):
         try:
             text = text_of(where, record, part.text_field)
         except DataError as error:
@@ -178,6 +172,3 @@ def no_text(source: SourceConfig, tally: Counter[str]) -> DataError:
     if dropped:
         return DataError(f"data source {source.name}: nothing of {given} can be used{dropped}{left_out}")
     return DataError(f"data source {source.name}: no document of {given} has any text{left_out}")
-
-
-__all__ = ["Part", "Record", "find_parts", "no_text", "read_records", "read_texts", "text_of"]

@@ -84,10 +84,8 @@ def _look(path: str, kind: str, compression: str, size: int) -> Found:
             (start, end, first, held, _digest("parquet", content, start, end))
             for start, end, first, held in row_groups(path, compression, size)
         ]
-    if length == 0 and compression:
-        raise DataError(f"{path}: is empty, so no {compression} file; fetch or write it again")
-    if length == 0 and kind == "arrow":
-        raise DataError(f"{path}: is empty, so no Arrow file; fetch or write it again")
+    if length == 0 and (compression or kind == "arrow"):
+        raise DataError(f"{path}: is empty, so no {compression or 'Arrow'} file; fetch or write it again")
     return [(0, None, 1, length, _digest(f"{kind} {compression}", content))] if length else []
 
 

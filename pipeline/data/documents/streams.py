@@ -57,8 +57,8 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
             if not compression:
                 yield file
                 return
-            content = gzip.GzipFile(fileobj=file) if compression == "gzip" else _ZstdStream(file)
-            yield io.BufferedReader(_Bounded(path, file, cast(io.RawIOBase, content)), BUFFER_SIZE)
+            blocks = _gzip_blocks(file) if compression == "gzip" else _zstd_blocks(file)
+            yield io.BufferedReader(_Decompressed(path, file, blocks), BUFFER_SIZE)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise DataError(
             f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
@@ -67,36 +67,12 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
         raise unreadable(path, error) from None
 
 
-class _Bounded(io.RawIOBase):
-    """Decompressed content, unless a small file holds endless amounts: one line of it may fill the memory."""
+class _Decompressed(io.RawIOBase):
+    """Blocks as a stream, unless a small file holds endless amounts: one line of it may fill the memory."""
 
-    def __init__(self, path: str, file: BinaryIO, content: io.RawIOBase) -> None:
-        self._path, self._content = path, content
+    def __init__(self, path: str, file: BinaryIO, blocks: Iterator[bytes]) -> None:
+        self._path, self._blocks = path, blocks
         self._left = max(HARMLESS_SIZE, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        count = self._content.readinto(buffer) or 0
-        self._left -= count
-        if self._left < 0:
-            raise DataError(
-                f"{self._path}: decompresses to more than {LARGEST_RATIO} times its size, unlike text; "
-                "decompress it yourself if it is to be trusted"
-            )
-        return count
-
-
-class _ZstdStream(io.RawIOBase):
-    """One zstd frame after the other. zstandard's own stream takes a file cut short for a whole one."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        import zstandard
-
-        self._file = file
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
-        self._frame: zstandard.ZstdDecompressionObj | None = None
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -104,27 +80,43 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         while not self._ready:
-            if not self._advance():
+            block = next(self._blocks, None)
+            if block is None:
                 return 0
+            self._ready = memoryview(block)
         size = min(len(buffer), len(self._ready))
         buffer[:size] = self._ready[:size]
         self._ready = self._ready[size:]
+        self._left -= size
+        if self._left < 0:
+            raise DataError(
+                f"{self._path}: decompresses to more than {LARGEST_RATIO} times its size, unlike text; "
+                "decompress it yourself if it is to be trusted"
+            )
         return size
 
-    def _advance(self) -> bool:
-        """Decompresses a little more; False at the end."""
-        rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-        block = rest or self._file.read(1 << 14)  # up to 32,768 times as much comes out
-        if self._frame is not None and self._frame.eof:
-            self._frame = None
-        if not block:
-            if self._frame is not None:
-                raise EOFError("the last frame is not complete")
-            return False
-        if self._frame is None:
-            self._frame = self._decompressor.decompressobj()
-        self._ready = memoryview(self._frame.decompress(block))
-        return True
+
+def _gzip_blocks(file: BinaryIO) -> Iterator[bytes]:
+    content = gzip.GzipFile(fileobj=file)
+    while block := content.read(BUFFER_SIZE):
+        yield block
+
+
+def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
+    """One frame after the other. zstandard's own stream takes a file cut short for a whole one."""
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
+    frame: zstandard.ZstdDecompressionObj | None = None
+    rest = b""
+    while block := rest or file.read(1 << 14):  # up to 32,768 times as much comes out
+        frame = frame or decompressor.decompressobj()
+        yield frame.decompress(block)
+        rest = b""
+        if frame.eof:
+            rest, frame = frame.unused_data, None
+    if frame is not None:
+        raise EOFError("the last frame is not complete")
 
 
 @contextmanager

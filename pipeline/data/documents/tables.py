@@ -74,7 +74,8 @@ def read_arrow(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple
     number = span.first
     with open_file(span.path, span.compression) as stream, table_errors(span.path, "Arrow"):
         for batch in _record_batches(stream, span.path):
-            yield from records_of(_column(batch, field), span.path, number)
+            is_there = field is not None and field in batch.schema.names
+            yield from records_of(batch.select([field]) if is_there else batch, span.path, number)
             number += batch.num_rows
 
 
@@ -90,10 +91,6 @@ def _record_batches(stream: BinaryIO, path: str) -> Iterator[pa.RecordBatch]:
         yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
         yield from pa.ipc.open_stream(stream)
-
-
-def _column(batch: pa.RecordBatch, field: str | None) -> pa.RecordBatch:
-    return batch.select([field]) if field is not None and field in batch.schema.names else batch
 
 
 def records_of(batch: pa.RecordBatch | pa.Table, path: str, first: int) -> Iterator[tuple[str, Record]]:
@@ -114,5 +111,4 @@ def table_errors(path: str, what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError, EOFError) as error:
-        reason = one_line(error)
-        raise DataError(f"{path}: cannot be read as {what}: {reason}; is it whole?") from None
+        raise DataError(f"{path}: cannot be read as {what}: {one_line(error)}; is it whole?") from None

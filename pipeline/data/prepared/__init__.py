@@ -1,15 +1,6 @@
 """Documents as tokens in the cache: `prepare_documents` is the way in, TokenStore what it gives."""
 
-from pipeline.data.prepared.encoder import Document, Encoder
-from pipeline.data.prepared.prepare import prepare_documents
-from pipeline.data.prepared.store import Prepared, PreparedSource, TokenPart, TokenStore
+from pipeline.data.prepared.part_files import TokenStore
+from pipeline.data.prepared.prepare import Prepared, PreparedSource, prepare_documents
 
-__all__ = [
-    "Document",
-    "Encoder",
-    "Prepared",
-    "PreparedSource",
-    "TokenPart",
-    "TokenStore",
-    "prepare_documents",
-]
+__all__ = ["Prepared", "PreparedSource", "TokenStore", "prepare_documents"]

@@ -67,16 +67,13 @@ class ChatEncoder:
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
-        from tokenizers import Tokenizer
         from transformers import AutoTokenizer
 
         assert isinstance(settings.config, ChatDataConfig)
-        self.tally: Counter[str] = Counter()
         self._settings = settings
         self._config = settings.config
-        self._core = Tokenizer.from_file(str(settings.tokenizer / "tokenizer.json"))
-        self._core.no_truncation()
-        self._core.no_padding()
+        self._core = plain_text_tokenizer(settings.tokenizer)
+        self._core.encode_special_tokens = False  # unlike plain text, a template writes them as tokens
         self._core.post_processor = None  # it adds no special tokens here, but may cut spaces off the offsets
         added = self._core.get_added_tokens_decoder().values()
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
@@ -92,7 +89,7 @@ class ChatEncoder:
         core.post_processor = None
         return core
 
-    def __call__(self, records: Records) -> list[Document]:
+    def __call__(self, records: Records, tally: Counter[str]) -> list[Document]:
         """A document for each conversation that is kept, in order.
 
         Raises:
@@ -104,14 +101,16 @@ class ChatEncoder:
         for where, record in records:
             conversation = read_conversation(where, record, self._config.layout)
             if not conversation.answers and self._config.learn_from == "assistant":
-                self.tally[NO_ANSWER] += 1
+                tally[NO_ANSWER] += 1
             else:
                 given.append((where, self._escape(conversation), conversation.key))
         written = self._write(given)
-        shorter = iter(self._shorten([each for each in written if not self._fits(each)]))
+        shorter = iter(self._shorten([each for each in written if not self._fits(each)], tally))
         kept = [each if self._fits(each) else next(shorter) for each in written]
         documents = [each for each in kept if each is not None]
-        return [self._document(*each) for each in zip(documents, self._find_answers(documents), strict=True)]
+        answers = self._find_answers(documents)
+        tally.update(ESCAPED for each in documents if BEGIN in each.text)
+        return [self._document(*each) for each in zip(documents, answers, strict=True)]
 
     def _find_answers(self, written: list[_Written]) -> Sequence[Spans | None]:
         """Where the assistant speaks in each; None: all of it counts in the loss."""
@@ -190,7 +189,7 @@ class ChatEncoder:
         length = len(written.ids) + (not self._is_ended(written))
         return length <= self._config.sequence_length + 1
 
-    def _shorten(self, written: list[_Written]) -> list[_Written | None]:
+    def _shorten(self, written: list[_Written], tally: Counter[str]) -> list[_Written | None]:
         """What each becomes that is too long: its first turns up to an answer, or None.
 
         As many turns as fit, found by halving: with so many conversations at once, in a few rounds.
@@ -204,7 +203,7 @@ class ChatEncoder:
             )
         best: list[_Written | None] = [None] * len(written)
         if self._config.too_long == "drop":
-            self.tally[TOO_LONG] += len(written)
+            tally[TOO_LONG] += len(written)
             return best
         ends = [
             [number + 1 for number in each.conversation.answers if number + 1 < len(each.conversation.turns)]
@@ -224,15 +223,13 @@ class ChatEncoder:
                     low[number], best[number] = at + 1, each
                 else:
                     high[number] = at
-        self.tally.update(TOO_LONG if each is None else SHORTENED for each in best)
+        tally.update(TOO_LONG if each is None else SHORTENED for each in best)
         return best
 
     def _document(self, written: _Written, spans: Spans | None) -> Document:
         is_ended = self._is_ended(written)
         ids = written.ids if is_ended else [*written.ids, self._settings.end_of_document]
         row = np.array(ids, dtype=self._settings.dtype)
-        if BEGIN in written.text:
-            self.tally[ESCAPED] += 1
         if spans is None:
             return Document(row, None, written.key)
         starts, ends = np.array(written.offsets, dtype=np.int64).reshape(-1, 2).T

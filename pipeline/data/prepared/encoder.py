@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.config.data_schema import DocumentsConfig
 from pipeline.data.documents.records import Record
 from pipeline.data.long_documents import PIECE, cut_text, find_places
 from pipeline.data.prepared.fast import FastTokeniser
@@ -39,16 +39,8 @@ class Document:
     key: bytes
 
 
-class Encoder(Protocol):
-    """Tokenises a batch of records; may leave some out.
-
-    Attributes:
-        tally: Counts worth telling ("conversations dropped"), added up since it was last cleared.
-    """
-
-    tally: Counter[str]
-
-    def __call__(self, records: Records) -> list[Document]: ...
+# Tokenises a batch of records; what it leaves out, or changes, is counted in the tally.
+Encoder = Callable[[Records, Counter[str]], list[Document]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class EncoderSettings:
         threads: Threads that one call may use.
     """
 
-    config: TextDataConfig | ChatDataConfig
+    config: DocumentsConfig
     tokenizer: Path
     end_of_document: int
     vocab_size: int
@@ -92,13 +84,12 @@ class TextEncoder:
     """A text, and the end-of-document token behind it. Records are texts, as `read_texts` gives them."""
 
     def __init__(self, settings: EncoderSettings) -> None:
-        self.tally: Counter[str] = Counter()
         self._end = settings.end_of_document
         self._dtype = settings.dtype
         self._core = plain_text_tokenizer(settings.tokenizer)
         self._fast = FastTokeniser(settings.tokenizer, settings.threads > 1) if settings.fast else None
 
-    def __call__(self, records: Records) -> list[Document]:
+    def __call__(self, records: Records, tally: Counter[str]) -> list[Document]:
         texts = [record for _, record in records if isinstance(record, str)]
         assert len(texts) == len(records), "read_texts gives texts"
         keys = [text.encode() for text in texts]

@@ -93,8 +93,7 @@ def is_faithful(folder: Path, core: Any, documents: Iterable[str]) -> bool:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        reason = one_line(error)
-        log.info("gigatoken cannot read this tokenizer (%s): tokenizers is used", reason)
+        log.info("gigatoken cannot read this tokenizer (%s): tokenizers is used", one_line(error))
         return False
     sample = [
         text[: SAMPLE_CHARACTERS if number % 10 else LONG_CHARACTERS]

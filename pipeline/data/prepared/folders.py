@@ -6,6 +6,7 @@ Checksums are xxh3 of 128 bits (of the xxhash package): they find accidents, at 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -22,7 +23,6 @@ from pipeline.durable import synchronise
 from pipeline.errors import DataError
 
 CHECKED = "checked.json"  # times of last change for which the content is known to be right
-BLOCK = 1 << 24
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,12 @@ def begin_folder(folder: Path) -> Path:
     return temporary
 
 
-def finish_folder(temporary: Path, folder: Path) -> None:
-    """Gives a filled folder its name, in one rename, once all of it is on the disk."""
+def finish_folder(temporary: Path, folder: Path, names: Iterable[str]) -> None:
+    """Gives a filled folder its name, in one rename, once all of it is on the disk.
+
+    Notes that the files `names` have the right content as they are now.
+    """
+    write_json(temporary / CHECKED, {name: (temporary / name).stat().st_mtime_ns for name in names})
     for file in temporary.iterdir():
         synchronise(file)
     synchronise(temporary)
@@ -117,11 +121,6 @@ def replace_json(path: Path, content: Any) -> None:
     except OSError as error:
         log.debug("%s is not written: %s", path, error)
         temporary.unlink(missing_ok=True)
-
-
-def stamp(folder: Path, names: Iterable[str]) -> None:
-    """Notes that the files have the right content as they are now."""
-    write_json(folder / CHECKED, {name: (folder / name).stat().st_mtime_ns for name in names})
 
 
 def find_damage(folder: Path, files: dict[str, dict[str, Any]], verify: bool) -> str | None:
@@ -165,8 +164,5 @@ def _checked_times(folder: Path) -> Any:
 
 
 def checksum_of(path: Path) -> str:
-    checksum = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            checksum.update(block)
-    return checksum.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

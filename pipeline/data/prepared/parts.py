@@ -6,7 +6,6 @@ that was used, or how often somebody was killed on the way.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.documents.records import BAD_RECORDS, Record
 from pipeline.data.prepared.encoder import Document, Encoder, EncoderSettings, Records
-from pipeline.data.prepared.folders import find_damage, held_lock, writing_to
-from pipeline.data.prepared.split_files import INDEX, PartWriter
+from pipeline.data.prepared.folders import held_lock, writing_to
+from pipeline.data.prepared.part_files import PartWriter, is_prepared
 from pipeline.errors import DataError
 
-FORMAT_VERSION = 1  # part of every key: raise it when the files would come out differently
 BATCH_CHARACTERS = 1_000_000  # encoded at once: enough for every thread, little enough for memory
 
 
@@ -65,25 +63,6 @@ class PartTask:
         return f"part {self.key[:8]} of {self.part.source}"
 
 
-def read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of a prepared part: counts, and files with their checksums; None where there is none."""
-    try:
-        index: dict[str, Any] = json.loads((folder / INDEX).read_text("utf-8"))
-        return index if index["identity"]["format"] == FORMAT_VERSION and index["files"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def damage_of(folder: Path, verify: bool) -> str | None:
-    """What is wrong with a prepared part that is there; None: nothing."""
-    index = read_index(folder)
-    return f"{INDEX} cannot be read" if index is None else find_damage(folder, index["files"], verify)
-
-
-def is_prepared(folder: Path) -> bool:
-    return folder.is_dir() and damage_of(folder, verify=False) is None
-
-
 def prepare_part(
     task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report, wait: bool
 ) -> bool:
@@ -112,13 +91,12 @@ def prepare_part(
 def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report) -> None:
     is_chat = isinstance(settings.config, ChatDataConfig)
     tally: Counter[str] = Counter()
-    encoder.tally.clear()
     records = read_records(task.part, tally) if is_chat else read_texts(task.part, tally)
     with writing_to(task.cache_dir, task.label):
         writer = PartWriter(task.folder, settings.dtype, has_loss_mask=is_chat)
     try:
         size = 0
-        for batch in batches(records, BATCH_CHARACTERS):
+        for batch in _batches(records):
             documents = _encode(encoder, batch, tally, task.part.skip_bad_records)
             if documents:
                 with writing_to(task.cache_dir, task.label):
@@ -126,7 +104,6 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
             done = sum(len(document.key) for document in documents)
             size += done
             report(Advance(done, len(documents), sum(len(document.ids) for document in documents)))
-        tally.update(encoder.tally)
         facts = {"identity": task.identity, "text_bytes": size, "tally": dict(sorted(tally.items()))}
         with writing_to(task.cache_dir, task.label):
             writer.finish(facts)
@@ -137,31 +114,32 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
 
 def _encode(encoder: Encoder, batch: Records, tally: Counter[str], skip_bad: bool) -> list[Document]:
     """The documents of a batch. Where one record is bad and may be left out, they are encoded one by one."""
-    before = encoder.tally.copy()
+    counts: Counter[str] = Counter()
     try:
-        return encoder(batch)
+        documents = encoder(batch, counts)
     except DataError:
         if not skip_bad:
             raise
-    encoder.tally.clear()
-    encoder.tally.update(before)
+    else:
+        tally.update(counts)
+        return documents
     documents = []
     for record in batch:
         try:
-            documents += encoder([record])
+            documents += encoder([record], tally)
         except DataError:
             tally[BAD_RECORDS] += 1
     return documents
 
 
-def batches(records: Iterable[tuple[str, Record]], characters: int) -> Iterator[Records]:
-    """Records in lists of about `characters` together (more only where one record is longer)."""
+def _batches(records: Iterable[tuple[str, Record]]) -> Iterator[Records]:
+    """Records in lists of about BATCH_CHARACTERS together (more only where one record is longer)."""
     batch: Records = []
     length = 0
     for item in records:
         batch.append(item)
         length += _length(item[1])
-        if length >= characters:
+        if length >= BATCH_CHARACTERS:
             yield batch
             batch, length = [], 0
     if batch:

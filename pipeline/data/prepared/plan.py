@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.data_schema import ChatDataConfig, SourceConfig, TextDataConfig
-from pipeline.data.documents.digests import DigestCache
+from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, SourceConfig
+from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.part import Part, find_parts
-from pipeline.data.prepared.parts import FORMAT_VERSION, PartTask, is_prepared
+from pipeline.data.prepared.part_files import FORMAT_VERSION, is_prepared
+from pipeline.data.prepared.parts import PartTask
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder
 
 
@@ -22,38 +21,25 @@ class FoundSource:
 
     source: SourceConfig
     parts: list[Part]
-    eval_fraction: float
-    """Share of its documents held out; 1 for an eval set."""
     is_eval_set: bool
 
 
-@dataclass(frozen=True)
-class PlannedSource:
-    """A source or an eval set as tasks, in order."""
-
-    found: FoundSource
-    tasks: list[PartTask]
-
-
-def find_sources(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> list[FoundSource]:
+def find_sources(config: DocumentsConfig, cache_dir: Path) -> list[FoundSource]:
     """Every source, then every eval set. Files that are known are not read.
 
     Raises:
         DataError: a source cannot be read, or there is nothing in it.
     """
     digests = DigestCache(cache_dir)
-    found = [
-        FoundSource(source, find_parts(source, digests), config.eval_fraction, False)
-        for source in config.all_sources()
-    ]
+    found = [FoundSource(source, find_parts(source, digests), False) for source in config.all_sources()]
     for name, given in config.eval_sets.items():
         source = given.model_copy(update={"name": name})
-        found.append(FoundSource(source, find_parts(source, digests), 1.0, True))
+        found.append(FoundSource(source, find_parts(source, digests), True))
     return found
 
 
 def trained_on(sources: Sequence[FoundSource]) -> Iterator[str]:
-    """What to say of each eval set whose files are training data too: nothing leaves these out of it.
+    """A line for each eval set whose files are training data too: they are trained on nevertheless.
 
     Whole files (or pieces of large ones) are compared by content; single documents, `inspect` compares.
     """
@@ -75,13 +61,13 @@ def trained_on(sources: Sequence[FoundSource]) -> Iterator[str]:
             )
 
 
-def plan_sources(
-    config: TextDataConfig | ChatDataConfig,
+def plan_tasks(
+    config: DocumentsConfig,
     sources: Sequence[FoundSource],
     tokenizer: TokenizerFolder,
     cache_dir: Path,
-) -> list[PlannedSource]:
-    """Names every part by all that decides its bytes."""
+) -> list[list[PartTask]]:
+    """The tasks of each source, in order. Every part is named by all that decides its bytes."""
     encoding = _describe_encoding(config, tokenizer)
 
     def task_of(part: Part, eval_fraction: float, digest: str) -> PartTask:
@@ -102,12 +88,14 @@ def plan_sources(
                 return other
         return task
 
-    return [
-        PlannedSource(found, [choose(part, found.eval_fraction) for part in found.parts]) for found in sources
-    ]
+    planned = []
+    for found in sources:
+        eval_fraction = 1.0 if found.is_eval_set else config.eval_fraction
+        planned.append([choose(part, eval_fraction) for part in found.parts])
+    return planned
 
 
-def _describe_encoding(config: TextDataConfig | ChatDataConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
+def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
     """What decides a document's ids besides its record and the tokenizer."""
     if not isinstance(config, ChatDataConfig):
         return {"kind": "text"}
@@ -121,34 +109,15 @@ def _describe_encoding(config: TextDataConfig | ChatDataConfig, tokenizer: Token
     }
 
 
-def unique_tasks(planned: Sequence[PlannedSource], shard: tuple[int, int] | None) -> list[PartTask]:
+def unique_tasks(planned: list[list[PartTask]], shard: tuple[int, int] | None) -> list[PartTask]:
     """Every part once, in order; of a shard (index, count) every count-th."""
-    tasks = list({task.key: task for source in planned for task in source.tasks}.values())
+    tasks = list({task.key: task for tasks in planned for task in tasks}.values())
     return tasks if shard is None else tasks[shard[0] :: shard[1]]
 
 
-def describe_differences(before: Any, config: TextDataConfig | ChatDataConfig, tokenizer: str) -> str | None:
-    """Why data that was prepared once must be prepared again, where the tokenizer is the reason."""
-    if not isinstance(before, dict) or before.get("tokenizer") in (None, tokenizer):
-        return None
-    if config.tokenizer.pretrained is None:
-        return "the tokenizer is trained on the data, which changed: all of it is prepared again"
-    return "the tokenizer is not the one this data was prepared with: all of it is prepared again"
-
-
-def record_path(config: TextDataConfig | ChatDataConfig, cache_dir: Path) -> Path:
-    """Where is noted what these sources were last prepared with."""
+def record_path(config: DocumentsConfig, cache_dir: Path) -> Path:
+    """The file that notes with which tokenizer these sources were last prepared."""
     sources = [
         source.model_dump(mode="json") for source in (*config.all_sources(), *config.eval_sets.values())
     ]
     return cache_dir / "sets" / f"{hash_of(sources)}.json"
-
-
-def all_parts(sources: Sequence[FoundSource], *, of_eval_sets: bool) -> Iterator[Part]:
-    for found in sources:
-        if found.is_eval_set == of_eval_sets:
-            yield from found.parts
-
-
-def hash_of(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -17,33 +17,18 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Protocol
 
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.prepared.encoder import Encoder, EncoderSettings, TextEncoder
 from pipeline.data.prepared.parts import Advance, PartTask, prepare_part
+from pipeline.data.prepared.progress_bar import PrepareProgress
 from pipeline.errors import DataError, PipelineError
 
 PATIENCE_SECONDS = 60.0  # for a worker to notice that it is to end, after a batch; the machine may be busy
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The task is done; or another process is at it."""
-
-    done: bool
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The task failed: with a line for the user, or with a traceback."""
-
-    message: str
-    is_user_error: bool
-
-
 class _Abandoned(Exception):
-    """Nobody wants the work any more."""
+    """The process that asked for the part is gone."""
 
 
 @dataclass
@@ -51,13 +36,6 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     task: PartTask | None = None
-
-
-class Listener(Protocol):
-    """Is told how far each part is."""
-
-    def advance(self, task: PartTask, advance: Advance) -> None: ...
-    def finish(self, task: PartTask) -> None: ...
 
 
 def build_encoder(settings: EncoderSettings) -> Encoder:
@@ -74,14 +52,14 @@ def build_encoder(settings: EncoderSettings) -> Encoder:
 
 
 def prepare_here(
-    tasks: Sequence[PartTask], settings: EncoderSettings, wait_for_others: bool, listener: Listener
+    tasks: Sequence[PartTask], settings: EncoderSettings, wait_for_others: bool, progress: PrepareProgress
 ) -> list[PartTask]:
     """As `prepare_in_pool`, in this process, with the tokeniser's own threads."""
     encoder = build_encoder(settings)
     left = []
     for task in tasks:
-        if prepare_part(task, settings, encoder, partial(listener.advance, task), wait_for_others):
-            listener.finish(task)
+        if prepare_part(task, settings, encoder, partial(progress.advance, task), wait_for_others):
+            progress.finish(task)
         else:
             left.append(task)
     return left
@@ -92,7 +70,7 @@ def prepare_in_pool(
     settings: EncoderSettings,
     workers: int,
     wait_for_others: bool,
-    listener: Listener,
+    progress: PrepareProgress,
 ) -> list[PartTask]:
     """Prepares all tasks; an error ends the workers, and parts that are finished stay.
 
@@ -101,7 +79,7 @@ def prepare_in_pool(
         settings: Of the encoder that each worker makes.
         workers: Processes.
         wait_for_others: Wait where another process is at a part.
-        listener: Is called in this process.
+        progress: Is told in this process.
 
     Returns:
         Tasks that another process is at.
@@ -123,10 +101,10 @@ def prepare_in_pool(
                 task = worker.task
                 message = _receive(worker, task)
                 if isinstance(message, Advance):
-                    listener.advance(task, message)
+                    progress.advance(task, message)
                     continue
-                if message.done:
-                    listener.finish(task)
+                if message:
+                    progress.finish(task)
                 else:
                     left.append(task)
                 _give(worker, waiting, wait_for_others)
@@ -136,24 +114,20 @@ def prepare_in_pool(
 def _give(worker: _Worker, waiting: deque[PartTask], wait_for_others: bool) -> None:
     worker.task = waiting.popleft() if waiting else None
     if worker.task is not None:
-        try:
+        with suppress(OSError):  # a worker that is dead is found by _receive
             worker.connection.send((worker.task, wait_for_others))
-        except OSError:  # it is dead, which is seen where it is listened to
-            return
 
 
-def _receive(worker: _Worker, task: PartTask) -> Advance | Finished:
-    """What the worker says; an error where it failed, or is dead."""
+def _receive(worker: _Worker, task: PartTask) -> Advance | bool:
+    """How far the worker is, or what `prepare_part` returned; an error where it failed, or is dead."""
     try:
-        message: Advance | Finished | Failed = worker.connection.recv()
+        message: Advance | bool | Exception = worker.connection.recv()
     except (EOFError, OSError):
         worker.process.join()
         raise DataError(_describe_death(worker.process.exitcode or 0, task)) from None
-    if not isinstance(message, Failed):
-        return message
-    if message.is_user_error:
-        raise DataError(message.message)
-    raise RuntimeError(f"in a worker that prepared {task.label}:\n{message.message}")
+    if isinstance(message, Exception):
+        raise message
+    return message
 
 
 def _describe_death(code: int, task: PartTask) -> str:
@@ -167,11 +141,16 @@ def _describe_death(code: int, task: PartTask) -> str:
 
 @contextmanager
 def _pool(count: int, settings: EncoderSettings) -> Iterator[list[_Worker]]:
+    context = multiprocessing.get_context("spawn")
     pool: list[_Worker] = []
     try:
         with _ignoring_interrupts():
             for _ in range(count):
-                pool.append(_start(settings))
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, args=(theirs, settings), daemon=True)
+                process.start()
+                theirs.close()
+                pool.append(_Worker(process, ours))
         yield pool
     finally:
         for worker in pool:
@@ -181,15 +160,6 @@ def _pool(count: int, settings: EncoderSettings) -> Iterator[list[_Worker]]:
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
-
-
-def _start(settings: EncoderSettings) -> _Worker:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, settings), daemon=True)
-    process.start()
-    theirs.close()
-    return _Worker(process, ours)
 
 
 @contextmanager
@@ -206,8 +176,10 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def serve(connection: Connection, settings: EncoderSettings) -> None:
-    """A worker's life: prepares what it is given until nobody is at the other end."""
-    limit_threads(settings.threads)
+    """In a worker: prepares what it is given until nobody is at the other end."""
+    # For the Rust libraries, before they are first used.
+    os.environ["RAYON_NUM_THREADS"] = str(settings.threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if settings.threads > 1 else "false"
     encoder: Encoder | None = None
 
     def report(advance: Advance) -> None:
@@ -219,23 +191,17 @@ def serve(connection: Connection, settings: EncoderSettings) -> None:
     with suppress(EOFError, OSError, _Abandoned):
         while True:
             task, wait_for_others = connection.recv()
-            answer: Finished | Failed
+            answer: bool | Exception
             try:
                 if encoder is None:
                     encoder = build_encoder(settings)
-                answer = Finished(prepare_part(task, settings, encoder, report, wait_for_others))
+                answer = prepare_part(task, settings, encoder, report, wait_for_others)
             except PipelineError as error:
-                answer = Failed(str(error), True)
+                answer = DataError(str(error))
             except MemoryError:
-                answer = Failed(f"no memory left for {task.label}; lower data.prepare_workers", True)
+                answer = DataError(f"no memory left for {task.label}; lower data.prepare_workers")
             except _Abandoned:
                 raise
             except Exception:  # ours: its traceback crosses to the process that asked
-                answer = Failed(traceback.format_exc(), False)
+                answer = RuntimeError(f"in a worker that prepared {task.label}:\n{traceback.format_exc()}")
             connection.send(answer)
-
-
-def limit_threads(threads: int) -> None:
-    """For the Rust libraries of this process; before they are first used."""
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"

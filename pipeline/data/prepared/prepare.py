@@ -10,41 +10,81 @@ import logging
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
+from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import no_text, read_texts
 from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
 from pipeline.data.prepared.fast import SAMPLE_DOCUMENTS, is_faithful
 from pipeline.data.prepared.folders import CHECKED, held_lock, replace_json
-from pipeline.data.prepared.parts import PartTask, damage_of, is_prepared, read_index
+from pipeline.data.prepared.part_files import TokenStore, damage_of, is_prepared, read_index
+from pipeline.data.prepared.parts import PartTask
 from pipeline.data.prepared.plan import (
-    PlannedSource,
-    all_parts,
-    describe_differences,
+    FoundSource,
     find_sources,
-    hash_of,
-    plan_sources,
+    plan_tasks,
     record_path,
     trained_on,
     unique_tasks,
 )
 from pipeline.data.prepared.pool import prepare_here, prepare_in_pool
 from pipeline.data.prepared.progress_bar import PrepareProgress, format_bytes
-from pipeline.data.prepared.store import Prepared, PreparedSource, TokenStore
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SMALL_BYTES = 8_000_000  # tokenised in the time it takes to start workers
 log = logging.getLogger(__name__)
-Config = TextDataConfig | ChatDataConfig
 
 
-def prepare_documents(config: Config, shard: tuple[int, int] | None = None, verify: bool = False) -> Prepared:
+@dataclass(frozen=True)
+class PreparedSource:
+    """A source, or an eval set: its documents, tokenised, and what was left out on the way.
+
+    Attributes:
+        name: Of the source.
+        train: Documents to train on; none for an eval set.
+        eval: Documents held out.
+        tally: Counts of what is worth telling, such as `bad records` that were skipped.
+    """
+
+    name: str
+    train: TokenStore
+    eval: TokenStore
+    tally: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All documents of a recipe as tokens.
+
+    Attributes:
+        tokenizer: Trained on the data, or the pretrained one.
+        vocab_size: Ids are below this.
+        sources: In the recipe's order.
+        eval_sets: All their documents are in `eval`.
+        fingerprint: Of the tokens and their order, not of where or when they were prepared.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    vocab_size: int
+    sources: list[PreparedSource]
+    eval_sets: list[PreparedSource]
+    fingerprint: str
+
+
+def prepare_documents(
+    config: DocumentsConfig, shard: tuple[int, int] | None = None, verify: bool = False
+) -> Prepared:
     """All documents of a recipe as tokens; what is not in the cache is tokenised first.
 
     Any number of processes may call this at once: each part is made by one of them. On one machine a single
@@ -62,17 +102,19 @@ def prepare_documents(config: Config, shard: tuple[int, int] | None = None, veri
     sources = find_sources(config, cache_dir)
     for line in trained_on(sources):
         log.info("%s", line)  # every rank finds it; one shows it
-    tokenizer = find_tokenizer(config, list(all_parts(sources, of_eval_sets=False)), cache_dir)
-    planned = plan_sources(config, sources, tokenizer, cache_dir)
+    to_train_on = [part for found in sources if not found.is_eval_set for part in found.parts]
+    tokenizer = find_tokenizer(config, to_train_on, cache_dir)
+    planned = plan_tasks(config, sources, tokenizer, cache_dir)
     tasks = unique_tasks(planned, shard)
     missing = _missing(tasks, verify)
     if missing:
         _explain(config, tokenizer, cache_dir, len(missing), len(tasks))
         lock = f"{platform.node()}-{hash_of([task.key for task in tasks])}"
-        with held_lock(cache_dir, lock, _say_once("another process prepares this data: waiting for it")):
+        say_once = cache(partial(log.info, "another process prepares this data: waiting for it"))
+        with held_lock(cache_dir, lock, say_once):
             still = [task for task in missing if not is_prepared(task.folder)]
             _prepare(still, config, tokenizer)
-    prepared = _gather(planned, tasks, tokenizer, complete=shard is None)
+    prepared = _gather(sources, planned, tasks, tokenizer, complete=shard is None)
     if shard is None:
         replace_json(record_path(config, cache_dir), {"tokenizer": tokenizer.digest})
     _summarise(prepared, cache_dir)
@@ -80,7 +122,7 @@ def prepare_documents(config: Config, shard: tuple[int, int] | None = None, veri
 
 
 def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
-    """Tasks whose part is not there, or damaged, which is said."""
+    """Tasks whose part is missing or damaged; damage is logged."""
 
     def examine(task: PartTask) -> tuple[bool, str | None]:
         there = task.folder.is_dir()
@@ -99,29 +141,23 @@ def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
     return missing
 
 
-def _say_once(line: str) -> Callable[[], None]:
-    said: list[str] = []
-
-    def say() -> None:
-        if not said:
-            said.append(line)
-            log.info("%s", line)
-
-    return say
-
-
-def _explain(config: Config, tokenizer: TokenizerFolder, cache_dir: Path, missing: int, total: int) -> None:
+def _explain(
+    config: DocumentsConfig, tokenizer: TokenizerFolder, cache_dir: Path, missing: int, total: int
+) -> None:
+    """Why data that was prepared once is prepared again, or how much of it is there."""
     before: Any = None
     with suppress(OSError, ValueError):
         before = json.loads(record_path(config, cache_dir).read_text("utf-8"))
-    reason = describe_differences(before, config, tokenizer.digest)
-    if reason is not None:
-        log.info("%s", reason)
+    if isinstance(before, dict) and before.get("tokenizer") not in (None, tokenizer.digest):
+        change = "not the one this data was prepared with"
+        if config.tokenizer.pretrained is None:
+            change = "trained on the data, which changed"
+        log.info("the tokenizer is %s: all of it is prepared again", change)
     elif missing < total:
         log.info("%d of %d parts are prepared already", total - missing, total)
 
 
-def _prepare(tasks: Sequence[PartTask], config: Config, tokenizer: TokenizerFolder) -> None:
+def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: TokenizerFolder) -> None:
     if not tasks:
         return
     cores = _cores()
@@ -159,19 +195,22 @@ def _prepare(tasks: Sequence[PartTask], config: Config, tokenizer: TokenizerFold
     )
 
 
-def _choose_fast(config: Config, tokenizer: TokenizerFolder, tasks: Sequence[PartTask]) -> bool:
+def _choose_fast(config: DocumentsConfig, tokenizer: TokenizerFolder, tasks: Sequence[PartTask]) -> bool:
     """Whether gigatoken can take the place of tokenizers: tried on the first documents of parts all over."""
     if isinstance(config, ChatDataConfig):
         return False
     chosen = tasks[:: max(1, len(tasks) // 30)]
     each = max(1, SAMPLE_DOCUMENTS // len(chosen))
-    tally: Counter[str] = Counter()
-    sample = (text for task in chosen for _, text in islice(read_texts(task.part, tally), each))
+    sample = (text for task in chosen for _, text in islice(read_texts(task.part, Counter()), each))
     return is_faithful(tokenizer.path, plain_text_tokenizer(tokenizer.path), sample)
 
 
 def _gather(
-    planned: Sequence[PlannedSource], tasks: Sequence[PartTask], tokenizer: TokenizerFolder, complete: bool
+    sources: Sequence[FoundSource],
+    planned: Sequence[Sequence[PartTask]],
+    tasks: Sequence[PartTask],
+    tokenizer: TokenizerFolder,
+    complete: bool,
 ) -> Prepared:
     """What is there now.
 
@@ -179,12 +218,12 @@ def _gather(
         DataError: no document of a source has any text.
     """
     keys = {task.key for task in tasks}
-    sources: list[PreparedSource] = []
+    trained: list[PreparedSource] = []
     eval_sets: list[PreparedSource] = []
     content: list[Any] = [tokenizer.digest]
-    for plan in planned:
-        source = plan.found.source
-        folders = [task.folder for task in plan.tasks if task.key in keys]
+    for found, source_tasks in zip(sources, planned, strict=True):
+        source = found.source
+        folders = [task.folder for task in source_tasks if task.key in keys]
         train, held_out = TokenStore(folders, "train"), TokenStore(folders, "eval")
         tally: Counter[str] = Counter()
         for folder in folders:
@@ -193,9 +232,9 @@ def _gather(
             content.append([source.name, {name: file["xxh3_128"] for name, file in index["files"].items()}])
         if complete and train.num_documents + held_out.num_documents == 0:
             raise no_text(source, tally)
-        found = PreparedSource(source.name or "", train, held_out, dict(tally))
-        (eval_sets if plan.found.is_eval_set else sources).append(found)
-    return Prepared(tokenizer.tokenizer, tokenizer.vocab_size, sources, eval_sets, hash_of(content))
+        prepared = PreparedSource(source.name or "", train, held_out, dict(tally))
+        (eval_sets if found.is_eval_set else trained).append(prepared)
+    return Prepared(tokenizer.tokenizer, tokenizer.vocab_size, trained, eval_sets, hash_of(content))
 
 
 def _summarise(prepared: Prepared, cache_dir: Path) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
 from pipeline.data.chat_layouts import read_conversation
 from pipeline.data.chat_template import find_template, special_tokens_of
+from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.prepared.folders import (
     abandon_folder,
@@ -23,11 +24,10 @@ from pipeline.data.prepared.folders import (
     find_damage,
     finish_folder,
     held_lock,
-    stamp,
     write_json,
     writing_to,
 )
-from pipeline.data.prepared.split_files import is_text_held_out
+from pipeline.data.prepared.part_files import hash_keys, is_held_out
 from pipeline.data.tokenizer import (
     digest_tokenizer,
     load_pretrained,
@@ -62,9 +62,7 @@ class TokenizerFolder:
     vocab_size: int
 
 
-def find_tokenizer(
-    config: TextDataConfig | ChatDataConfig, parts: Sequence[Part], cache_dir: Path
-) -> TokenizerFolder:
+def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Path) -> TokenizerFolder:
     """The recipe's tokenizer: loaded, or trained on the training split of `parts`. For chat with a template.
 
     One process trains it; others that need the same one wait.
@@ -79,19 +77,19 @@ def find_tokenizer(
         if chat is not None:
             tokenizer.chat_template = find_template(chat, tokenizer.chat_template)
         digest = digest_tokenizer(tokenizer)
-        path = _keep(cache_dir, _hash([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
+        path = _keep(cache_dir, hash_of([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
     else:
         content: list[Any] = [
             TRAINING_VERSION,
-            config.kind,
+            "text" if chat is None else "chat",
             config.tokenizer.vocab_size,
             config.eval_fraction,
+            sorted(part.digest for part in parts),
         ]
-        content.append(sorted(part.digest for part in parts))
         template = find_template(chat, None) if chat is not None else None  # fails before the training
         if chat is not None:
             content.append([chat.layout, *special_tokens_of(chat)])
-        path = _keep(cache_dir, _hash(content), lambda: _train(config, parts))
+        path = _keep(cache_dir, hash_of(content), lambda: _train(config, parts))
         tokenizer = read_tokenizer(path / "tokenizer.json")
         tokenizer.chat_template = template
         digest = digest_tokenizer(tokenizer)
@@ -103,14 +101,8 @@ def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]
     folder = cache_dir / "tokenizers" / key
     if _is_whole(folder):
         return folder
-    waited: list[bool] = []
-
-    def alive() -> None:
-        if not waited:
-            log.info("another process is making the tokenizer: waiting for it")
-            waited.append(True)
-
-    with held_lock(cache_dir, f"tokenizer-{key}", alive):
+    say_once = cache(partial(log.info, "another process is making the tokenizer: waiting for it"))
+    with held_lock(cache_dir, f"tokenizer-{key}", say_once):
         if not _is_whole(folder):
             if folder.exists():
                 log.warning("the tokenizer in %s is damaged: making it again", folder)
@@ -138,14 +130,13 @@ def _write(cache_dir: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) ->
                 for file in sorted(temporary.iterdir())
             }
             write_json(temporary / INDEX, files)
-            stamp(temporary, files)
-            finish_folder(temporary, folder)
+            finish_folder(temporary, folder, files)
         except BaseException:
             abandon_folder(temporary)
             raise
 
 
-def _train(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> PreTrainedTokenizerFast:
+def _train(config: DocumentsConfig, parts: Sequence[Part]) -> PreTrainedTokenizerFast:
     size = min(sum(part.size for part in parts), TRAINING_BYTES)
     log.info("training the tokenizer on %.1f MB", size / 1e6)
     start = time.perf_counter()
@@ -156,7 +147,7 @@ def _train(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> Pr
     return tokenizer
 
 
-def _training_documents(config: TextDataConfig | ChatDataConfig, parts: Sequence[Part]) -> Iterator[str]:
+def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Iterator[str]:
     """Texts of the training split, TRAINING_BYTES of them at most.
 
     Parts come in the order of their digests: where it is a sample, it is a fair one of all sources.
@@ -164,7 +155,7 @@ def _training_documents(config: TextDataConfig | ChatDataConfig, parts: Sequence
     left = TRAINING_BYTES
     for part in sorted(parts, key=lambda part: part.digest):
         for key, text in _keys_and_texts(config, part):
-            if is_text_held_out(key, config.eval_fraction):
+            if is_held_out(hash_keys([key]), config.eval_fraction)[0]:
                 continue
             yield text
             left -= len(key)
@@ -172,13 +163,12 @@ def _training_documents(config: TextDataConfig | ChatDataConfig, parts: Sequence
                 return
 
 
-def _keys_and_texts(config: TextDataConfig | ChatDataConfig, part: Part) -> Iterator[tuple[bytes, str]]:
+def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes, str]]:
     """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
-    tally: Counter[str] = Counter()
     if not isinstance(config, ChatDataConfig):
-        yield from ((text.encode(), text) for _, text in read_texts(part, tally))
+        yield from ((text.encode(), text) for _, text in read_texts(part, Counter()))
         return
-    for where, record in read_records(part, tally):
+    for where, record in read_records(part, Counter()):
         try:
             conversation = read_conversation(where, record, config.layout)
         except DataError:
@@ -186,7 +176,3 @@ def _keys_and_texts(config: TextDataConfig | ChatDataConfig, part: Part) -> Iter
                 raise
             continue
         yield conversation.key, "\n".join(turn["content"] for turn in conversation.turns)
-
-
-def _hash(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()

@@ -127,5 +127,5 @@ def test_a_hub_that_does_not_answer_is_told_soon(tmp_path, monkeypatch):
 
 
 def test_load_split_gives_what_was_saved(tmp_path):
-    dataset = load_split(str(save(tmp_path / "data")), None, "train", None, streaming=False)
+    dataset = load_split(source(dataset=str(save(tmp_path / "data"))))
     assert dataset.to_list() == ROWS

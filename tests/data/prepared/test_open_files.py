@@ -13,8 +13,7 @@ import pytest
 
 from pipeline.data.packing import JoinedStream, pack
 from pipeline.data.prepared.encoder import Document
-from pipeline.data.prepared.split_files import PartWriter
-from pipeline.data.prepared.store import TokenStore
+from pipeline.data.prepared.part_files import PartWriter, TokenStore
 from pipeline.inspection.statistics import hashes_of, lengths_of
 
 PARTS = 300

@@ -125,7 +125,7 @@ def test_an_unchanged_set_is_read_nowhere_and_altered_tokens_are_found_when_aske
     os.utime(corpus[0], ns=(0, 10**18))  # long ago: what changes within a clock tick is always read
     first = prepare_documents(config)
     content = content_of(tmp_path / "cache")
-    tokens = first.sources[0].train.folders[0] / "train.tokens"
+    tokens = first.sources[0].train.parts[0].folder / "train.tokens"
     for path in (corpus[0], tokens):  # other bytes; the size and the time of change stay
         before = path.stat()
         with path.open("r+b") as file:
@@ -145,7 +145,7 @@ def test_an_unchanged_set_is_read_nowhere_and_altered_tokens_are_found_when_aske
     prepare_documents(config, verify=True)
     assert "by its checksum" not in told()
     config = make_config(corpus[1:], tmp_path / "cache")
-    victim = first.sources[1].train.folders[0] / "train.tokens"
+    victim = first.sources[1].train.parts[0].folder / "train.tokens"
     before = victim.stat()
     victim.write_bytes(bytes(before.st_size))
     os.utime(victim, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -183,7 +183,7 @@ def alter(path):
 )
 def test_a_damaged_part_is_said_and_made_again(damage, name, corpus, tmp_path, make_config, content_of, told):
     config = make_config(corpus[:2], tmp_path / "cache")
-    folder = prepare_documents(config).sources[0].train.folders[0]
+    folder = prepare_documents(config).sources[0].train.parts[0].folder
     content, made = content_of(tmp_path / "cache"), made_parts(tmp_path / "cache")
     told()
     damage(folder / name)
@@ -198,7 +198,7 @@ def test_a_damaged_part_is_said_and_made_again(damage, name, corpus, tmp_path, m
 
 def test_a_copied_cache_is_read_once_and_then_trusted(corpus, tmp_path, make_config, told):
     config = make_config(corpus[:1], tmp_path / "cache")
-    folder = prepare_documents(config).sources[0].train.folders[0]
+    folder = prepare_documents(config).sources[0].train.parts[0].folder
     for path in folder.iterdir():
         os.utime(path)
     prepare_documents(config)
@@ -209,7 +209,7 @@ def test_a_copied_cache_is_read_once_and_then_trusted(corpus, tmp_path, make_con
 
 def test_a_damaged_part_whose_source_is_gone_is_an_error(corpus, tmp_path, make_config):
     config = make_config(corpus[:2], tmp_path / "cache")
-    folder = prepare_documents(config).sources[0].train.folders[0]
+    folder = prepare_documents(config).sources[0].train.parts[0].folder
     truncate(folder / "train.tokens")
     corpus[0].unlink()
     with pytest.raises(DataError, match=r"0\.jsonl"):
