@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from pipeline.doctor.collective import Measured
+from pipeline.doctor.collective import STEPS, Measured
 from pipeline.doctor.network import Connection, Network
 from pipeline.doctor.probe import Answered
 from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
 
 SLOW = 1 / 3
 """Share of the median below which a link is slow."""
-STEPS = ("loading torch", "joining", "the first all-reduce", "transfers", "the large all-reduce", "the end")
 
 
 def is_loopback(address: str) -> bool:

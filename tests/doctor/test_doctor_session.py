@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -51,11 +52,11 @@ def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
 
 
 def test_silence_has_a_reason():
-    with over_command("a", ["sh", "-c", "echo b: Permission denied >&2; exit 255"]) as session:
+    with closing(over_command("a", ["sh", "-c", "echo b: Permission denied >&2; exit 255"])) as session:
         with pytest.raises(SilentError) as caught:
             session.ask("time", seconds=200)
         assert (caught.value.code, caught.value.said) == (255, "b: Permission denied")
-    with over_command("a", ["sleep", "100"]) as session:
+    with closing(over_command("a", ["sleep", "100"])) as session:
         with pytest.raises(SilentError, match=r"no answer within 0\.1 s"):
             session.ask("time", seconds=0.1)
         (sleeper,) = [p for p in psutil.Process().children() if p.name() == "sleep"]
@@ -197,7 +198,7 @@ def test_all_reduce_of_one_machine(tmp_path):
 
 
 def test_answers_are_json():
-    with over_command("a", local_command(PROBE)) as session:
+    with closing(over_command("a", local_command(PROBE))) as session:
         asked = {
             "token": "t",
             "name": "a",
