@@ -32,8 +32,6 @@ class Network(TypedDict):
     """Every host's name -> its addresses as seen from here; none: unknown."""
     own_address: str | None
     """What the host's own name means here, as gloo reads it; None: nothing of this machine."""
-    fabric: bool
-    """There is InfiniBand or another RDMA device."""
 
 
 class Peer(TypedDict):
@@ -68,14 +66,12 @@ def read_network(names: Sequence[str]) -> Network:
     boot_id = ""
     with contextlib.suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    fabric = Path("/sys/class/infiniband")
     return Network(
         hostname=socket.gethostname(),
         boot_id=boot_id,
         interfaces=[each for each in interfaces if each["addresses"]],
         names=dict(zip(names, found, strict=True)),
         own_address=_own_address(),
-        fabric=fabric.is_dir() and any(fabric.iterdir()),
     )
 
 

@@ -18,9 +18,9 @@ import pytest
 
 from pipeline.doctor import facts, network
 from pipeline.doctor.collective import Part, _all_reduce, _transfer
-from pipeline.doctor.examination import Wanted, examine, this_machine
+from pipeline.doctor.examination import examine, this_machine
 from pipeline.doctor.probe import find_out
-from pipeline.doctor.rows import is_red
+from pipeline.doctor.rows import Wanted, is_red
 from pipeline.doctor.session import (
     PROBE,
     SilentError,
