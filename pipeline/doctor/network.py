@@ -94,25 +94,23 @@ def _own_address() -> str | None:
     return None
 
 
-class Listener:
-    """An open port that says who answers."""
+def listen(greeting: str) -> int:
+    """Opens a port that says who answers, until the process ends; its number."""
+    if socket.has_dualstack_ipv6():
+        server = socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    else:
+        server = socket.create_server(("", 0), backlog=1024)
 
-    def __init__(self, greeting: str):
-        self._greeting = greeting.encode() + b"\n"
-        if socket.has_dualstack_ipv6():
-            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._socket = socket.create_server(("", 0))
-        self._socket.listen(1024)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, name="listener", daemon=True).start()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+    def serve() -> None:
+        with contextlib.suppress(OSError):
             while True:
-                connection, _ = self._socket.accept()
+                connection, _ = server.accept()
                 with connection, contextlib.suppress(OSError):
-                    connection.sendall(self._greeting)
+                    connection.sendall(greeting.encode() + b"\n")
+
+    threading.Thread(target=serve, name="listener", daemon=True).start()
+    port: int = server.getsockname()[1]
+    return port
 
 
 def connect_to(peers: Sequence[Peer], greeting: Callable[[str], str], seconds: float) -> list[Connection]:

@@ -85,7 +85,7 @@ class Probe:
         """Every fact, found out at the same time."""
         self._asked = asked
         os.environ.update(asked["environment"])
-        listener = network.Listener(f"{asked['token']} {asked['name']}")
+        port = network.listen(f"{asked['token']} {asked['name']}")
         folders = asked["folders"]
         if asked["load_torch"]:  # meanwhile: seconds
             # On processors a rank a host is enough.
@@ -105,7 +105,7 @@ class Probe:
         found, unknown = find_out(questions, PATIENCE)
         way = os.environ.get("SSH_CONNECTION", "").split()
         chosen = {k: v for k, v in os.environ.items() if k.endswith("_SOCKET_IFNAME")}
-        rest = {"environment": chosen, "address": way[2] if len(way) == 4 else None, "port": listener.port}
+        rest = {"environment": chosen, "address": way[2] if len(way) == 4 else None, "port": port}
         return Answered(**found, **rest, unknown=unknown)  # type: ignore[typeddict-item]
 
     def connect(self, asked: dict[str, Any]) -> dict[str, Any]:

@@ -85,9 +85,9 @@ def test_what_ssh_runs_there_takes_every_name_as_it_is(tmp_path, name):
 
 @pytest.mark.slow
 def test_ports():
-    listener = network.Listener("token b")
+    port = network.listen("token b")
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
-        ports = {"b": listener.port, "other": listener.port, "silent": silent.getsockname()[1]}
+        ports = {"b": port, "other": port, "silent": silent.getsockname()[1]}
         ports["closed"] = closed.getsockname()[1]
         closed.close()
         peers = [network.Peer(name=name, address="127.0.0.1", port=port) for name, port in ports.items()]
