@@ -54,6 +54,7 @@ def open_wandb(
         The sink, or None where W&B is disabled or cannot be started at all.
     """
 
+    @temporary_files_in_scratch()
     def start() -> WandbSink | None:
         # wandb posts its own telemetry to the same server. With a server that hangs, that kept the process
         # 20 s at its exit. The variable is wandb's own switch and is read when its service starts.
@@ -80,11 +81,7 @@ def open_wandb(
             logger.info("W&B has steps up to %d of this run already and keeps them", newest)
         return sink
 
-    def start_in_scratch() -> WandbSink | None:
-        with temporary_files_in_scratch():
-            return start()
-
-    return _never_crash("cannot start", start_in_scratch)
+    return _never_crash("cannot start", start)
 
 
 class WandbSink:
@@ -253,13 +250,9 @@ def _never_crash(what: str, action: Callable[[], T]) -> T | None:
             "W&B %s (%s: %s); training goes on without it", what, type(error).__name__, one_line(error)
         )
         if isinstance(error, ConnectionError):
-            _forget_service()
+            import wandb
+
+            # Unhooks its dead process from the interpreter's exit, which would end in a traceback.
+            with contextlib.suppress(ConnectionError):
+                wandb.teardown()
         return None
-
-
-def _forget_service() -> None:
-    """Unhook wandb's dead process from the interpreter's exit, which would end in a traceback."""
-    import wandb
-
-    with contextlib.suppress(ConnectionError):
-        wandb.teardown()
