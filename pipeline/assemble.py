@@ -34,8 +34,7 @@ from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
 from pipeline.models.description import write_description
 from pipeline.models.flops import flops_per_token
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Sharding, Whole
+from pipeline.models.sharding import ModelRequest, Sharding, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.objectives import Objective, build_objective

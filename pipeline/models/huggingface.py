@@ -27,8 +27,7 @@ from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError, one_line
 from pipeline.models.pretrained_folder import folder_or_hub_name
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Sharding
+from pipeline.models.sharding import ModelRequest, Sharding
 from pipeline.models.tensorwise import filled_tensorwise
 from pipeline.models.vocabulary import grow_vocabulary
 

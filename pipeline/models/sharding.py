@@ -1,5 +1,7 @@
-"""How a model is held while it is made: whole, in shards from the first parameter on (ZeRO 3), or, of other
-ranks' parts, without values (pipeline stages, tensor parallelism).
+"""What is asked of a builder: to fit the model to the data, and how to hold it while it is made.
+
+Whole, in shards from the first parameter on (ZeRO 3), or, of other ranks' parts, without values (pipeline
+stages, tensor parallelism).
 """
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -65,6 +68,23 @@ class Whole:
 
     def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         return nullcontext()
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """Facts a builder fits the model to."""
+
+    sharding: Sharding
+    vocab_size: int | None = None
+    """Entries of the tokenizer."""
+    sequence_length: int | None = None
+    """Tokens of the longest sequence the data yields."""
+    num_classes: int | None = None
+    """Classes of the data set."""
+    num_channels: int | None = None
+    """Channels of the images."""
+    end_of_document_id: int | None = None
+    """Token after each document."""
 
 
 def give_memory(parameter: nn.Parameter) -> None:
