@@ -105,12 +105,16 @@ def give_values(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 @contextmanager
-def runnable(model: nn.Module) -> Iterator[None]:
-    """Inside it the model can be run though some of its parameters have no values.
+def runnable(model: Any) -> Iterator[None]:
+    """Inside it a model of transformers evaluates on the CPU, though some of its parameters have no values.
 
     A module has values of its own only during its forward, small random ones that its name decides: every run
     sees the same ones, and no more than one module's are in memory.
     """
+    was_training, attention = model.training, model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        model.config._attn_implementation = "sdpa"  # flash attention does not run on a CPU
+    model.eval()
     hooks = []
     for name, module in model.named_modules():
         if any(p.is_meta for p in module.parameters(recurse=False)):
@@ -122,6 +126,9 @@ def runnable(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        model.train(was_training)
+        if model.config._attn_implementation != attention:
+            model.config._attn_implementation = attention
 
 
 def _lend(lent: dict[str, Any], name: str, module: nn.Module, _: Any) -> None:
