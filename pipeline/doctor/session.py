@@ -83,15 +83,13 @@ class Session:
 
     def clock_offset(self) -> float:
         """Seconds that the other machine's clock is ahead; the least that the way there and back allows."""
-        best: tuple[float, float] | None = None
+        tries = []
         for _ in range(3):
             sent = time.time()
             there = float(self.ask("time", seconds=5))
             back = time.time()
-            if best is None or back - sent < best[0]:
-                best = back - sent, there - (sent + back) / 2
-        assert best is not None
-        way, offset = best
+            tries.append((back - sent, there - (sent + back) / 2))
+        way, offset = min(tries)
         return max(0.0, abs(offset) - way / 2) * (1 if offset > 0 else -1)
 
     def close(self, patience: float = PATIENCE) -> None:
