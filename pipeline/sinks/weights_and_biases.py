@@ -14,7 +14,7 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,15 +95,16 @@ class WandbSink:
         self._run = run
         self._newest_there = newest
         self._is_on = True
-        self._newest: list[tuple[int, Mapping[str, float]]] = []  # rows of the newest step
+        self._step, self._row = 0, dict[str, float]()  # the newest, which is still to be sent
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Log one row at its global step. Rows of one step are one there, sent when the next comes."""
         if step <= self._newest_there:
             return
-        if self._newest and self._newest[-1][0] != step:
+        if step != self._step:
             self._send()
-        self._newest.append((step, dict(row)))
+        self._step = step
+        self._row |= row
 
     def close(self, exit_code: int) -> None:
         """Finish the run; waits for the server at most `FINISH_TIMEOUT_SECONDS`.
@@ -119,13 +120,12 @@ class WandbSink:
             _never_crash("did not finish", lambda: self._finish(0 if is_stopped else exit_code))
 
     def _send(self) -> None:
-        rows, self._newest = self._newest, []
-        if self._is_on:
-            self._is_on = _never_crash("stopped", lambda: self._log(rows)) is not None
+        row, self._row = self._row, {}
+        if row and self._is_on:
+            self._is_on = _never_crash("stopped", lambda: self._log(row)) is not None
 
-    def _log(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> bool:
-        for number, (step, row) in enumerate(rows, 1):
-            self._run.log(dict(row), step=step, commit=number == len(rows))
+    def _log(self, row: dict[str, float]) -> bool:
+        self._run.log(row, step=self._step, commit=True)
         return True
 
     def _finish(self, exit_code: int) -> None:
