@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
@@ -94,8 +94,9 @@ def _own_address() -> str | None:
     return None
 
 
-def listen(greeting: str) -> int:
+def listen(token: str, name: str) -> int:
     """Opens a port that says who answers, until the process ends; its number."""
+    greeting = f"{token} {name}\n".encode()
     if socket.has_dualstack_ipv6():
         server = socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     else:
@@ -106,20 +107,15 @@ def listen(greeting: str) -> int:
             while True:
                 connection, _ = server.accept()
                 with connection, contextlib.suppress(OSError):
-                    connection.sendall(greeting.encode() + b"\n")
+                    connection.sendall(greeting)
 
     threading.Thread(target=serve, name="listener", daemon=True).start()
     port: int = server.getsockname()[1]
     return port
 
 
-def connect_to(peers: Sequence[Peer], greeting: Callable[[str], str], seconds: float) -> list[Connection]:
-    """Tries every peer at once.
-
-    Args:
-        greeting: What the peer of a name must say, so that no other machine is taken for it.
-        seconds: For all of it.
-    """
+def connect_to(peers: Sequence[Peer], token: str, seconds: float) -> list[Connection]:
+    """Tries every peer at once, for so many seconds. Who answers is the peer if it says token and name."""
 
     def attempt(peer: Peer) -> Connection:
         problem, source = None, None
@@ -127,7 +123,7 @@ def connect_to(peers: Sequence[Peer], greeting: Callable[[str], str], seconds: f
             with socket.create_connection((peer["address"], peer["port"]), seconds) as connection:
                 source = str(connection.getsockname()[0]).removeprefix("::ffff:")
                 said = _first_line(connection, seconds)
-                if said != greeting(peer["name"]):
+                if said != f"{token} {peer['name']}":
                     problem = "another machine or program answers there"
         except TimeoutError:
             problem = f"no answer within {seconds:g} s"

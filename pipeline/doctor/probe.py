@@ -85,7 +85,7 @@ class Probe:
         """Every fact, found out at the same time."""
         self._asked = asked
         os.environ.update(asked["environment"])
-        port = network.listen(f"{asked['token']} {asked['name']}")
+        port = network.listen(asked["token"], asked["name"])
         folders = asked["folders"]
         if asked["load_torch"]:  # meanwhile: seconds
             # On processors a rank a host is enough.
@@ -112,7 +112,7 @@ class Probe:
         """Tries the peers, and looks which hosts' markers it sees."""
         assert self._asked is not None
         token, names = self._asked["token"], self._asked["names"]
-        links = network.connect_to(asked["peers"], lambda name: f"{token} {name}", asked["seconds"])
+        links = network.connect_to(asked["peers"], token, asked["seconds"])
         folder = self._run_folder()
         return {"links": links, "sees": [name for name in names if (folder / marker(token, name)).exists()]}
 
