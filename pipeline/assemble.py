@@ -31,10 +31,9 @@ from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
 from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
-from pipeline.models.description import write_description
 from pipeline.models.flops import flops_per_token
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Sharding, Whole
+from pipeline.models.sharding import ModelRequest, Sharding, Whole
+from pipeline.models.transformers_folder import write_description
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.objectives import Objective, build_objective

@@ -25,7 +25,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.durable import replace_text
 from pipeline.errors import CheckpointError, ConfigError, PipelineError
 from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
-from pipeline.sinks import METRICS_FILE
+from pipeline.sinks.jsonl import METRICS_FILE
 
 log = logging.getLogger(__name__)
 

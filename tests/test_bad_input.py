@@ -17,8 +17,7 @@ from pipeline.cli import main
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models import build_model
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 
 DIGITS = ["data={kind: digits}", "batch={global_batch_size: 16}"]
 CNN = ["model={kind: cnn, channels: 2}", *DIGITS]

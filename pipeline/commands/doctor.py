@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pipeline.cli import DEFAULT_RECIPE
 from pipeline.config.settings import load_settings
-from pipeline.doctor.examination import Wanted, examine, this_machine
-from pipeline.doctor.rows import Row, is_red, show
+from pipeline.doctor.examination import examine, this_machine
+from pipeline.doctor.rows import Row, Wanted, is_red, show
 from pipeline.doctor.slurm import examine_step, in_step
 from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.hostfile import Selection, choose_devices, read_hostfile

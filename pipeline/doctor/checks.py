@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pipeline.doctor.facts import Disk, Ops
+from pipeline.doctor.facts import Ops
 from pipeline.doctor.probe import Answered
 from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
 from pipeline.doctor.session import SilentError
@@ -65,17 +65,17 @@ def check_machines(seen: Seen) -> list[Row]:
     """Everything that can be said without the network between the hosts."""
     rows = []
     for needs, check in CHECKS.items():
-        if needs == "ops" and seen.ops is not None and not seen.ops:
+        if needs == "ops" and seen.wanted.ops is not None and not seen.wanted.ops:
             continue  # nothing in the run needs them
-        faults: dict[str, list[Fault]] = {}
-        known = {}
+        faults, known = [], {}
         for host, facts in seen.facts.items():
             if needs in facts:
                 known[host] = facts
             else:
                 reason = facts["unknown"].get(needs, "not asked")
                 look = "a file server or name server that is gone" if "no answer" in reason else "the machine"
-                faults[host] = [("fail", f"could not be found out: {reason}", f"look for {look} on {HOST}")]
+                fix = f"look for {look} on {HOST}"
+                faults.append(Fault(host, "fail", f"could not be found out: {reason}", fix))
         rows += rows_of(needs, faults, "") if faults else []
         if known:
             rows += check(seen, known)
@@ -84,7 +84,8 @@ def check_machines(seen: Seen) -> list[Row]:
 
 def _project(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
     here = seen.here["project"]
-    faults: dict[str, list[Fault]] = {}
+    root = Path(__file__).parents[2]
+    faults = []
     for host, each in facts.items():
         there = each["project"]
         if there["commit"] != here["commit"] and None not in (there["commit"], here["commit"]):
@@ -93,11 +94,10 @@ def _project(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
             found = "other source files than here, at the same commit"
         else:
             continue
-        root = Path(__file__).parents[2]
-        faults[host] = [("fail", found, f"rsync -a --delete --exclude runs {root}/ {HOST}:{root}/")]
-    return rows_of(
-        "project", faults, f"commit {_short(here['commit'])}" if here["commit"] else "the same files"
-    )
+        fix = f"rsync -a --delete --exclude runs {root}/ {HOST}:{root}/"
+        faults.append(Fault(host, "fail", found, fix))
+    fine = f"commit {_short(here['commit'])}" if here["commit"] else "the same files"
+    return rows_of("project", faults, fine)
 
 
 def _short(commit: str | None) -> str:
@@ -106,125 +106,115 @@ def _short(commit: str | None) -> str:
 
 def _versions(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
     here = seen.here["versions"]
-    faults: dict[str, list[Fault]] = {}
+    faults = []
     for host, each in facts.items():
-        there = each["versions"]
-        found = faults.setdefault(host, [])
-        for name, version in there.items():
+        for name, version in each["versions"].items():
             wanted = here.get(name)
+            install = seen.on_host(f"{sys.executable} -m pip install {name.lower()}=={wanted}")
             if version is None and name in ("torch", "deepspeed"):
-                found.append(
-                    ("fail", f"no {name}", seen.on_host(f"{sys.executable} -m pip install {name}=={wanted}"))
-                )
+                faults.append(Fault(host, "fail", f"no {name}", install))
             elif version != wanted:
                 minor = [str(v).rpartition(".")[0] for v in (version, wanted)]
                 serious = name in MUST_AGREE or (name == "python" and minor[0] != minor[1])
-                install = f"{sys.executable} -m pip install {name.lower()}=={wanted}"
                 fix = {
                     "python": f"make the environment on {HOST} with Python {wanted}",
                     "CUDA": f"install the torch of CUDA {wanted} on {HOST}",
                     "NCCL": f"install the same torch on {HOST}, with what it depends on",
-                }.get(name, seen.on_host(install))
-                found.append(("fail" if serious else "warning", f"{name} {version}, here {wanted}", fix))
+                }.get(name, install)
+                found = f"{name} {version}, here {wanted}"
+                faults.append(Fault(host, "fail" if serious else "warning", found, fix))
     return rows_of("versions", faults, ", ".join(f"{k} {v}" for k, v in here.items() if v is not None))
 
 
 def _devices(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
-    faults: dict[str, list[Fault]] = {}
+    faults = []
     some_gpu = any(each["devices"]["gpus"] for each in facts.values())
     kinds: Counter[str] = Counter()
     for host, each in facts.items():
-        gpus, cores, wanted = each["devices"]["gpus"], each["devices"]["cores"], seen.devices[host]
+        gpus, cores, wanted = each["devices"]["gpus"], each["devices"]["cores"], seen.wanted.devices[host]
         kinds[f"{len(gpus)} x {gpus[0]['name']}" if gpus else f"{cores} cores"] += 1
         slots, highest = (len(wanted), max(wanted)) if wanted else (0, -1)
-        found = faults.setdefault(host, [])
         if some_gpu and not gpus:
             fix = seen.on_host("nvidia-smi") + " says why; or leave the host out (--exclude)"
-            found.append(("fail", "no GPU, where other hosts have some", fix))
+            faults.append(Fault(host, "fail", "no GPU, where other hosts have some", fix))
         elif gpus and highest >= len(gpus):
-            line = f"write {HOST} slots={len(gpus)} in the hostfile"
-            found.append(("fail", f"device {highest} is asked for and there are {len(gpus)} GPUs", line))
+            fix = f"write {HOST} slots={len(gpus)} in the hostfile"
+            found = f"device {highest} is asked for and there are {len(gpus)} GPUs"
+            faults.append(Fault(host, "fail", found, fix))
         elif not gpus and slots > cores:
-            line = f"write {HOST} slots={cores} in the hostfile"
-            found.append(("warning", f"{slots} slots on {cores} cores: they share", line))
+            fix = f"write {HOST} slots={cores} in the hostfile"
+            faults.append(Fault(host, "warning", f"{slots} slots on {cores} cores: they share", fix))
         if gpus and each.get("versions", {}).get("CUDA", "") is None:
-            found.append(("fail", "GPUs, and a torch without CUDA", "install torch's CUDA build"))
+            faults.append(Fault(host, "fail", "GPUs, and a torch without CUDA", "install torch's CUDA build"))
         for position in wanted if wanted is not None else range(len(gpus)):
             gpu = gpus[position] if position < len(gpus) else None
             if gpu is not None and gpu["used"] > max(GIB, gpu["total"] // 20):
                 taken = f"GPU {gpu['index']}: {_size(gpu['used'])} of {_size(gpu['total'])} is in use"
                 fix = seen.on_host("nvidia-smi") + " names the process: end it, or leave the GPU out"
-                found.append(("fail" if gpu["used"] > gpu["total"] // 2 else "warning", taken, fix))
+                status: Status = "fail" if gpu["used"] > gpu["total"] // 2 else "warning"
+                faults.append(Fault(host, status, taken, fix))
     names = [f"{count} hosts of {kind}" if count > 1 else kind for kind, count in kinds.items()]
     return rows_of("devices", faults, "; ".join(names))
 
 
 def _memory(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
-    faults: dict[str, list[Fault]] = {}
+    faults = []
     for host, each in facts.items():
-        wanted = seen.devices[host]
+        wanted = seen.wanted.devices[host]
         ranks = len(wanted) if wanted is not None else len(each.get("devices", {}).get("gpus", [])) or 1
         status = _judge(each["memory"] / ranks, MEMORY_A_RANK)
         if status is not None:
             found = f"{_size(each['memory'])} free for {ranks} rank{'s' * (ranks > 1)}"
             fix = seen.on_host("ps -eo rss,user,comm --sort=-rss") + " | head; or raise the job's limit"
-            faults[host] = [(status, found, fix)]
-    least = min(facts, key=lambda host: facts[host]["memory"])
-    return rows_of("memory", faults, f"at least {_size(facts[least]['memory'])} free")
+            faults.append(Fault(host, status, found, fix))
+    least = min(each["memory"] for each in facts.values())
+    return rows_of("memory", faults, f"at least {_size(least)} free")
 
 
 def _disks(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
-    faults: dict[str, list[Fault]] = {}
+    faults = []
     least: dict[str, int] = {}
     for host, each in facts.items():
         for disk in each["disks"]:
-            least[disk["path"]] = min(disk["free"], least.get(disk["path"], disk["free"]))
-            fault = _disk(seen, host, disk)
-            if fault is not None:
-                faults.setdefault(host, []).append(fault)
-    free = "; ".join(f"{path} {_size(free)}" for path, free in least.items())
-    return rows_of("disk", faults, f"free: {free}")
-
-
-def _disk(seen: Seen, host: str, disk: Disk) -> Fault | None:
-    fix = seen.on_host(f"df -h {disk['path']}") + "; make room, or name another folder"
-    if disk["path"] == "/dev/shm":
-        fix = seen.on_host("'mount -o remount,size=16G /dev/shm'") + " (docker: --shm-size=16g)"
-    status = _judge(disk["free"], SMALL_DISK.get(disk["path"], DISK))
-    if status is not None:
-        return status, f"{disk['path']}: {_size(disk['free'])} free", fix
-    if disk["files_left"] is not None and disk["files_left"] < 1000:
-        return "fail", f"{disk['path']}: room for {disk['files_left']} more files", fix
-    return None
+            path, free, files_left = disk["path"], disk["free"], disk["files_left"]
+            least[path] = min(free, least.get(path, free))
+            fix = seen.on_host(f"df -h {path}") + "; make room, or name another folder"
+            if path == "/dev/shm":
+                fix = seen.on_host("'mount -o remount,size=16G /dev/shm'") + " (docker: --shm-size=16g)"
+            status = _judge(free, SMALL_DISK.get(path, DISK))
+            if status is not None:
+                faults.append(Fault(host, status, f"{path}: {_size(free)} free", fix))
+            elif files_left is not None and files_left < 1000:
+                faults.append(Fault(host, "fail", f"{path}: room for {files_left} more files", fix))
+    fine = "; ".join(f"{path} {_size(free)}" for path, free in least.items())
+    return rows_of("disk", faults, f"free: {fine}")
 
 
 def _folders(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
-    faults: dict[str, list[Fault]] = {}
+    faults = []
     for host, each in facts.items():
         for folder in each["folders"]:
-            if folder["problem"] is not None:
-                fix = (
-                    seen.on_host(f"ls -ld {folder['path']}")
-                    + "; give this user the right to write, or free the disk"
-                )
-                found = f"{folder['path']} cannot be written: {folder['problem']}"
-                faults.setdefault(host, []).append(("fail", found, fix))
+            path, problem = folder["path"], folder["problem"]
+            if problem is not None:
+                look = seen.on_host(f"ls -ld {path}")
+                fix = f"{look}; give this user the right to write, or free the disk"
+                faults.append(Fault(host, "fail", f"{path} cannot be written: {problem}", fix))
     return rows_of("folders", faults, "can be written")
 
 
 def _ops(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
-    faults: dict[str, list[Fault]] = {}
-    stale: dict[str, list[Fault]] = {}
-    ops = (CPU_ADAM,) if seen.ops is None else seen.ops
-    folders = {folder for op in ((CPU_ADAM, ASYNC_IO) if seen.ops is None else ops) for folder in op.folders}
+    faults, stale = [], []
+    wanted = seen.wanted.ops
+    ops = (CPU_ADAM,) if wanted is None else wanted
+    folders = {folder for op in (wanted or (CPU_ADAM, ASYNC_IO)) for folder in op.folders}
     held = {lock["path"] for each in facts.values() for lock in each["ops"]["locks"] if lock["is_held"]}
     for host, each in facts.items():
-        faults[host] = [fault for op in ops if (fault := _op(seen, op, each["ops"])) is not None][-1:]
+        faults += [fault for op in ops if (fault := _op(seen, op, host, each["ops"])) is not None][-1:]
         for lock in each["ops"]["locks"]:
             # Held by a build of another host, where they share the folder.
             if lock["path"] not in held and Path(lock["path"]).parent.name in folders:
                 found = f"a killed build left {lock['path']}: a run that needs the op removes it"
-                stale.setdefault(host, []).append(("warning", found, seen.on_host(f"rm {lock['path']}")))
+                stale.append(Fault(host, "warning", found, seen.on_host(f"rm {lock['path']}")))
     built = sorted({name for each in facts.values() for name in each["ops"]["built"]} & folders)
     fine = f"built: {', '.join(built)}" if built else "will be built when they are needed"
     if any(not each["ops"]["libaio"] and "async_io" not in each["ops"]["built"] for each in facts.values()):
@@ -232,31 +222,32 @@ def _ops(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
     return rows_of("native ops", faults, fine) + rows_of("build locks", stale, "none is stale")
 
 
-def _op(seen: Seen, op: NativeOp, there: Ops) -> Fault | None:
+def _op(seen: Seen, op: NativeOp, host: str, there: Ops) -> Fault | None:
     """What is missing on a machine to build an op."""
     # torch's AdamW takes the place of CPU Adam; nothing that of async_io.
-    is_asked_for = seen.ops is not None and op is ASYNC_IO
+    is_asked_for = seen.wanted.ops is not None and op is ASYNC_IO
     status: Status = "fail" if is_asked_for else "warning"
     if set(op.folders) <= set(there["built"]):
         return None
     if there["compiler"] is None:
-        return status, "no C++ compiler: no offloading", seen.on_host("apt-get install g++")
+        return Fault(host, status, "no C++ compiler: no offloading", seen.on_host("apt-get install g++"))
     if there["ninja"] is None:
         install = seen.on_host(f"{sys.executable} -m pip install ninja")
-        return status, "no ninja: no offloading", install
+        return Fault(host, status, "no ninja: no offloading", install)
     if is_asked_for and not there["libaio"]:
-        return status, "no libaio: no offloading to NVMe", seen.on_host("apt-get install libaio-dev")
+        install = seen.on_host("apt-get install libaio-dev")
+        return Fault(host, status, "no libaio: no offloading to NVMe", install)
     return None
 
 
 def check_clocks(seen: Seen) -> list[Row]:
     """The clocks, against the one here."""
-    faults: dict[str, list[Fault]] = {}
+    faults = []
     for host, offset in seen.offsets.items():
         if abs(offset) > CLOCK[1]:
             found = f"{abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}"
             fix = seen.on_host("timedatectl set-ntp true") + " (or chronyc makestep)"
-            faults[host] = [("fail" if abs(offset) > CLOCK[0] else "warning", found, fix)]
+            faults.append(Fault(host, "fail" if abs(offset) > CLOCK[0] else "warning", found, fix))
     most = max(map(abs, seen.offsets.values()), default=0.0)
     return rows_of("clock", faults, f"within {max(most, 0.001):.3f} s")
 

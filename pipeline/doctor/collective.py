@@ -1,20 +1,17 @@
 """One rank of the doctor's all-reduce: a process of its own, so that one that hangs can be ended.
 
-Reads a line of JSON and answers with one: first {"serve": ADDRESS} on rank 0, then a Part. Says where it is
-as it goes on.
+It is asked by the probe (session.py): on rank 0 to serve the store, then with a Part. Says where it is as it
+goes on.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from pipeline.doctor.session import answer_all, own_streams, read_questions, say
 from pipeline.errors import one_line
 
 if TYPE_CHECKING:
@@ -26,6 +23,8 @@ BUDGET = 0.15
 
 TRANSFERS = 4
 """Over each link; the fastest counts: the first makes the connection, and others may use the machine."""
+
+STEPS = ("loading torch", "joining", "the first all-reduce", "transfers", "the large all-reduce", "the end")
 
 
 class Part(TypedDict):
@@ -44,11 +43,11 @@ class Part(TypedDict):
 
 
 class Measured(TypedDict, total=False):
-    """What a rank answers, as far as it came. Bytes, bytes a second."""
+    """What is known of a rank, as far as it came. Bytes, bytes a second."""
 
     rank: int
     step: str
-    """What it did last."""
+    """What it did last: one of STEPS. The probe adds both."""
     problem: str
     links: list[tuple[int, int, float]]
     """(from, to, speed) of the transfers that it received."""
@@ -59,38 +58,26 @@ class Measured(TypedDict, total=False):
 
 def main() -> None:
     """Serves standard input until it closes; then the process ends, whatever it is doing."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr
-    lines: list[str] = []
-    arrived = threading.Condition()
+    questions, answers = own_streams()
+    waiting = read_questions(questions)
 
-    def listen() -> None:
-        for line in sys.stdin:
-            with arrived:
-                lines.append(line)
-                arrived.notify()
-        os._exit(0)  # the doctor is gone
+    def tell(step: str) -> None:
+        say(answers, {"step": step})
 
-    threading.Thread(target=listen, daemon=True).start()
     import torch
     from torch._C._distributed_c10d import TCPStore
 
     torch.set_num_threads(1)
-    store: TCPStore | None = None
+    stores: list[TCPStore] = []
 
-    def say(value: Any) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
+    def serve(address: str) -> dict[str, int]:
+        stores.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
+        return {"port": stores[0].port}
 
-    while True:
-        with arrived:
-            arrived.wait_for(lambda: bool(lines))
-            request = json.loads(lines.pop(0))
-        if "serve" in request:
-            store = TCPStore(request["serve"], 0, is_master=True, wait_for_workers=False)
-            say({"port": store.port})
-        else:
-            say({"done": _take_part(request, store, lambda step: say({"step": step}))})
+    def take_part(part: Part) -> Measured:
+        return _take_part(part, stores[0] if stores else None, tell)
+
+    answer_all(waiting, answers, {"serve": serve, "reduce": take_part})
 
 
 def _take_part(part: Part, store: Any, tell: Callable[[str], None]) -> Measured:
@@ -98,14 +85,9 @@ def _take_part(part: Part, store: Any, tell: Callable[[str], None]) -> Measured:
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
-    measured = Measured(rank=part["rank"], step="")
-
-    def step(name: str) -> None:
-        measured["step"] = name
-        tell(name)
-
+    measured = Measured()
     try:
-        step("joining")
+        tell("joining")
         limit = timedelta(seconds=part["seconds"])
         if store is None:
             store = TCPStore(part["address"], part["port"], is_master=False, timeout=limit)
@@ -120,17 +102,17 @@ def _take_part(part: Part, store: Any, tell: Callable[[str], None]) -> Measured:
             timeout=limit,
             device_id=device if device.type == "cuda" else None,
         )
-        step("the first all-reduce")
+        tell("the first all-reduce")
         ones = torch.full((1024,), float(part["rank"] + 1), device=device)
         dist.all_reduce(ones)
         expected = part["world_size"] * (part["world_size"] + 1) / 2
         if ones.ne(expected).any().item():
             raise ValueError(f"the sum over all ranks is {ones[0].item():g}, not {expected:g}")
-        step("transfers")
+        tell("transfers")
         measured["links"] = _transfer(part, device)
-        step("the large all-reduce")
+        tell("the large all-reduce")
         measured["size"], measured["bandwidth"] = _all_reduce(part, measured["links"], device)
-        step("the end")
+        tell("the end")
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:  # gloo, NCCL and the store each raise their own

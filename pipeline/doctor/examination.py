@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,36 +28,18 @@ from pipeline.doctor.network_checks import (
     is_loopback,
 )
 from pipeline.doctor.probe import Answered, Examine
-from pipeline.doctor.rows import Row, Seen
+from pipeline.doctor.rows import Row, Seen, Wanted
 from pipeline.doctor.session import PROBE, Session, SilentError, over_command
 from pipeline.launching.node_agent import local_command, ssh_command
-from pipeline.op_builds import NativeOp
 
 Result = TypeVar("Result")
+LIMIT = 40.0
+"""Seconds for the all-reduce."""
 PASSED_ON = ("NCCL_", "GLOO_", "TORCH_EXTENSIONS_DIR")
 """What of this shell's environment changes what the doctor sees."""
 REACHING = {"ssh", "python", "folder"}
 BLOCKING = REACHING | {"project", "versions", "devices", "hosts", "names", "ports", "interface"}
 """A fault in one of these would only be seen again, later and less clearly, in an all-reduce."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What to examine."""
-
-    devices: Mapping[str, list[int] | None]
-    """Every host and its devices (None: all), in the job's order: the first is the master."""
-    quick: bool = False
-    """Leave the all-reduce out: torch is not loaded."""
-    folders: Sequence[str] = ("runs", "~/.cache/deepspeed-pipeline")
-    """What the run writes to; the first is the folder of its runs."""
-    ops: Collection[NativeOp] | None = None
-    """What the run needs of DeepSpeed's native ops; None: no run is known."""
-    force_multi: bool = False
-    is_remote: bool = True
-    """The hosts are reached through ssh, as the launcher would; False: this machine alone."""
-    limit: float = 40.0
-    """Seconds for the all-reduce."""
 
 
 def examine(wanted: Wanted, sessions: Mapping[str, Session] | None = None) -> list[Row]:
@@ -78,9 +60,10 @@ def examine(wanted: Wanted, sessions: Mapping[str, Session] | None = None) -> li
             )
             for host in wanted.devices
         }
-    with contextlib.ExitStack() as stack:
-        stack.callback(_close, list(sessions.values()))
-        rows = _Examination(wanted, dict(sessions)).run(folder, python)
+    try:
+        rows = _Examination(wanted, sessions).run(folder, python)
+    finally:
+        _all(sessions.values(), Session.close)
     if opened and wanted.is_remote and not any(row.check in REACHING for row in rows):
         rows.insert(0, Row("ssh", "ok", "every host, without a question"))
     return rows
@@ -92,37 +75,26 @@ def this_machine(wanted: Wanted) -> Wanted:
 
 
 class _Examination:
-    def __init__(self, wanted: Wanted, sessions: dict[str, Session]):
+    def __init__(self, wanted: Wanted, sessions: Mapping[str, Session]):
         self._wanted, self._sessions = wanted, sessions
         here = Answered(
             project=facts.read_project(), versions=facts.read_versions(), network=network.read_network([])
         )
-        self._seen = Seen(
-            wanted.devices,
-            here,
-            {},
-            is_remote=wanted.is_remote,
-            force_multi=wanted.force_multi,
-            ops=wanted.ops,
-        )
+        self._seen = Seen(wanted, here, {})
 
     def run(self, folder: Path, python: str) -> list[Row]:
         answers, silent = self._ask_all("examine", self._questions(), seconds=25)
         rows = [silence(host, error, folder, python) for host, error in silent.items()]
-        self._seen = replace(self._seen, facts=answers)
-        offsets, _ = _all(self._answering(), lambda session: session.clock_offset())
-        self._seen = replace(self._seen, offsets=offsets)
+        offsets, _ = _all([self._sessions[host] for host in answers], Session.clock_offset)
+        self._seen = replace(self._seen, facts=answers, offsets=offsets)
         rows += check_machines(self._seen)
         if self._wanted.is_remote:
             rows += check_clocks(self._seen) + check_names(self._seen)
-        if len(self._seen.devices) > 1:
+        if len(self._wanted.devices) > 1:
             rows += self._connect()
         if not self._wanted.quick and answers:
             rows += self._all_reduce(rows)
         return rows
-
-    def _answering(self) -> list[Session]:
-        return [session for host, session in self._sessions.items() if host in self._seen.facts]
 
     def _ask_all(
         self, method: str, values: Mapping[str, Any], seconds: float
@@ -148,16 +120,15 @@ class _Examination:
 
     def _connect(self) -> list[Row]:
         known = {host: each for host, each in self._seen.facts.items() if "network" in each}
-        peers = {
-            host: [
-                network.Peer(name=other, address=address, port=each["port"])
-                for other, each in known.items()
-                if other != host
-                for address in _spoken(other, known)
-            ]
+        listening = [
+            network.Peer(name=host, address=address, port=each["port"])
+            for host, each in known.items()
+            for address in _spoken(host, known)
+        ]
+        questions = {
+            host: {"peers": [peer for peer in listening if peer["name"] != host], "seconds": 3.0}
             for host in known
         }
-        questions = {host: {"peers": each, "seconds": 3.0} for host, each in peers.items()}
         answers, silent = self._ask_all("connect", questions, seconds=12)
         self._seen = replace(
             self._seen,
@@ -180,28 +151,29 @@ class _Examination:
         places = [host for host, devices in ranks.items() for _ in devices]
         master = places[0]
         address = (address_of(master, self._seen.facts) if len(ranks) > 1 else None) or "127.0.0.1"
-        question = {master: {"address": address, "seconds": self._wanted.limit}}
-        served, silent = self._ask_all("serve", question, seconds=self._wanted.limit + 2)
+        question = {master: {"address": address, "seconds": LIMIT}}
+        served, silent = self._ask_all("serve", question, seconds=LIMIT + 2)
         problem = silent[master].said if silent else served[master].get("problem", "")
         if problem:
             return check_all_reduce(self._seen, places, [], f"{master}: {problem}")
-        rounds = ring(list(ranks.values()), list(ranks))
-        parts: dict[str, list[Part]] = {}
-        for rank, host in enumerate(places):
-            device = ranks[host][len(parts.setdefault(host, []))]
-            parts[host].append(
+        rounds = ring([len(devices) for devices in ranks.values()])
+        number = count()
+        questions: dict[str, Any] = {}
+        for host, devices in ranks.items():
+            parts = [
                 Part(
-                    rank=rank,
+                    rank=next(number),
                     world_size=len(places),
                     device=device,
                     address=address,
                     port=served[master]["port"],
                     rounds=rounds,
-                    seconds=self._wanted.limit,
+                    seconds=LIMIT,
                 )
-            )
-        questions = {host: {"parts": each, "seconds": self._wanted.limit} for host, each in parts.items()}
-        answers, silent = self._ask_all("reduce", questions, seconds=self._wanted.limit + 5)
+                for device in devices
+            ]
+            questions[host] = {"parts": parts, "seconds": LIMIT}
+        answers, silent = self._ask_all("reduce", questions, seconds=LIMIT + 5)
         results: list[Measured] = [each for answer in answers.values() for each in answer["results"]]
         said = "; ".join(f"{host}: {error.said}" for host, error in silent.items())
         return check_all_reduce(self._seen, places, results, said)
@@ -210,7 +182,7 @@ class _Examination:
         """The devices of each host's ranks: every GPU of the job, or one rank on a host's processors."""
         found: dict[str, list[int | None]] = {}
         for host, each in self._seen.facts.items():
-            number, wanted = len(each["devices"]["gpus"]), self._seen.devices[host]
+            number, wanted = len(each["devices"]["gpus"]), self._wanted.devices[host]
             found[host] = list(wanted or range(number)) if number else [None]
         return found
 
@@ -223,23 +195,23 @@ def _spoken(host: str, known: Mapping[str, Answered]) -> list[str]:
     return list(dict.fromkeys(a for a in every if a is not None and a in usable and not is_loopback(a)))
 
 
-def ring(ranks: Sequence[Sequence[object]], hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
+def ring(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Transfers from each host to the next, in rounds in which no host takes part twice.
 
     Args:
-        ranks: Of each host; the n-th of a host sends to the n-th of the next.
+        ranks: How many each host has; the n-th of a host sends to the n-th of the next.
 
     Returns:
         (from, to) of the ranks, by round.
     """
-    if len(hosts) < 2:
+    if len(ranks) < 2:
         return []
-    starts = [sum(map(len, ranks[:number])) for number in range(len(ranks))]
+    starts = list(accumulate(ranks, initial=0))
     rounds: list[list[tuple[int, int]]] = [[], [], []]
-    for number in range(len(hosts)):
-        target = (number + 1) % len(hosts)
-        last_of_odd = number == len(hosts) - 1 and len(hosts) % 2
-        pairs = min(len(ranks[number]), len(ranks[target]))
+    for number in range(len(ranks)):
+        target = (number + 1) % len(ranks)
+        last_of_odd = number == len(ranks) - 1 and len(ranks) % 2
+        pairs = min(ranks[number], ranks[target])
         rounds[2 if last_of_odd else number % 2] += [
             (starts[number] + n, starts[target] + n) for n in range(pairs)
         ]
@@ -247,7 +219,7 @@ def ring(ranks: Sequence[Sequence[object]], hosts: Sequence[str]) -> list[list[t
 
 
 def _all(
-    sessions: Iterable[Session], ask: Callable[[Session], Result]
+    sessions: Collection[Session], ask: Callable[[Session], Result]
 ) -> tuple[dict[str, Result], dict[str, SilentError]]:
     """(answers, silence), by host in the job's order: every session at the same time."""
 
@@ -257,14 +229,7 @@ def _all(
         except SilentError as error:
             return error
 
-    asked = list(sessions)
-    with ThreadPoolExecutor(max_workers=max(1, len(asked))) as pool:
-        results = dict(zip([session.name for session in asked], pool.map(attempt, asked), strict=True))
+    with ThreadPoolExecutor(max_workers=max(1, len(sessions))) as pool:
+        results = dict(zip([session.name for session in sessions], pool.map(attempt, sessions), strict=True))
     answers = {host: each for host, each in results.items() if not isinstance(each, SilentError)}
     return answers, {host: each for host, each in results.items() if isinstance(each, SilentError)}
-
-
-def _close(sessions: Sequence[Session]) -> None:
-    if sessions:
-        with ThreadPoolExecutor(max_workers=len(sessions)) as pool:
-            list(pool.map(Session.close, sessions))

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
@@ -32,8 +32,6 @@ class Network(TypedDict):
     """Every host's name -> its addresses as seen from here; none: unknown."""
     own_address: str | None
     """What the host's own name means here, as gloo reads it; None: nothing of this machine."""
-    fabric: bool
-    """There is InfiniBand or another RDMA device."""
 
 
 class Peer(TypedDict):
@@ -68,14 +66,12 @@ def read_network(names: Sequence[str]) -> Network:
     boot_id = ""
     with contextlib.suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    fabric = Path("/sys/class/infiniband")
     return Network(
         hostname=socket.gethostname(),
         boot_id=boot_id,
         interfaces=[each for each in interfaces if each["addresses"]],
         names=dict(zip(names, found, strict=True)),
         own_address=_own_address(),
-        fabric=fabric.is_dir() and any(fabric.iterdir()),
     )
 
 
@@ -98,34 +94,28 @@ def _own_address() -> str | None:
     return None
 
 
-class Listener:
-    """An open port that says who answers."""
+def listen(token: str, name: str) -> int:
+    """Opens a port that says who answers, until the process ends; its number."""
+    greeting = f"{token} {name}\n".encode()
+    if socket.has_dualstack_ipv6():
+        server = socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    else:
+        server = socket.create_server(("", 0), backlog=1024)
 
-    def __init__(self, greeting: str):
-        self._greeting = greeting.encode() + b"\n"
-        if socket.has_dualstack_ipv6():
-            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._socket = socket.create_server(("", 0))
-        self._socket.listen(1024)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, name="listener", daemon=True).start()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+    def serve() -> None:
+        with contextlib.suppress(OSError):
             while True:
-                connection, _ = self._socket.accept()
+                connection, _ = server.accept()
                 with connection, contextlib.suppress(OSError):
-                    connection.sendall(self._greeting)
+                    connection.sendall(greeting)
+
+    threading.Thread(target=serve, name="listener", daemon=True).start()
+    port: int = server.getsockname()[1]
+    return port
 
 
-def connect_to(peers: Sequence[Peer], greeting: Callable[[str], str], seconds: float) -> list[Connection]:
-    """Tries every peer at once.
-
-    Args:
-        greeting: What the peer of a name must say, so that no other machine is taken for it.
-        seconds: For all of it.
-    """
+def connect_to(peers: Sequence[Peer], token: str, seconds: float) -> list[Connection]:
+    """Tries every peer at once, for so many seconds. Who answers is the peer if it says token and name."""
 
     def attempt(peer: Peer) -> Connection:
         problem, source = None, None
@@ -133,7 +123,7 @@ def connect_to(peers: Sequence[Peer], greeting: Callable[[str], str], seconds: f
             with socket.create_connection((peer["address"], peer["port"]), seconds) as connection:
                 source = str(connection.getsockname()[0]).removeprefix("::ffff:")
                 said = _first_line(connection, seconds)
-                if said != greeting(peer["name"]):
+                if said != f"{token} {peer['name']}":
                     problem = "another machine or program answers there"
         except TimeoutError:
             problem = f"no answer within {seconds:g} s"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from pipeline.doctor.collective import Measured
+from pipeline.doctor.collective import STEPS, Measured
 from pipeline.doctor.network import Connection, Network
 from pipeline.doctor.probe import Answered
 from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
 
 SLOW = 1 / 3
 """Share of the median below which a link is slow."""
-STEPS = ("loading torch", "joining", "the first all-reduce", "transfers", "the large all-reduce", "the end")
 
 
 def is_loopback(address: str) -> bool:
@@ -96,18 +95,12 @@ def check_names(seen: Seen) -> list[Row]:
         if len(names) > 1
     ]
     rows += _only_another_machine(seen, facts)
-    faults: dict[str, list[Fault]] = {}
-    for host, each in facts.items():
-        for number, name in enumerate(facts):
-            fault = _name(host, name, each["network"], facts, "warning" if number else "fail")
-            if fault is not None:
-                faults.setdefault(host, []).append(fault)
-    return rows + rows_of("names", faults, "every host knows every other's")
+    return rows + rows_of("names", _wrong_names(facts), "every host knows every other's")
 
 
 def _only_another_machine(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
     here = seen.here.get("network")
-    if len(seen.devices) != 1 or here is None or seen.force_multi:
+    if len(seen.wanted.devices) != 1 or here is None or seen.wanted.force_multi:
         return []
     for host, each in facts.items():
         there = each["network"]
@@ -117,20 +110,21 @@ def _only_another_machine(seen: Seen, facts: Mapping[str, Answered]) -> list[Row
     return []
 
 
-def _name(
-    host: str, name: str, network: Network, facts: Mapping[str, Answered], status: Status
-) -> Fault | None:
-    """Of a name that is wrong. The first host is where all ranks meet: there it is fatal."""
-    known, own = network["names"].get(name, []), addresses_of(facts[name]["network"])
-    right = address_of(name, facts)
-    fix = f'put "{right} {name}" into /etc/hosts of {HOST}'
-    if not known:
-        return status, f"{name} is unknown", fix
-    if host != name and is_loopback(known[0]):
-        return status, f"{name} is {known[0]}, which is {host} itself", fix
-    if host != name and known[0] not in own:
-        return status, f"{name} is {known[0]}, an address that {name} does not have", fix
-    return None
+def _wrong_names(facts: Mapping[str, Answered]) -> Iterator[Fault]:
+    """The first host is where all ranks meet: that one's is fatal."""
+    master = next(iter(facts), None)
+    for host, each in facts.items():
+        for name, named in facts.items():
+            status: Status = "fail" if name == master else "warning"
+            known = each["network"]["names"].get(name, [])
+            fix = f'put "{address_of(name, facts)} {name}" into /etc/hosts of {HOST}'
+            if not known:
+                yield Fault(host, status, f"{name} is unknown", fix)
+            elif host != name and is_loopback(known[0]):
+                yield Fault(host, status, f"{name} is {known[0]}, which is {host} itself", fix)
+            elif host != name and known[0] not in addresses_of(named["network"]):
+                found = f"{name} is {known[0]}, an address that {name} does not have"
+                yield Fault(host, status, found, fix)
 
 
 def check_ports(seen: Seen) -> list[Row]:
@@ -159,7 +153,7 @@ def check_ports(seen: Seen) -> list[Row]:
 
 def check_interfaces(seen: Seen) -> list[Row]:
     """Whether gloo and NCCL would take the interface that leads to the first host."""
-    faults: dict[str, list[Fault]] = {}
+    faults = []
     ways = set()
     master = next(iter(seen.links), None)
     for host, links in seen.links.items():
@@ -171,7 +165,7 @@ def check_interfaces(seen: Seen) -> list[Row]:
         for variable, (name, address) in chosen_interfaces(facts).items():
             fault = _interface(host, variable, name, address, way, seen)
             if fault is not None:
-                faults.setdefault(host, []).append(fault)
+                faults.append(fault)
     return rows_of("interface", faults, ", ".join(sorted(ways)) or "unknown")
 
 
@@ -193,12 +187,12 @@ def _interface(
     fix = f"export {variable}={way}"
     given = seen.facts[host]["environment"].get(variable)
     if given and address is None:
-        return "fail", f"{variable}={given}: there is no such interface that is up", fix
+        return Fault(host, "fail", f"{variable}={given}: there is no such interface that is up", fix)
     if address is None or is_loopback(address):
         # gloo falls back to loopback where the host's own name is no address of it.
         name, address = name or "lo", address or "127.0.0.1"
         remedy = f", or in its /etc/hosts give its own name {address_of(host, seen.facts)}"
-        return "fail", f"{library} would offer {address} ({name}) to the others", fix + remedy
+        return Fault(host, "fail", f"{library} would offer {address} ({name}) to the others", fix + remedy)
     reached = [
         link["problem"] is None
         for links in seen.links.values()
@@ -206,7 +200,8 @@ def _interface(
         if link["name"] == host and link["address"] == address
     ]
     status: Status = "warning" if reached and all(reached) else "fail"
-    return status, f"{library} would use {name} ({address}); the first host is reached by {way}", fix
+    found = f"{library} would use {name} ({address}); the first host is reached by {way}"
+    return Fault(host, status, found, fix)
 
 
 def check_sharing(seen: Seen) -> list[Row]:

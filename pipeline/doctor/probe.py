@@ -7,12 +7,7 @@ what it made, when its input closes. It only looks: no question makes it run a c
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import queue
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +17,16 @@ from typing import Any, BinaryIO, NoReturn, TypedDict
 
 from pipeline.distributed.machine import available_memory
 from pipeline.doctor import facts, network
-from pipeline.launching.node_agent import pack, unpack
+from pipeline.doctor.collective import STEPS
+from pipeline.doctor.session import (
+    Session,
+    SilentError,
+    answer_all,
+    over_command,
+    own_streams,
+    read_questions,
+)
+from pipeline.launching.node_agent import local_command
 
 PATIENCE = 8.0
 """Seconds for each fact: a folder of a file server that is gone never answers."""
@@ -75,19 +79,19 @@ class Probe:
 
     def __init__(self) -> None:
         self._asked: Examine | None = None
-        self._ranks: list[Rank] = []
+        self._ranks: list[Session] = []
 
     def examine(self, asked: Examine) -> Answered:
         """Every fact, found out at the same time."""
         self._asked = asked
         os.environ.update(asked["environment"])
-        listener = network.Listener(f"{asked['token']} {asked['name']}")
+        port = network.listen(asked["token"], asked["name"])
         folders = asked["folders"]
         if asked["load_torch"]:  # meanwhile: seconds
             # On processors a rank a host is enough.
             has_gpu = Path("/proc/driver/nvidia/version").exists()
             count = len(asked["devices"] or facts.read_devices()["gpus"]) if has_gpu else 1
-            self._ranks = [Rank() for _ in range(max(1, count))]
+            self._ranks = [_start_rank() for _ in range(max(1, count))]
         questions: dict[str, Callable[[], object]] = {
             "project": facts.read_project,
             "versions": facts.read_versions,
@@ -101,38 +105,35 @@ class Probe:
         found, unknown = find_out(questions, PATIENCE)
         way = os.environ.get("SSH_CONNECTION", "").split()
         chosen = {k: v for k, v in os.environ.items() if k.endswith("_SOCKET_IFNAME")}
-        rest = {"environment": chosen, "address": way[2] if len(way) == 4 else None, "port": listener.port}
+        rest = {"environment": chosen, "address": way[2] if len(way) == 4 else None, "port": port}
         return Answered(**found, **rest, unknown=unknown)  # type: ignore[typeddict-item]
 
     def connect(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Tries the peers, and looks which hosts' markers it sees."""
         assert self._asked is not None
         token, names = self._asked["token"], self._asked["names"]
-        links = network.connect_to(asked["peers"], lambda name: f"{token} {name}", asked["seconds"])
+        links = network.connect_to(asked["peers"], token, asked["seconds"])
         folder = self._run_folder()
         return {"links": links, "sees": [name for name in names if (folder / marker(token, name)).exists()]}
 
     def serve(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Opens the store of the all-reduce."""
-        self._ranks[0].send({"serve": asked["address"]})
-        return self._ranks[0].wait_for("port", asked["seconds"])
+        return _ask_rank(self._ranks[0], "serve", asked["address"], asked["seconds"])
 
     def reduce(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Takes part with this machine's ranks: what each measured, or where it stood at the limit."""
-        deadline = time.monotonic() + asked["seconds"]
-        for rank, part in zip(self._ranks, asked["parts"], strict=False):
-            rank.send(part)
-        results = []
-        for rank, part in zip(self._ranks, asked["parts"], strict=False):
-            answer = rank.wait_for("done", max(0.1, deadline - time.monotonic()))
-            stopped = {"rank": part["rank"], "step": rank.step, "problem": answer.get("problem", "")}
-            results.append(answer.get("done", stopped))
-        return {"results": results}
+
+        def take_part(rank: Session, part: dict[str, Any]) -> dict[str, Any]:
+            answer = _ask_rank(rank, "reduce", part, asked["seconds"])
+            return {"rank": part["rank"], "step": rank.step} | answer
+
+        with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
+            return {"results": list(pool.map(take_part, self._ranks, asked["parts"]))}
 
     def close(self) -> None:
         """Leaves the machine as it was."""
         for rank in self._ranks:
-            rank.kill()
+            rank.close(patience=0)  # one that hangs is not waited for
         if self._asked is not None:
             with contextlib.suppress(OSError):
                 (self._run_folder() / marker(self._asked["token"], self._asked["name"])).unlink()
@@ -142,59 +143,23 @@ class Probe:
         return facts.existing(Path(self._asked["folders"][0]).expanduser().absolute())
 
 
-class Rank:
+def _start_rank() -> Session:
     """A process of collective.py."""
+    rank = over_command("rank", local_command("pipeline.doctor.collective"))
+    rank.step = STEPS[0]
+    return rank
 
-    def __init__(self) -> None:
-        self.step = "loading torch"
-        command = [sys.executable, "-m", "pipeline.doctor.collective"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._errors: list[str] = []
-        self._threads = [
-            threading.Thread(target=work, daemon=True) for work in (self._read_answers, self._read_errors)
-        ]
-        for thread in self._threads:
-            thread.start()
 
-    def _read_answers(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(json.loads(line))
-        self._answers.put(None)
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._errors = [*self._errors[-20:], line.decode(errors="replace").strip()]
-
-    def send(self, value: Any) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it ended: the answer says so
-            self._process.stdin.write(json.dumps(value).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def wait_for(self, key: str, seconds: float) -> dict[str, Any]:
-        """The answer that holds `key`, or {"problem": why there is none}."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return {"problem": f"still at {self.step} after {seconds:.0f} s"}
-            if answer is None:
-                self._threads[1].join(1.0)
-                last = self._errors[-1] if self._errors else "no message"
-                return {"problem": f"ended with code {self._process.wait()} at {self.step}: {last}"}
-            self.step = answer.get("step", self.step)
-            if key in answer:
-                return answer
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+def _ask_rank(rank: Session, method: str, value: Any, seconds: float) -> dict[str, Any]:
+    """Its answer, or {"problem": why there is none}."""
+    try:
+        answer: dict[str, Any] = rank.ask(method, value, seconds=seconds)
+    except SilentError as error:
+        if error.code is None:
+            return {"problem": f"still at {rank.step} after {seconds:.0f} s"}
+        last = (error.said.splitlines() or ["no message"])[-1]
+        return {"problem": f"ended with code {error.code} at {rank.step}: {last}"}
+    return answer
 
 
 def find_out(
@@ -218,21 +183,8 @@ def find_out(
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
-    """Until there are no more questions; then the process ends, whatever it waits for.
-
-    A question is {"ask": METHOD, "with": VALUE, "number": N}.
-    """
+    """Until there are no more questions; then the process ends, whatever it waits for."""
     probe = Probe()
-    waiting: queue.Queue[bytes] = queue.Queue()
-
-    def read() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for line in questions:
-                waiting.put(line)
-        probe.close()
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
     methods: dict[str, Callable[[Any], Any]] = {
         "time": lambda _: time.time(),
         "examine": probe.examine,
@@ -240,18 +192,8 @@ def serve(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
         "serve": probe.serve,
         "reduce": probe.reduce,
     }
-    while True:
-        question = unpack(waiting.get())
-        if question is None:
-            continue
-        answer = methods[question["ask"]](question["with"])
-        with contextlib.suppress(OSError):  # the doctor is gone: the questions end as well
-            answers.write(pack({"number": question["number"], "answer": answer}))
-            answers.flush()
+    answer_all(read_questions(questions, probe.close), answers, methods)
 
 
 if __name__ == "__main__":
-    # Whatever a library prints must not get among the answers.
-    own = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    serve(sys.stdin.buffer, own)
+    serve(*own_streams())

@@ -1,11 +1,13 @@
-"""What the doctor says: a row for each check, or for each fault that it finds, and the table of them."""
+"""What the doctor is asked, what it sees, and what it says: a row for each check, or for each fault that it
+finds, and the table of them.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.doctor.network import Connection
 from pipeline.doctor.probe import Answered
@@ -15,6 +17,24 @@ HOST = "<host>"
 STYLES = {"ok": "green", "warning": "yellow", "fail": "bold red"}
 WIDTH = 140  # characters, where there is no terminal to ask
 Status = Literal["ok", "warning", "fail"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to examine."""
+
+    devices: Mapping[str, list[int] | None]
+    """The job: every host and its devices (None: all it has), in order: the first is the master."""
+    quick: bool = False
+    """Leave the all-reduce out: torch is not loaded."""
+    folders: Sequence[str] = ("runs", "~/.cache/deepspeed-pipeline")
+    """What the run writes to; the first is the folder of its runs."""
+    ops: Collection[NativeOp] | None = None
+    """What the run will build or load of DeepSpeed's native ops; None: no run is known."""
+    force_multi: bool = False
+    """The launcher will use ssh also for one host."""
+    is_remote: bool = True
+    """The hosts are reached through ssh, as the launcher would; False: this machine alone."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +54,7 @@ class Row:
 class Seen:
     """All that the checks look at. Keys are hosts, in the job's order, but for those that did not answer."""
 
-    devices: Mapping[str, list[int] | None]
-    """The job: every host, and which of its devices; None: all it has."""
+    wanted: Wanted
     here: Answered
     """The machine that the job is started on, which the others are compared with."""
     facts: Mapping[str, Answered]
@@ -45,28 +64,26 @@ class Seen:
     """From the host to all others."""
     sees: Mapping[str, list[str]] = field(default_factory=dict)
     """Hosts whose marker lies in the host's own run folder."""
-    is_remote: bool = True
-    """False: this machine alone, without ssh."""
-    ops: Collection[NativeOp] | None = None
-    """What the run will build or load; None: no run is known."""
-    force_multi: bool = False
-    """The launcher will use ssh also for one host."""
 
     def on_host(self, command: str) -> str:
         """The command on the host with the fault, for this shell."""
-        return f"ssh {HOST} {command}" if self.is_remote else command
+        return f"ssh {HOST} {command}" if self.wanted.is_remote else command
 
 
-Fault = tuple[Status, str, str]
-"""(status, what was found, fix), in which HOST stands for the host's name."""
+class Fault(NamedTuple):
+    """Of one host. HOST stands for its name in the fix."""
+
+    host: str
+    status: Status
+    found: str
+    fix: str
 
 
-def rows_of(check: str, faults: Mapping[str, list[Fault]], fine: str) -> list[Row]:
+def rows_of(check: str, faults: Iterable[Fault], fine: str) -> list[Row]:
     """A row for each fault, with all the hosts that have it; without any, one that says `fine`."""
-    together: dict[Fault, list[str]] = {}
-    for host, each in faults.items():
-        for fault in each:
-            together.setdefault(fault, []).append(host)
+    together: dict[tuple[Status, str, str], list[str]] = {}
+    for fault in faults:
+        together.setdefault(fault[1:], []).append(fault.host)
     rows = []
     for (status, found, fix), hosts in together.items():
         first, *others = hosts

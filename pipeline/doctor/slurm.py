@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pipeline.distributed.ranks import first_host, tasks_per_node
-from pipeline.doctor.examination import Wanted, examine
+from pipeline.doctor.examination import examine
 from pipeline.doctor.probe import serve
-from pipeline.doctor.rows import Row
+from pipeline.doctor.rows import Row, Wanted
 from pipeline.doctor.session import PROBE, Session, over_command, over_socket
 from pipeline.errors import LaunchError
 from pipeline.launching.node_agent import local_command

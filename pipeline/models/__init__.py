@@ -8,7 +8,7 @@ from torch import nn
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelConfig
 from pipeline.errors import ModelError
 from pipeline.models.custom import build_custom
-from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import ModelRequest
 from pipeline.models.vision import build_cnn
 
 # What torch says where a tensor is larger than the memory, or than a number of bytes can be.

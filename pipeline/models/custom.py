@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from pipeline.config.model_schema import CustomModelConfig
 from pipeline.errors import ModelError
 from pipeline.importing import import_object, may_not_exit
-from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import ModelRequest
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.errors import DataError, ModelError
 from pipeline.models.of_transformers import is_generator
@@ -133,9 +134,9 @@ def _check(module: nn.Module, prompts: Sequence[Sequence[int]], settings: Genera
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """(B, T) ids and mask, on the device."""
-    length = max(map(len, prompts))
-    ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    rows = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     return ids.to(device), mask.to(device)
 
 

@@ -26,10 +26,9 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError, one_line
-from pipeline.models.pretrained_folder import folder_or_hub_name
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Sharding
+from pipeline.models.sharding import ModelRequest, Sharding
 from pipeline.models.tensorwise import filled_tensorwise
+from pipeline.models.transformers_folder import folder_or_hub_name
 from pipeline.models.vocabulary import grow_vocabulary
 
 log = logging.getLogger(__name__)
@@ -224,7 +223,7 @@ def _read_pretrained(
 
 
 def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
-    """The model that a run's folder describes (description.py wrote it); all its weights are still to come.
+    """The model that a run's folder describes (see write_description); its weights are still to come.
 
     Raises:
         ModelError: the folder does not say what the model is.

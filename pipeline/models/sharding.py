@@ -1,5 +1,7 @@
-"""How a model is held while it is made: whole, in shards from the first parameter on (ZeRO 3), or, of other
-ranks' parts, without values (pipeline stages, tensor parallelism).
+"""What is asked of a builder: to fit the model to the data, and how to hold it while it is made.
+
+Whole, in shards from the first parameter on (ZeRO 3), or, of other ranks' parts, without values (pipeline
+stages, tensor parallelism).
 """
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -67,6 +70,23 @@ class Whole:
         return nullcontext()
 
 
+@dataclass(frozen=True)
+class ModelRequest:
+    """Facts a builder fits the model to."""
+
+    sharding: Sharding
+    vocab_size: int | None = None
+    """Entries of the tokenizer."""
+    sequence_length: int | None = None
+    """Tokens of the longest sequence the data yields."""
+    num_classes: int | None = None
+    """Classes of the data set."""
+    num_channels: int | None = None
+    """Channels of the images."""
+    end_of_document_id: int | None = None
+    """Token after each document."""
+
+
 def give_memory(parameter: nn.Parameter) -> None:
     """One without values gets memory on the CPU, not yet filled; it stays the same object."""
     give_values(parameter, torch.empty_like(parameter, device="cpu"))
@@ -85,12 +105,16 @@ def give_values(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 @contextmanager
-def runnable(model: nn.Module) -> Iterator[None]:
-    """Inside it the model can be run though some of its parameters have no values.
+def runnable(model: Any) -> Iterator[None]:
+    """Inside it a model of transformers evaluates on the CPU, though some of its parameters have no values.
 
     A module has values of its own only during its forward, small random ones that its name decides: every run
     sees the same ones, and no more than one module's are in memory.
     """
+    was_training, attention = model.training, model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        model.config._attn_implementation = "sdpa"  # flash attention does not run on a CPU
+    model.eval()
     hooks = []
     for name, module in model.named_modules():
         if any(p.is_meta for p in module.parameters(recurse=False)):
@@ -102,6 +126,9 @@ def runnable(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        model.train(was_training)
+        if model.config._attn_implementation != attention:
+            model.config._attn_implementation = attention
 
 
 def _lend(lent: dict[str, Any], name: str, module: nn.Module, _: Any) -> None:

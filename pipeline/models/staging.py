@@ -47,12 +47,12 @@ class Layer(nn.Module):
         return {f"{self.name}.{key}": value for key, value in self.part.state_dict().items()}
 
 
-class Words(Layer):
-    """Token ids -> hidden states."""
+class OneInput(Layer):
+    """The token embedding, of ids; a norm or dropout, of hidden states."""
 
     def forward(self, inputs: Carried) -> Carried:
-        ids, positions = _unpack(inputs)
-        return _pack(self.part(ids), positions)
+        given, positions = _unpack(inputs)
+        return _pack(self.part(given), positions)
 
 
 class Positions(Layer):
@@ -63,14 +63,6 @@ class Positions(Layer):
         return _pack(hidden + self.part(_or_counted(positions, hidden)), positions)
 
 
-class OnHidden(Layer):
-    """A norm or dropout."""
-
-    def forward(self, inputs: Carried) -> Carried:
-        hidden, positions = _unpack(inputs)
-        return _pack(self.part(hidden), positions)
-
-
 class Head(Layer):
     """Hidden states -> logits (B, T, V)."""
 
@@ -79,7 +71,7 @@ class Head(Layer):
         return logits
 
 
-def tied_head(words: Words, inputs: Carried) -> Tensor:
+def tied_head(words: Layer, inputs: Carried) -> Tensor:
     """Hidden states -> logits (B, T, V), by the token embedding."""
     return F.linear(_unpack(inputs)[0], words.part.weight)  # type: ignore[arg-type]
 
@@ -211,18 +203,18 @@ def cut_into_layers(model: nn.Module) -> LayeredModel:
         raise _uncuttable(kind, "it bounds its logits after the head")  # the proof's are too small to show it
     words, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
     names = {module: name for name, module in model.named_modules()}
-    before: list[Layer] = [Words(names[words], words)]
+    before: list[Layer] = [OneInput(names[words], words)]
     after: list[Layer] = []
     blocks, rotary = None, None
     for name, child in decoder.named_children():
         if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
             blocks = child
         elif name in NORMS:
-            after.append(OnHidden(names[child], child))
+            after.append(OneInput(names[child], child))
         elif name in ROTARY:
             rotary = child
         elif isinstance(child, nn.Dropout):
-            before.append(OnHidden(names[child], child))
+            before.append(OneInput(names[child], child))
         elif type(child) is nn.Embedding and child is not words:
             before.append(Positions(names[child], child))
         elif child is not words:
@@ -257,10 +249,6 @@ def _prove(model: PreTrainedModel, layers: list[Layer], kind: str) -> None:
     generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
     length = min(PROOF_TOKENS, getattr(model.config, "max_position_embeddings", PROOF_TOKENS))
     ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
-    was_training, attention = model.training, model.config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        model.config._attn_implementation = "sdpa"  # flash attention does not run on a CPU
-    model.eval()
     try:
         with runnable(model):
             expected = model(input_ids=ids, use_cache=False).logits
@@ -270,10 +258,6 @@ def _prove(model: PreTrainedModel, layers: list[Layer], kind: str) -> None:
         agrees = torch.allclose(carried, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     except Exception as error:  # whatever a block raises that is not called as its model would
         raise _uncuttable(kind, f"its blocks do not run on their own: {str(error)[:120]}") from None
-    finally:
-        model.train(was_training)
-        if model.config._attn_implementation != attention:
-            model.config._attn_implementation = attention
     if not agrees:
         raise _uncuttable(kind, "its parts one after another do not give its logits")
 

@@ -7,6 +7,7 @@ without values. Here the sharding takes it from there.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -68,14 +69,14 @@ class _Filling:
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str, values: nn.Parameter | None) -> nn.Parameter | None:
         """What is registered in the place of `values`; None: they are."""
-        is_read = values is not None and not values.is_meta and hasattr(values, READ)
-        if not is_read or module._parameters.get(name) is None:
+        if values is None or values.is_meta or not hasattr(values, READ):
+            return None
+        if module._parameters.get(name) is None:
             return None
         if self._tied is None:
             self._tied = self._make(module)
         parameter = module._parameters[name]  # what it was tied to just now, if it was
         assert parameter is not None
-        assert values is not None
         if parameter is values:
             return None
         if parameter in self._tied:
@@ -91,7 +92,8 @@ class _Filling:
         assert isinstance(model, PreTrainedModel)
         model.tie_weights(recompute_mapping=False)  # transformers does so after it has read them
         self._sharding.made(model)
-        return _several_names(model)
+        times = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+        return {parameter: None for parameter, number in times.items() if number > 1}
 
     def _refuse_two(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
         assert self._tied is not None
@@ -102,13 +104,3 @@ class _Filling:
                 'differ; write "tie_word_embeddings": false into its config.json'
             )
         self._tied[parameter] = found
-
-
-def _several_names(model: nn.Module) -> dict[nn.Parameter, str | None]:
-    seen: set[nn.Parameter] = set()
-    tied: dict[nn.Parameter, str | None] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in seen:
-            tied[parameter] = None
-        seen.add(parameter)
-    return tied

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model_schema import CNNConfig
 from pipeline.errors import ModelError
-from pipeline.models.request import ModelRequest
+from pipeline.models.sharding import ModelRequest
 
 
 class SmallCNN(nn.Module):

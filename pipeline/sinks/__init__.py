@@ -1,32 +1,85 @@
-"""Where a run's numbers go: metrics.jsonl (the record), the console, Weights & Biases, TensorBoard."""
+"""Where a run's numbers go: metrics.jsonl (the record), the console, Weights & Biases, TensorBoard.
+
+What such a place is, several of them as one, and which of them a recipe asks for.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from pipeline.config.schema import RunConfig
+from pipeline.errors import PipelineError
 from pipeline.sinks.console import ConsoleSink
-from pipeline.sinks.interface import Sink, Sinks
-from pipeline.sinks.jsonl import (
-    METRICS_FILE,
-    JsonlSink,
-    MetricsFileError,
-    gaps,
-    iterate_metrics,
-    read_metrics,
-)
-
-__all__ = ["METRICS_FILE", "JsonlSink", "MetricsFileError", "Sink", "Sinks", "build_sinks", "read_metrics"]
+from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_metrics
 
 logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """A place where the numbers of a run go."""
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Take one row.
+
+        Args:
+            step: Optimizer steps done (`global_step`); never smaller than in the row before.
+            row: Metric key (`group/snake_case`) to value.
+        """
+
+    def close(self, exit_code: int) -> None:
+        """Write out what is left.
+
+        Args:
+            exit_code: 0 for a run that ended as it should, 128 + n for one that signal n stopped, anything
+                else for one that failed.
+        """
+
+
+class Sinks:
+    """Every sink of the run as one; empty where nothing is written (any rank but the main process).
+
+    As a context manager it closes them: with exit code 0, or 1 where an exception passes through.
+    """
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks: tuple[Sink, ...] = tuple(sinks)
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Hand one row to every sink."""
+        for sink in self._sinks:
+            sink.write(step, row)
+
+    def close(self, exit_code: int) -> None:
+        """Close every sink, also after one of them failed to; the failure is raised at the end.
+
+        Once: a second call does nothing.
+        """
+        sinks, self._sinks = self._sinks, ()
+        with ExitStack() as stack:
+            for sink in reversed(sinks):  # an ExitStack calls the last one first
+                stack.callback(sink.close, exit_code)
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close(0 if error is None else 1)
+        except (OSError, PipelineError) as failure:
+            if error is None:
+                raise
+            logger.warning("closing the run's metrics failed: %s", failure)  # the first error is the news
 
 
 def build_sinks(
@@ -64,7 +117,7 @@ def build_sinks(
         undo.callback(lambda: Sinks(sinks).close(1))
         record = JsonlSink(run_dir / METRICS_FILE, start_step=start_step, redo_evaluation=redo_evaluation)
         sinks.append(record)
-        if (said := gaps(record.found, due or {})) is not None:
+        if (said := record.gaps(due or {})) is not None:
             logger.warning("%s %s; the run goes on without them", record.path, said)
         if config.log.tensorboard:
             from pipeline.sinks.tensorboard_events import TensorBoardSink

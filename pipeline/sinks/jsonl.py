@@ -10,7 +10,6 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -45,14 +44,33 @@ class JsonlSink:
             MetricsFileError: The file cannot be written.
         """
         self.path = path
-        self.found = Found()
+        self._steps: Mapping[str, Collection[int]] = {}
+        self._num_damaged = 0
         try:
             if start_step > 0 and path.exists():
-                self.found = _take_back(path, start_step, redo_evaluation)
+                self._steps, self._num_damaged = _take_back(path, start_step, redo_evaluation)
             # Unbuffered: a row is either with the operating system or an error here, never in between.
             self._file = path.open("ab" if start_step > 0 else "wb", buffering=0)
         except OSError as error:
             raise _cannot_write(path, error) from error
+
+    def gaps(self, due: Mapping[str, Collection[int]]) -> str | None:
+        """What is wrong with the rows of a run that goes on, in words; None: nothing.
+
+        Args:
+            due: Group of metrics, as `train` -> steps at which the run wrote a row of it.
+        """
+        lacking = []
+        for group, steps in due.items():
+            if missing := sorted(set(steps).difference(self._steps.get(group, ()))):
+                rows = f"{len(missing)} {group} row{'s' * (len(missing) > 1)}"
+                lacking.append(f"{rows} (step {_stretches(missing, steps)})")
+        found = []
+        if self._num_damaged:
+            found.append(f"had {self._num_damaged} damaged line{'s' * (self._num_damaged > 1)}")
+        if lacking:
+            found.append(f"lacks {' and '.join(lacking)}")
+        return " and ".join(found) or None
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Append one row.
@@ -113,34 +131,6 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, float]]:
         raise MetricsFileError(f"{path}: cannot read the metrics ({error.strerror})") from error
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a metrics.jsonl holds as a run goes on with it."""
-
-    steps: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """Group of metrics, as `train` -> steps that have a row of it."""
-    num_damaged: int = 0
-    """Lines that were no rows, and are removed; the last one does not count, which a kill may tear."""
-
-
-def gaps(found: Found, due: Mapping[str, Collection[int]]) -> str | None:
-    """What is wrong with the rows of a run that goes on, in words; None: nothing.
-
-    Args:
-        due: Group of metrics, as `train` -> steps at which the run wrote a row of it.
-    """
-    lacking = []
-    for group, steps in due.items():
-        if missing := sorted(set(steps).difference(found.steps.get(group, ()))):
-            lacking.append(
-                f"{len(missing)} {group} row{'s' * (len(missing) > 1)} (step {_stretches(missing, steps)})"
-            )
-    lacks = f"lacks {' and '.join(lacking)}" if lacking else ""
-    num_damaged = found.num_damaged
-    damaged = f"had {num_damaged} damaged line{'s' * (num_damaged > 1)}" if num_damaged else ""
-    return " and ".join(part for part in (damaged, lacks) if part) or None
-
-
 def _stretches(missing: Collection[int], steps: Collection[int]) -> str:
     """`4 to 6, 9` for what is missing of these steps: at most five stretches are written out."""
     runs = [list(run) for gone, run in groupby(sorted(steps), key=set(missing).__contains__) if gone]
@@ -162,11 +152,15 @@ def _decode(line: bytes) -> dict[str, float] | None:
     return row if _NUMBERS.issuperset(map(type, row.values())) else None
 
 
-def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> Found:
+def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> tuple[Mapping[str, set[int]], int]:
     """Removes rows after `last_step` and lines that are no rows, in one step: a kill leaves old or new.
 
     A row at a time: a long run has hundreds of thousands. What goes is at the end, after a kill; only a
     file that was damaged in between is written anew.
+
+    Returns:
+        Group of metrics, as `train` -> steps that have a row of it; and how many lines were no rows: the last
+        one does not count, which a kill may tear.
     """
 
     def stays(row: Mapping[str, float]) -> bool:
@@ -192,7 +186,7 @@ def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> Found:
     elif prefix < size:
         os.truncate(path, prefix)
         synchronise(path)
-    return Found(steps, num_damaged)
+    return steps, num_damaged
 
 
 def _rewrite(path: Path, stays: Callable[[Mapping[str, float]], bool]) -> None:

@@ -14,7 +14,7 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +54,7 @@ def open_wandb(
         The sink, or None where W&B is disabled or cannot be started at all.
     """
 
+    @temporary_files_in_scratch()
     def start() -> WandbSink | None:
         # wandb posts its own telemetry to the same server. With a server that hangs, that kept the process
         # 20 s at its exit. The variable is wandb's own switch and is read when its service starts.
@@ -80,11 +81,7 @@ def open_wandb(
             logger.info("W&B has steps up to %d of this run already and keeps them", newest)
         return sink
 
-    def start_in_scratch() -> WandbSink | None:
-        with temporary_files_in_scratch():
-            return start()
-
-    return _never_crash("cannot start", start_in_scratch)
+    return _never_crash("cannot start", start)
 
 
 class WandbSink:
@@ -98,15 +95,16 @@ class WandbSink:
         self._run = run
         self._newest_there = newest
         self._is_on = True
-        self._newest: list[tuple[int, Mapping[str, float]]] = []  # rows of the newest step
+        self._step, self._row = 0, dict[str, float]()  # the newest, which is still to be sent
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Log one row at its global step. Rows of one step are one there, sent when the next comes."""
         if step <= self._newest_there:
             return
-        if self._newest and self._newest[-1][0] != step:
+        if step != self._step:
             self._send()
-        self._newest.append((step, dict(row)))
+        self._step = step
+        self._row |= row
 
     def close(self, exit_code: int) -> None:
         """Finish the run; waits for the server at most `FINISH_TIMEOUT_SECONDS`.
@@ -122,13 +120,12 @@ class WandbSink:
             _never_crash("did not finish", lambda: self._finish(0 if is_stopped else exit_code))
 
     def _send(self) -> None:
-        rows, self._newest = self._newest, []
-        if self._is_on:
-            self._is_on = _never_crash("stopped", lambda: self._log(rows)) is not None
+        row, self._row = self._row, {}
+        if row and self._is_on:
+            self._is_on = _never_crash("stopped", lambda: self._log(row)) is not None
 
-    def _log(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> bool:
-        for number, (step, row) in enumerate(rows, 1):
-            self._run.log(dict(row), step=step, commit=number == len(rows))
+    def _log(self, row: dict[str, float]) -> bool:
+        self._run.log(row, step=self._step, commit=True)
         return True
 
     def _finish(self, exit_code: int) -> None:
@@ -253,13 +250,9 @@ def _never_crash(what: str, action: Callable[[], T]) -> T | None:
             "W&B %s (%s: %s); training goes on without it", what, type(error).__name__, one_line(error)
         )
         if isinstance(error, ConnectionError):
-            _forget_service()
+            import wandb
+
+            # Unhooks its dead process from the interpreter's exit, which would end in a traceback.
+            with contextlib.suppress(ConnectionError):
+                wandb.teardown()
         return None
-
-
-def _forget_service() -> None:
-    """Unhook wandb's dead process from the interpreter's exit, which would end in a traceback."""
-    import wandb
-
-    with contextlib.suppress(ConnectionError):
-        wandb.teardown()

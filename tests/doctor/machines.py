@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.doctor.network import Connection
 from pipeline.doctor.probe import Answered
-from pipeline.doctor.rows import Row, Seen
+from pipeline.doctor.rows import Row, Seen, Wanted
 
 GIB = 1 << 30
 
@@ -48,7 +48,6 @@ def well(names: list[str], gpus: int = 0) -> dict[str, Any]:
                 ],
                 "names": {other: [there] for other, there in addresses.items()},
                 "own_address": address,
-                "fabric": False,
             },
             "environment": {},
             "address": address,
@@ -75,8 +74,9 @@ def seen(facts: dict[str, Any], **more: Any) -> Seen:
         ]
         for source in facts
     }
-    given = {"devices": dict.fromkeys(facts), "here": here(), "facts": facts, "links": links}
-    return Seen(**(given | more))
+    given = {"here": here(), "facts": facts, "links": links} | more
+    of_wanted = {name: given.pop(name) for name in Wanted.__dataclass_fields__ if name in given}
+    return Seen(Wanted(**({"devices": dict.fromkeys(facts)} | of_wanted)), **given)
 
 
 def bad(rows: list[Row]) -> list[Row]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -17,9 +18,9 @@ import pytest
 
 from pipeline.doctor import facts, network
 from pipeline.doctor.collective import Part, _all_reduce, _transfer
-from pipeline.doctor.examination import Wanted, examine, this_machine
+from pipeline.doctor.examination import examine, this_machine
 from pipeline.doctor.probe import find_out
-from pipeline.doctor.rows import is_red
+from pipeline.doctor.rows import Wanted, is_red
 from pipeline.doctor.session import (
     PROBE,
     SilentError,
@@ -51,11 +52,11 @@ def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
 
 
 def test_silence_has_a_reason():
-    with over_command("a", ["sh", "-c", "echo b: Permission denied >&2; exit 255"]) as session:
+    with closing(over_command("a", ["sh", "-c", "echo b: Permission denied >&2; exit 255"])) as session:
         with pytest.raises(SilentError) as caught:
             session.ask("time", seconds=200)
         assert (caught.value.code, caught.value.said) == (255, "b: Permission denied")
-    with over_command("a", ["sleep", "100"]) as session:
+    with closing(over_command("a", ["sleep", "100"])) as session:
         with pytest.raises(SilentError, match=r"no answer within 0\.1 s"):
             session.ask("time", seconds=0.1)
         (sleeper,) = [p for p in psutil.Process().children() if p.name() == "sleep"]
@@ -84,13 +85,13 @@ def test_what_ssh_runs_there_takes_every_name_as_it_is(tmp_path, name):
 
 @pytest.mark.slow
 def test_ports():
-    listener = network.Listener("token b")
+    port = network.listen("token", "b")
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
-        ports = {"b": listener.port, "other": listener.port, "silent": silent.getsockname()[1]}
+        ports = {"b": port, "other": port, "silent": silent.getsockname()[1]}
         ports["closed"] = closed.getsockname()[1]
         closed.close()
         peers = [network.Peer(name=name, address="127.0.0.1", port=port) for name, port in ports.items()]
-        found = {c["name"]: c for c in network.connect_to(peers, lambda name: f"token {name}", 5.0)}
+        found = {c["name"]: c for c in network.connect_to(peers, "token", 5.0)}
     assert found["b"]["problem"] is None
     assert found["b"]["source"] == "127.0.0.1"
     assert found["other"]["problem"] == "another machine or program answers there"
@@ -197,7 +198,7 @@ def test_all_reduce_of_one_machine(tmp_path):
 
 
 def test_answers_are_json():
-    with over_command("a", local_command(PROBE)) as session:
+    with closing(over_command("a", local_command(PROBE))) as session:
         asked = {
             "token": "t",
             "name": "a",

@@ -18,8 +18,7 @@ from pipeline.engine.interface import Engine
 from pipeline.errors import DataError, ModelError
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,7 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.config.model_schema import CausalLMConfig, CustomModelConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
 

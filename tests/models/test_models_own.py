@@ -12,8 +12,7 @@ from torch import nn
 from pipeline.config.model_schema import CNNConfig, CustomModelConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 
 REQUEST = ModelRequest(Whole(), num_classes=10)
 

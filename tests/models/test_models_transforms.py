@@ -9,8 +9,7 @@ from torch import nn
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models import build_model, transforms
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import TRANSFORMS, Placement, transform
 
 HERE = Placement(torch.device("cpu"))

@@ -15,8 +15,7 @@ from pipeline.assemble import build_engine
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.weights import matched
 
 PLAIN = {"torch": {"parallel": "single"}}

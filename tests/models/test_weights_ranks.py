@@ -18,8 +18,7 @@ from support.weights import small
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 
 ROWS = VOCABULARY - 57
 MODEL = recipe()["model"]

@@ -11,8 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
 

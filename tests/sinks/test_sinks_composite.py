@@ -10,7 +10,8 @@ from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.config.model_schema import CNNConfig
 from pipeline.config.schema import LogConfig, RunConfig, WandbConfig
 from pipeline.errors import ConfigError
-from pipeline.sinks import MetricsFileError, Sinks, build_sinks, read_metrics
+from pipeline.sinks import Sinks, build_sinks
+from pipeline.sinks.jsonl import MetricsFileError, read_metrics
 
 
 class Recorder:

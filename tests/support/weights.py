@@ -12,8 +12,7 @@ from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelSection
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.request import ModelRequest
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.weights import load_weights
 
 SIZES = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64}
