@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from pipeline.config.schema import DistributedConfig
 from pipeline.config.split import Device
 from pipeline.distributed.cores import bind_cores
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.distributed.progress import Limits, Progress
+from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
 from pipeline.distributed.rendezvous import rendezvous
 from pipeline.distributed.watchdog import Watchdog
@@ -71,7 +72,7 @@ class Job:
         if self.is_distributed:
             dist.barrier()
 
-    def watch(self, limits: Limits) -> None:
+    def watch(self, limits: DistributedConfig) -> None:
         """Has a watchdog end the job where it hangs or loses a rank. Not collective."""
         if self.store is not None and self.ranks.world_size > 1:
             self.watchdog = Watchdog(self.store, self.everyone, self.ranks.rank, self.progress, limits)

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from pipeline.config.schema import DistributedConfig
 from pipeline.distributed.diagnosis import LostRank, RankProcess, describe_lost
 from pipeline.distributed.heartbeats import Heartbeats
 from pipeline.distributed.machine import memory_now
-from pipeline.distributed.progress import Limits, Progress
+from pipeline.distributed.progress import Progress
 from pipeline.distributed.shutdown import DEADLINE, PERIOD, SILENCE, SOON, Shutdown
 from pipeline.distributed.stacks import frames_of
 from pipeline.distributed.watchdog_store import HANG_EXIT_CODE, Failure, Heartbeat, WatchdogStore
@@ -59,7 +60,7 @@ class Watchdog:
         everyone: Sequence[RankProcess],
         rank: int,
         progress: Progress,
-        limits: Limits,
+        limits: DistributedConfig,
     ):
         self._everyone, self._rank = everyone, rank
         self._progress, self._limits = progress, limits
