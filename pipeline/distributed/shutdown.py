@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from traceback import FrameSummary
 
 from pipeline.distributed.diagnosis import RankProcess, RankReport, describe_hang, describe_lost
 from pipeline.distributed.heartbeats import Heartbeats
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import write_exit_code
 from pipeline.distributed.signals import STDERR, reports_own_exit
-from pipeline.distributed.stacks import Frame, in_flight_now, main_frames, thread_position, write_stacks
+from pipeline.distributed.stacks import in_flight_now, main_frames, thread_position, write_stacks
 from pipeline.distributed.watchdog_store import HANG_EXIT_CODE, Failure, WatchdogStore
 
 # Seconds.
@@ -39,7 +40,7 @@ class Shutdown:
     ):
         self.folder: Path | None = None
         """Where stacks are written; None: nowhere yet."""
-        self.frames: list[Frame] = []
+        self.frames: list[FrameSummary] = []
         """Where the training thread was, if it has left there by an exception."""
         self._store, self._heartbeats = store, heartbeats
         self._everyone, self._rank = everyone, rank

@@ -23,7 +23,6 @@ from pipeline.distributed.heartbeats import Heartbeats
 from pipeline.distributed.machine import memory_now
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.shutdown import DEADLINE, PERIOD, SILENCE, SOON, Shutdown
-from pipeline.distributed.stacks import frames_of
 from pipeline.distributed.watchdog_store import HANG_EXIT_CODE, Failure, Heartbeat, WatchdogStore
 
 # What gloo, NCCL and torch's store say when it is another rank that failed, or when they gave up waiting.
@@ -95,7 +94,7 @@ class Watchdog:
 
     def look_for_lost(self, error: BaseException) -> None:
         """Ends the process if it is another rank that made a collective fail; returns if none did."""
-        self._shutdown.frames = frames_of(traceback.extract_tb(error.__traceback__))
+        self._shutdown.frames = traceback.extract_tb(error.__traceback__)
         if is_from_peers(error) and _TIMED_OUT.search(str(error)):
             idle = time.monotonic() - self._progress.activity.since
             self._suspected = Failure(self._rank, "hang", HANG_EXIT_CODE, idle)
