@@ -19,7 +19,7 @@ from typing import Any
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import CommandLine, LaunchError, report_errors
 from pipeline.launching.environment import split_arguments
-from pipeline.launching.hostfile import Host, Selection, choose_devices
+from pipeline.launching.hostfile import Selection, choose_devices
 from pipeline.launching.multi_node import TRAIN, program
 from pipeline.launching.node_agent import local_command
 from pipeline.launching.supervise import Node, Supervisor
@@ -79,7 +79,7 @@ def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
     # On CPUs it is a number of processes, as many as wanted.
     num_gpus = given.num_gpus if has_gpus or given.include or given.exclude else None
     if given.include or given.exclude or num_gpus or visible:
-        here = [Host("localhost", _count_devices(environment))]
+        here = {"localhost": _count_devices(environment)}
         choose_devices(here, Selection(given.include, given.exclude, None, num_gpus, visible, "this machine"))
 
 
