@@ -30,7 +30,7 @@ from pipeline.launching.environment import (
 )
 from pipeline.launching.hostfile import Devices, Selection, choose_devices, read_hostfile
 from pipeline.launching.node_agent import SSH_OPTIONS, ssh_command
-from pipeline.launching.supervise import Node, Supervisor
+from pipeline.launching.supervise import Supervisor
 
 TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
 REFUSED = {
@@ -112,10 +112,10 @@ class Launch:
         """Rank -> its node."""
         return dict(enumerate(name for name, numbers in self.devices.items() for _ in numbers))
 
-    def guards(self) -> list[Node]:
-        """A guard for each node, through ssh."""
+    def guards(self) -> dict[str, list[str]]:
+        """Node -> what starts its guard, through ssh."""
         guard, folder, port = "pipeline.launching.guard", Path.cwd(), self.options.ssh_port
-        return [Node(name, ssh_command(name, guard, folder, port=port)) for name in self.devices]
+        return {name: ssh_command(name, guard, folder, port=port) for name in self.devices}
 
     def command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:
         """The deepspeed launcher's command line."""

@@ -28,14 +28,6 @@ LEAVING = 5.0  # the same where a node failed or is lost: nothing can be saved t
 SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node of the run, and the command that starts the guard on it."""
-
-    name: str
-    command: Sequence[str]
-
-
 @dataclass
 class _NodeState:
     """What is known of a node."""
@@ -77,13 +69,16 @@ class _NodeState:
 class Supervisor:
     """One run: its guards, its launcher, and how it ends."""
 
-    def __init__(self, nodes: Sequence[Node], document: Mapping[str, Any], places: Mapping[int, str]):
+    def __init__(
+        self, guards: Mapping[str, Sequence[str]], document: Mapping[str, Any], places: Mapping[int, str]
+    ):
         """
         Args:
+            guards: The nodes in order, and the command that starts the guard on each.
             document: What each guard is handed: folder, environment, arguments.
             places: The node of each rank; empty where only the launcher knows how many there will be.
         """
-        self._nodes = nodes
+        self._guards = guards
         self._document = document
         self._places = places
         self._states: list[_NodeState] = []
@@ -110,7 +105,8 @@ class Supervisor:
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # unheard, it would be taken for dead
         tasks: list[asyncio.Task[None]] = []
         try:
-            self._states = [_NodeState(node.name, await _spawn(node.command)) for node in self._nodes]
+            # Known once all of them are there: a signal meanwhile must not be a guard's first message.
+            self._states = [_NodeState(name, await _spawn(words)) for name, words in self._guards.items()]
             first = (await self._handshake())[0]
             tasks = [asyncio.create_task(self._listen(state)) for state in self._states]
             tasks.append(asyncio.create_task(self._keep_alive()))
