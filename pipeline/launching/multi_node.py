@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.environment import (
+    EARLY,
     choose_environment,
-    early_variables,
     is_plain,
     launcher_environment,
     split_arguments,
@@ -223,7 +223,9 @@ def run(launch: Launch, environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pipeline-") as name:  # mode 700
         hostfile, sent = Path(name) / "hostfile", Path(name) / "deepspeed_env"
         hostfile.write_text(launch.hostfile())
-        variables = early_variables(environment) | {ENVIRONMENT_FILE: f"{launch.folder}/environment.json"}
+        # Those of PYTHON deepspeed sends by itself.
+        variables = {early: environment[early] for early in EARLY if environment.get(early)}
+        variables[ENVIRONMENT_FILE] = f"{launch.folder}/environment.json"
         sent.touch(mode=0o600)
         sent.write_text("".join(f"{key}={value}\n" for key, value in variables.items()))
         # An absolute name: deepspeed then looks neither into the home nor the working directory.
