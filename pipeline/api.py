@@ -34,7 +34,7 @@ from torch import nn
 from pipeline.assemble import assemble
 from pipeline.data import DataBundle, prepare_data
 from pipeline.data.digest import check_same_data
-from pipeline.distributed.open_files import raise_open_files_limit
+from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
