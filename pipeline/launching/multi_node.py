@@ -121,12 +121,16 @@ class Launch:
         """The deepspeed launcher's command line."""
         options = self.options
         address = options.master_addr or master["address"]
+        arguments = options.launcher_args
+        if self.over_mpi:  # mpirun binds each rank to one core, and waits for ever for a node that is cut off
+            reach = f"--bind-to none --mca plm_rsh_args '{' '.join(SSH_OPTIONS)}'"
+            arguments = f"{reach} {arguments}".strip()
         words = {
             "--hostfile": hostfile,
             "--master_addr": address if is_plain(address) else next(iter(self.devices)),
             "--master_port": options.master_port or master["port"],
             "--launcher": options.launcher,
-            "--launcher_args": _launcher_arguments(options),
+            "--launcher_args": arguments,
             "--ssh_port": options.ssh_port,
             "--venv_script": options.venv_script,
             "--enable_each_rank_log": options.enable_each_rank_log,
@@ -194,13 +198,6 @@ def _same_devices(launch: Launch) -> None:
             "same on every node; use --launcher pdsh"
         )
     launch.document["environment"]["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, first))
-
-
-def _launcher_arguments(options: argparse.Namespace) -> str:
-    if options.launcher == "pdsh":
-        return str(options.launcher_args)
-    # mpirun binds each rank to one core, and waits for ever for a node that is cut off.
-    return f"--bind-to none --mca plm_rsh_args '{' '.join(SSH_OPTIONS)}' {options.launcher_args}".strip()
 
 
 def program(name: str) -> str:
