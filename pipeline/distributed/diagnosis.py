@@ -70,8 +70,7 @@ def _of_party(party: Sequence[LostRank]) -> str:
     lost = party[0]
     who, are, send = str(lost.process), "is", "sends"
     if len(party) > 1:
-        ranks = ranks_in_words([each.process.rank for each in party])
-        who, are, send = f"{ranks} on {lost.process.host}", "are", "send"
+        who, are, send = f"{_ranks_of(party)} on {lost.process.host}", "are", "send"
     where = "" if lost.step is None else f" at step {lost.step}"
     last = f"last heartbeat {lost.silent:.1f} s ago{where}"
     if lost.state == "stopped":
@@ -112,7 +111,8 @@ def describe_hang(reports: Sequence[RankReport], seconds: float, silent: Sequenc
         behind = [f"{w.process} is behind: {_place(w)}" for w in busy]
         return start + "; ".join([*behind, _waits(waiting)])
     if busy:
-        return start + "no rank waits in a collective: " + "; ".join(_grouped(busy, _place))
+        places = [f"{_ranks_of(party)}: {place}" for place, party in _by(busy, _place).items()]
+        return start + "no rank waits in a collective: " + "; ".join(places)
     return start + _all_waiting(waiting)
 
 
@@ -135,7 +135,8 @@ def _all_waiting(waiting: list[RankReport]) -> str:
 
 
 def _waits(waiting: Sequence[RankReport]) -> str:
-    return "; ".join(_grouped(waiting, _wait))
+    parties = _by(waiting, _wait).items()
+    return "; ".join(f"{_ranks_of(party)} wait{'s' * (len(party) == 1)} {wait}" for wait, party in parties)
 
 
 def _wait(report: RankReport) -> str:
@@ -148,14 +149,8 @@ def _place(report: RankReport) -> str:
     return f"step {report.step}, {doing}at {report.place}"
 
 
-def _grouped(reports: Sequence[RankReport], words: Callable[[RankReport], str]) -> list[str]:
-    sentences = []
-    for text, party in _by(reports, words).items():
-        verb = " wait " if party[0].collective is not None else ": "
-        if len(party) == 1 and verb == " wait ":
-            verb = " waits "
-        sentences.append(f"{ranks_in_words([w.process.rank for w in party])}{verb}{text}")
-    return sentences
+def _ranks_of(party: Iterable[RankReport] | Iterable[LostRank]) -> str:
+    return ranks_in_words([each.process.rank for each in party])
 
 
 def _by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
