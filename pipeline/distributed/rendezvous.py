@@ -47,8 +47,8 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
         wait_for_port(host, port, f"{own} does not reach the master", wait, said=ranks.local_rank == 0)
         store = store or connect(host, is_master=False)
         # No number in the environment tells one attempt from the next: torchrun counts failures, each machine
-        # its own, and not the changes of membership. So each process says that it is there under a token of
-        # its own, and rank 0 answers to the token with its own.
+        # its own, and not the changes of membership. So each process announces itself with a random token,
+        # and rank 0 answers it with its own, the attempt's.
         token = secrets.token_hex(8)
         store.set(f"pipeline/arrived/{ranks.rank}", token)
         if ranks.is_main_process:

@@ -220,7 +220,7 @@ def run(launch: Launch, environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pipeline-") as name:  # mode 700
         hostfile, sent = Path(name) / "hostfile", Path(name) / "deepspeed_env"
         hostfile.write_text(launch.hostfile())
-        # Those of PYTHON deepspeed sends by itself.
+        # deepspeed itself sends those that begin with PYTHON.
         variables = {early: environment[early] for early in EARLY if environment.get(early)}
         variables[ENVIRONMENT_FILE] = f"{launch.folder}/environment.json"
         sent.touch(mode=0o600)
