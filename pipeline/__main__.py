@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare
-from pipeline.distributed.open_files import raise_open_files_limit
+from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.errors import CommandLine
 
 COMMANDS = {

@@ -34,9 +34,8 @@ from pipeline.assemble import assemble
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
 from pipeline.data.digest import check_same_data
-from pipeline.distributed.open_files import raise_open_files_limit
+from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
-from pipeline.distributed.progress import Limits
 from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
 from pipeline.run_directory import agree_on_run_directory
@@ -71,7 +70,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
         bound=waits.bind_cores,
     )
     if ranks.world_size > 1:
-        job.watch(Limits(waits.timeout_seconds, waits.hang_seconds))
+        job.watch(waits)
     return job, data
 
 

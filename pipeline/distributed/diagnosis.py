@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pipeline.distributed.machine import Memory
 
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 NEARLY_FULL = 0.9  # of the memory that is allowed
 ADVICE = "lower batch.micro_batch_size or loader.num_workers, or give the job more memory"
 
@@ -58,40 +61,32 @@ class LostRank:
 
 def describe_lost(lost: Sequence[LostRank]) -> str:
     """Who is gone, since when, and why as far as it shows."""
-    parties: dict[tuple[str, str | None], list[LostRank]] = {}
-    for each in lost:
-        parties.setdefault((each.process.host, each.state), []).append(each)
+    parties = _by(lost, lambda each: (each.process.host, each.state))
     return "; ".join(_of_party(party) for party in parties.values())
 
 
-def _of_party(party: list[LostRank]) -> str:
+def _of_party(party: Sequence[LostRank]) -> str:
     """One rank, or several that a machine took with it: what is said of them is said of the first."""
-    if len(party) == 1:
-        return _of_one(party[0])
-    first, ranks = party[0], ranks_in_words([each.process.rank for each in party])
-    text = _of_one(first).replace(str(first.process), f"{ranks} on {first.process.host}", 1)
-    for one, many in ((" is gone", " are gone"), (" is stopped", " are stopped"), (" sends ", " send ")):
-        text = text.replace(one, many, 1)
-    return text
-
-
-def _of_one(lost: LostRank) -> str:
+    lost = party[0]
+    who, are, send = str(lost.process), "is", "sends"
+    if len(party) > 1:
+        who, are, send = f"{_ranks_of(party)} on {lost.process.host}", "are", "send"
     where = "" if lost.step is None else f" at step {lost.step}"
     last = f"last heartbeat {lost.silent:.1f} s ago{where}"
     if lost.state == "stopped":
-        return f"{lost.process} is stopped: {last}; it was sent SIGSTOP (by a scheduler, a debugger)"
+        return f"{who} {are} stopped: {last}; it was sent SIGSTOP (by a scheduler, a debugger)"
     if lost.state == "there":
         hangs = "its process is there and runs no Python: a call that hangs"
-        return f"{lost.process} sends no heartbeat: {last}; {hangs}"
+        return f"{who} {send} no heartbeat: {last}; {hangs}"
     memory = lost.memory
     is_full = memory is not None and memory.used > NEARLY_FULL * memory.limit
-    if lost.num_kills or (is_full and lost.state != "there"):
+    if lost.num_kills or is_full:
         how = "killed for memory (exit code -9)" if lost.num_kills else "most likely killed for memory"
-        return f"{lost.process} is gone: {last}; {memory}: {how}; {ADVICE}"
+        return f"{who} {are} gone: {last}; {memory}: {how}; {ADVICE}"
     if lost.state == "gone":
         held = "" if memory is None else f"; {memory}"
-        return f"{lost.process} is gone: {last}{held}; killed or crashed: its launcher knows the exit code"
-    return f"{lost.process} sends no heartbeat: {last}; its process, its machine or the link to it is gone"
+        return f"{who} {are} gone: {last}{held}; killed or crashed: its launcher knows the exit code"
+    return f"{who} {send} no heartbeat: {last}; its process, its machine or the link to it {are} gone"
 
 
 def describe_hang(reports: Sequence[RankReport], seconds: float, silent: Sequence[LostRank] = ()) -> str:
@@ -113,22 +108,17 @@ def describe_hang(reports: Sequence[RankReport], seconds: float, silent: Sequenc
         return start + describe_lost(silent) + rest
     if waiting and busy:
         # What is not at the same step waits for no one here, but is behind all the same.
-        return start + "; ".join([*(_behind(w) for w in busy), _waits(waiting)])
+        behind = [f"{w.process} is behind: {_place(w)}" for w in busy]
+        return start + "; ".join([*behind, _waits(waiting)])
     if busy:
-        return start + "no rank waits in a collective: " + "; ".join(_grouped(busy, _place))
+        places = [f"{_ranks_of(party)}: {place}" for place, party in _by(busy, _place).items()]
+        return start + "no rank waits in a collective: " + "; ".join(places)
     return start + _all_waiting(waiting)
 
 
-def _behind(report: RankReport) -> str:
-    return f"{report.process} is behind: step {report.step}, {_at(report)}{report.place}"
-
-
-def _at(report: RankReport) -> str:
-    return "at " if report.doing == "step" else f"{report.doing}, at "
-
-
 def _all_waiting(waiting: list[RankReport]) -> str:
-    calls = _by(waiting, _call)
+    # All ranks run one program: they belong together where name, number in the group and line agree.
+    calls = _by(waiting, lambda w: (w.collective, w.number, w.place))
     if len(calls) == 1:
         w = waiting[0]
         return (
@@ -140,47 +130,33 @@ def _all_waiting(waiting: list[RankReport]) -> str:
     # an earlier step.
     parties = sorted(calls.values(), key=lambda party: (len(party), party[0].step, party[0].process.rank))
     first, rest = parties[0], [w for party in parties[1:] for w in party]
-    astray = "; ".join(
-        f"{w.process} is in {w.collective}{_numbered(w)} (step {w.step}, {w.place})" for w in first
-    )
+    astray = "; ".join(f"{w.process} is {_wait(w)}" for w in first)
     return f"the ranks are in different collectives: {astray}; {_waits(rest)}"
 
 
-def _call(report: RankReport) -> str:
-    # All ranks run one program: they belong together where name, number in the group and line agree.
-    return f"{report.collective} {report.number} {report.place}"
-
-
 def _waits(waiting: Sequence[RankReport]) -> str:
-    return "; ".join(_grouped(waiting, _wait))
+    parties = _by(waiting, _wait).items()
+    return "; ".join(f"{_ranks_of(party)} wait{'s' * (len(party) == 1)} {wait}" for wait, party in parties)
 
 
 def _wait(report: RankReport) -> str:
-    return f"in {report.collective}{_numbered(report)} (step {report.step}, {report.place})"
-
-
-def _numbered(report: RankReport) -> str:
-    return "" if report.number is None else f" number {report.number}"
+    number = "" if report.number is None else f" number {report.number}"
+    return f"in {report.collective}{number} (step {report.step}, {report.place})"
 
 
 def _place(report: RankReport) -> str:
-    return f"step {report.step}, {_at(report)}{report.place}"
+    doing = "" if report.doing == "step" else f"{report.doing}, "
+    return f"step {report.step}, {doing}at {report.place}"
 
 
-def _grouped(reports: Sequence[RankReport], words: Callable[[RankReport], str]) -> list[str]:
-    sentences = []
-    for text, party in _by(reports, words).items():
-        verb = " wait " if party[0].collective is not None else ": "
-        if len(party) == 1 and verb == " wait ":
-            verb = " waits "
-        sentences.append(f"{ranks_in_words([w.process.rank for w in party])}{verb}{text}")
-    return sentences
+def _ranks_of(party: Iterable[RankReport] | Iterable[LostRank]) -> str:
+    return ranks_in_words([each.process.rank for each in party])
 
 
-def _by(reports: Iterable[RankReport], key: Callable[[RankReport], str]) -> dict[str, list[RankReport]]:
-    parties: dict[str, list[RankReport]] = {}
-    for report in reports:
-        parties.setdefault(key(report), []).append(report)
+def _by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    parties: dict[Key, list[Item]] = {}
+    for item in items:
+        parties.setdefault(key(item), []).append(item)
     return parties
 
 

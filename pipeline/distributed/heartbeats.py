@@ -27,10 +27,9 @@ class Heartbeats:
 
     def __init__(self, everyone: Sequence[RankProcess], rank: int):
         self._everyone = everyone
-        self._machine = everyone[rank].machine
-        self._rank = rank
         self._heartbeats = {each.rank: _Last() for each in everyone if each.rank != rank}
-        self.neighbours = [w.rank for w in everyone if w.machine == self._machine and w.rank != rank]
+        here = everyone[rank].machine
+        self.neighbours = [other for other in self._heartbeats if everyone[other].machine == here]
 
     def update(self, watched: Iterable[int], heartbeats: Mapping[int, Heartbeat], seconds: float) -> None:
         """Takes the newest heartbeats of the ranks that are watched now.

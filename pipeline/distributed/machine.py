@@ -1,4 +1,5 @@
-"""This machine: which one it is, what became of its processes, and how much memory this one may take.
+"""This machine: which one it is, what became of its processes, and how much memory and how many files this
+one may take.
 
 The only reader of cgroups. Limits of version 1 and 2 count, this process's own and those of the groups around
 it: Slurm and Kubernetes set them on a job, not on the machine's root. Imports no torch.
@@ -6,8 +7,10 @@ it: Slurm and Kubernetes set them on a job, not on the machine's root. Imports n
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,6 +22,10 @@ import psutil
 
 GIB = 2**30
 ROOT = Path("/")
+MOST_FILES = 1 << 20  # beyond, programs that walk through all numbers of files take seconds
+FILES_ALONE = 400  # libraries, the data's maps, batches from workers, the files of a checkpoint
+FILES_PER_RANK = 5  # connections of gloo's and NCCL's groups to each other rank
+log = logging.getLogger(__name__)
 
 
 def machine_id() -> str:
@@ -143,3 +150,27 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, _Names]]:
 
 def _table(path: Path) -> dict[str, int]:
     return {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
+
+
+def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
+    """Raises the soft limit to the hard one; children inherit it. Warns beforehand where that is too few.
+
+    Args:
+        is_told: Whether this is the rank that warns.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        except (OSError, ValueError):  # some systems say a hard limit that they do not give
+            hard = soft
+    needed = FILES_ALONE + FILES_PER_RANK * world_size
+    if is_told and hard != resource.RLIM_INFINITY and hard < needed:
+        log.warning(
+            "a process may open %d files here, and one of %d ranks opens about %d: raise the hard limit "
+            "(ulimit -Hn; nofile in limits.conf, LimitNOFILE in systemd, --ulimit nofile in Docker)",
+            hard,
+            world_size,
+            needed,
+        )

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from pipeline.config.schema import DistributedConfig
 from pipeline.config.split import Device
 from pipeline.distributed.cores import bind_cores
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.distributed.progress import Limits, Progress
+from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
 from pipeline.distributed.rendezvous import rendezvous
 from pipeline.distributed.watchdog import Watchdog
@@ -71,7 +72,7 @@ class Job:
         if self.is_distributed:
             dist.barrier()
 
-    def watch(self, limits: Limits) -> None:
+    def watch(self, limits: DistributedConfig) -> None:
         """Has a watchdog end the job where it hangs or loses a rank. Not collective."""
         if self.store is not None and self.ranks.world_size > 1:
             self.watchdog = Watchdog(self.store, self.everyone, self.ranks.rank, self.progress, limits)
@@ -138,7 +139,9 @@ def start_job(
     # Groups that are made without a timeout (DeepSpeed's, DDP's, a device mesh's) take torch's defaults.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
-    _record_collectives(device)
+    # The flight recorder knows what a rank waits in. It costs some microseconds a collective; on a CPU more
+    # of them the more it keeps. To be switched on before the group is made.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if device.type == "cuda" else "256")
     dist.init_process_group(
         backend,
         store=distributed_c10d.PrefixStore("default_pg", store),
@@ -148,15 +151,6 @@ def start_job(
         device_id=device if device.type == "cuda" else None,
     )
     return Job(ranks, device, store, everyone)
-
-
-def _record_collectives(device: torch.device) -> None:
-    """Switches on the flight recorder, which knows what a rank waits in. Before the group is made.
-
-    It costs some microseconds a collective; on a CPU more of them the more it keeps.
-    """
-    size = "2000" if device.type == "cuda" else "256"
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", size)
 
 
 def _bind_device(ranks: Ranks) -> torch.device:

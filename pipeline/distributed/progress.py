@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
+
+from pipeline.config.schema import DistributedConfig
 
 RECENT_STEPS = 50
 LEAST_LIMIT = 60.0  # seconds: a step that waits for a file system may take that long
@@ -22,14 +23,6 @@ class Activity(NamedTuple):
     doing: str
     step: int
     since: float
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds without progress that are a hang: `distributed.timeout_seconds` and `hang_seconds`."""
-
-    timeout: float = 1800.0
-    hang: float | None = None
 
 
 class Progress:
@@ -54,12 +47,12 @@ class Progress:
         self._finished.add(before.doing)
         self.activity = Activity(doing, before.step if step is None else step, now)
 
-    def limit(self, limits: Limits) -> float:
+    def limit(self, limits: DistributedConfig) -> float:
         """Seconds that what is done now may take. The first of its kind may compile: it has the timeout."""
         doing = self.activity.doing
         if doing in UNMEASURED or doing not in self._finished:
-            return limits.timeout
-        if limits.hang is not None:
-            return limits.hang
+            return limits.timeout_seconds
+        if limits.hang_seconds is not None:
+            return limits.hang_seconds
         steps = list(self._steps)
-        return max(LEAST_LIMIT, LIMIT_IN_STEPS * median(steps)) if steps else limits.timeout
+        return max(LEAST_LIMIT, LIMIT_IN_STEPS * median(steps)) if steps else limits.timeout_seconds

@@ -193,20 +193,19 @@ def find_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str, int]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return "127.0.0.1", probe.getsockname()[1]
+    address, job = None, None
     if OPEN_MPI.rank in environment:
         address, job = _open_mpi_master(ranks, environment)
     elif "SLURM_STEP_NODELIST" in environment and PMI.local_rank[0] not in environment:
         address = first_host(environment["SLURM_STEP_NODELIST"])
         job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
-    else:
-        address, job = None, None
+    if ranks.local_world_size == ranks.world_size:
+        address = "127.0.0.1"
     if address is None or job is None:
         raise LaunchError(
             f"no launcher says where rank 0 of {ranks.world_size} ranks is: set MASTER_ADDR to its host and "
             "MASTER_PORT to a free port there, the same on every rank (mpirun -x NAME=value, or -genv)"
         )
-    if ranks.local_world_size == ranks.world_size:
-        address = "127.0.0.1"
     # Below the ports of outgoing connections; jobs that share a machine differ in it.
     return address, 12_000 + zlib.crc32(job.encode()) % 20_000
 
@@ -217,9 +216,6 @@ def _open_mpi_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str 
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     match = re.search(r"tcp://([^,:;]+)", uri)
     elsewhere = ranks.is_main_process and environment.get("OMPI_MCA_orte_local_daemon_uri") != uri
-    is_local = ranks.local_world_size == ranks.world_size
-    if is_local:
-        return "127.0.0.1", job
     return (match[1] if match is not None and not elsewhere else None), job
 
 

@@ -8,32 +8,23 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary
 
 from pipeline.distributed.diagnosis import RankProcess, RankReport, describe_hang, describe_lost
 from pipeline.distributed.heartbeats import Heartbeats
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import write_exit_code
 from pipeline.distributed.signals import STDERR, reports_own_exit
-from pipeline.distributed.stacks import Frame, in_flight_now, main_frames, thread_position, write_stacks
+from pipeline.distributed.stacks import in_flight_now, main_frames, thread_position, write_stacks
 from pipeline.distributed.watchdog_store import HANG_EXIT_CODE, Failure, WatchdogStore
 
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds."""
-
-    period: float = 1.0
-    """Between two heartbeats."""
-    silence: float = 15.0
-    """Without a heartbeat after which a rank, or the store, counts as lost."""
-    soon: float = 3.0
-    """The same once a collective has failed."""
-    answer: float = 5.0
-    """That ranks have to say where they stand."""
-    deadline: float = 20.0
-    """After which a rank leaves, whatever is still to be said."""
+# Seconds.
+PERIOD = 1.0  # between two heartbeats
+SILENCE = 15.0  # without a heartbeat, after which a rank, or the store, counts as lost
+SOON = 3.0  # the same once a collective has failed
+ANSWER = 5.0  # that ranks have to say where they stand
+DEADLINE = 20.0  # after which a rank leaves, whatever is still to be said
 
 
 class Shutdown:
@@ -46,15 +37,14 @@ class Shutdown:
         everyone: Sequence[RankProcess],
         rank: int,
         progress: Progress,
-        timing: Timing,
     ):
         self.folder: Path | None = None
         """Where stacks are written; None: nowhere yet."""
-        self.frames: list[Frame] = []
+        self.frames: list[FrameSummary] = []
         """Where the training thread was, if it has left there by an exception."""
         self._store, self._heartbeats = store, heartbeats
         self._everyone, self._rank = everyone, rank
-        self._progress, self._timing = progress, timing
+        self._progress = progress
 
     def together(self, failure: Failure) -> None:
         """With the others, over the store.
@@ -66,7 +56,7 @@ class Shutdown:
             # Its rank shows what it was; what this rank's training thread makes of it belongs in its log.
             self._report_exit(failure, f"{self._everyone[failure.rank]} failed, and says why")
             self._store.count("left")
-            time.sleep(self._timing.soon)
+            time.sleep(SOON)
             return
         self._last_resort()
         self._store.send_report(self._own_report(failure.why))
@@ -75,11 +65,11 @@ class Shutdown:
             self._publish(sentence)
             self._store.publish_diagnosis(sentence)
         else:
-            self._until(lambda: self._store.diagnosis() is not None, 2 * self._timing.answer)
+            self._until(lambda: self._store.diagnosis() is not None, 2 * ANSWER)
             self._report_exit(failure, self._store.diagnosis() or "it hung, or lost a rank")
         self._store.count("left")
         if self._rank == 0:  # the others read all this in its store
-            self._until(lambda: self._store.counted("left") >= len(self._everyone), self._timing.soon)
+            self._until(lambda: self._store.counted("left") >= len(self._everyone), SOON)
 
     def alone(self, silent: float) -> None:
         """Without the store, which has not answered for so many seconds. Does not return."""
@@ -102,7 +92,7 @@ class Shutdown:
 
     def _last_resort(self) -> None:
         # A thread of C: it needs no lock of Python's, should even this thread get stuck.
-        faulthandler.dump_traceback_later(self._timing.deadline + 5, exit=True, file=STDERR)
+        faulthandler.dump_traceback_later(DEADLINE + 5, exit=True, file=STDERR)
 
     def _own_report(self, why: str) -> RankReport:
         """Where this rank stands; its stacks are written."""
@@ -125,10 +115,10 @@ class Shutdown:
             self._heartbeats.check_processes()
             reports = self._store.reports(ranks)
             heard = {w.process.rank for w in reports}
-            lost = self._heartbeats.lost(self._timing.soon, set(ranks) - heard, checks=1)
-            if len(heard) + len(lost) == len(ranks) or last - began > self._timing.answer:
+            lost = self._heartbeats.lost(SOON, set(ranks) - heard, checks=1)
+            if len(heard) + len(lost) == len(ranks) or last - began > ANSWER:
                 break
-            time.sleep(self._timing.period / 5)
+            time.sleep(PERIOD / 5)
         known = heard | {each.process.rank for each in lost}
         lost += [self._heartbeats.describe(rank) for rank in ranks if rank not in known]
         if failure.why == "lost":
@@ -174,7 +164,7 @@ class Shutdown:
     def _until(self, is_so: Callable[[], bool], seconds: float) -> None:
         began = time.monotonic()
         while not is_so() and time.monotonic() - began < seconds:
-            time.sleep(self._timing.period / 10)
+            time.sleep(PERIOD / 10)
 
     def leave(self, code: int) -> None:
         """Ends this process and its data workers at once; no destructor and no other thread is waited for."""

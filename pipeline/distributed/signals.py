@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -87,14 +87,14 @@ def printing() -> Iterator[None]:
         detach_closed_terminal()
 
 
-def reports_own_exit(alone_here: bool, environment: Mapping[str, str] = os.environ) -> bool:
+def reports_own_exit(alone_here: bool) -> bool:
     """Whether a rank that does not tell the job's failure says of its own end.
 
     Args:
         alone_here: Nobody else on its machine says anything.
     """
     # Our scripts, srun and mpirun show what all ranks print on one console.
-    if any(name in environment for name in (ENVIRONMENT_FILE, "SLURM_PROCID", OPEN_MPI.rank, PMI.rank)):
+    if any(name in os.environ for name in (ENVIRONMENT_FILE, "SLURM_PROCID", OPEN_MPI.rank, PMI.rank)):
         return False
     return alone_here or _has_own_stderr()
 

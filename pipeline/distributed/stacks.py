@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any, NamedTuple
 
 from torch._C import _distributed_c10d
@@ -26,24 +27,6 @@ _WRAPPERS = {"wrapper", "log_wrapper", "inner", "_fn", "<lambda>", "fn"}
 _WAITS = (".wait(", ".item(", "float(", "int(", "bool(", "synchronize(", ".tolist(", ".cpu(")
 _HERE = os.path.dirname(__file__)
 _STDLIB = sysconfig.get_paths()["stdlib"]
-
-
-class Frame(NamedTuple):
-    """One line of a thread's stack; the file as Python knows it."""
-
-    file: str
-    line: int
-    function: str
-    text: str = ""
-
-    @property
-    def is_library(self) -> bool:
-        """Not the user's; of this project what only hands on to a collective counts as one too."""
-        return self.file.startswith((_STDLIB, _HERE, "<")) or "site-packages" in self.file
-
-    def __str__(self) -> str:
-        file = os.path.relpath(self.file) if self.file.startswith(os.getcwd()) else self.file
-        return f"{file}:{self.line} in {self.function}" + (f" ({self.text})" if self.text else "")
 
 
 class ThreadPosition(NamedTuple):
@@ -62,35 +45,40 @@ class InFlight(NamedTuple):
     number: int
 
 
-def thread_position(frames: Sequence[Frame], in_flight: Sequence[InFlight] = ()) -> ThreadPosition:
+def thread_position(frames: Sequence[FrameSummary], in_flight: Sequence[InFlight] = ()) -> ThreadPosition:
     """What a thread with this stack (innermost last) is at."""
-    inner: list[Frame] = []
+    inner: list[FrameSummary] = []
     mine = None
     for frame in reversed(frames):
-        if not frame.is_library:
+        if not _is_library(frame):
             mine = frame
             break
         inner.append(frame)
-    place = str(mine or (frames[-1] if frames else Frame("?", 0, "?")))
+    place = _described(mine or (frames[-1] if frames else FrameSummary("?", 0, "?", line="")))
     for frame in reversed(inner):  # from the outside: all_gather_object, and not the all_gather in it
-        if any(part in frame.file for part in _COLLECTIVES) and frame.function not in _WRAPPERS:
-            return ThreadPosition(frame.function, place)
+        if any(part in frame.filename for part in _COLLECTIVES) and frame.name not in _WRAPPERS:
+            return ThreadPosition(frame.name, place)
     # Autograd, and whatever else waits outside Python, is seen by the flight recorder alone. What the
     # user's own line is busy with may have a collective under way beside it.
-    if in_flight and (inner or (mine is not None and any(word in mine.text for word in _WAITS))):
+    if in_flight and (inner or (mine is not None and any(word in (mine.line or "") for word in _WAITS))):
         return ThreadPosition(in_flight[0].name, place)
     return ThreadPosition(None, place)
 
 
-def main_frames() -> list[Frame]:
+def _is_library(frame: FrameSummary) -> bool:
+    """Not the user's; of this project what only hands on to a collective counts as one too."""
+    return frame.filename.startswith((_STDLIB, _HERE, "<")) or "site-packages" in frame.filename
+
+
+def _described(frame: FrameSummary) -> str:
+    file = os.path.relpath(frame.filename) if frame.filename.startswith(os.getcwd()) else frame.filename
+    return f"{file}:{frame.lineno or 0} in {frame.name}" + (f" ({frame.line})" if frame.line else "")
+
+
+def main_frames() -> list[FrameSummary]:
     """The main thread's stack, innermost last. For other threads."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frames_of(traceback.extract_stack(frame)) if frame is not None else []
-
-
-def frames_of(summary: traceback.StackSummary) -> list[Frame]:
-    """A stack, or an exception's traceback, as frames."""
-    return [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in summary]
+    return traceback.extract_stack(frame) if frame is not None else []
 
 
 def in_flight_now() -> list[InFlight]:

@@ -6,8 +6,8 @@ import logging
 import signal
 import time
 from collections import deque
-from types import FrameType, TracebackType
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class StopOnSignal:
         self.signal_number: int | None = None
         self.came_at: float | None = None
         """time.monotonic() of the first signal."""
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
@@ -46,11 +46,9 @@ class StopOnSignal:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from pipeline.config.schema import DistributedConfig
 from pipeline.distributed.diagnosis import LostRank, RankProcess, describe_lost
 from pipeline.distributed.heartbeats import Heartbeats
 from pipeline.distributed.machine import memory_now
-from pipeline.distributed.progress import Limits, Progress
-from pipeline.distributed.shutdown import Shutdown, Timing
-from pipeline.distributed.stacks import frames_of
+from pipeline.distributed.progress import Progress
+from pipeline.distributed.shutdown import DEADLINE, PERIOD, SILENCE, SOON, Shutdown
 from pipeline.distributed.watchdog_store import HANG_EXIT_CODE, Failure, Heartbeat, WatchdogStore
 
 # What gloo, NCCL and torch's store say when it is another rank that failed, or when they gave up waiting.
@@ -51,7 +51,6 @@ class Watchdog:
         rank: This one.
         progress: What the training thread says of itself.
         limits: Seconds that are a hang.
-        timing: Of the watchdog itself.
     """
 
     def __init__(
@@ -60,15 +59,13 @@ class Watchdog:
         everyone: Sequence[RankProcess],
         rank: int,
         progress: Progress,
-        limits: Limits,
-        timing: Timing | None = None,
+        limits: DistributedConfig,
     ):
-        self._timing = timing or Timing()
         self._everyone, self._rank = everyone, rank
         self._progress, self._limits = progress, limits
-        self._store = WatchdogStore(store, rank, self._timing.silence)
+        self._store = WatchdogStore(store, rank, SILENCE)
         self._heartbeats = Heartbeats(everyone, rank)
-        self._shutdown = Shutdown(self._store, self._heartbeats, everyone, rank, progress, self._timing)
+        self._shutdown = Shutdown(self._store, self._heartbeats, everyone, rank, progress)
         self._stopped, self._wake = threading.Event(), threading.Event()
         self._is_shutting_down = threading.Lock()
         self._quiet = 0.0  # seconds since the store answered
@@ -93,23 +90,23 @@ class Watchdog:
         """The run ends as it should: nobody watches any more. Before the store goes."""
         self._stopped.set()
         self._wake.set()
-        self._threads[0].join(timeout=2 * self._timing.period)
+        self._threads[0].join(timeout=2 * PERIOD)
 
     def look_for_lost(self, error: BaseException) -> None:
         """Ends the process if it is another rank that made a collective fail; returns if none did."""
-        self._shutdown.frames = frames_of(traceback.extract_tb(error.__traceback__))
+        self._shutdown.frames = traceback.extract_tb(error.__traceback__)
         if is_from_peers(error) and _TIMED_OUT.search(str(error)):
             idle = time.monotonic() - self._progress.activity.since
             self._suspected = Failure(self._rank, "hang", HANG_EXIT_CODE, idle)
         self._is_suspicious = True
         self._wake.set()
-        time.sleep(2 * self._timing.soon)
+        time.sleep(2 * SOON)
         if self._is_shutting_down.locked():
-            time.sleep(self._timing.deadline)
+            time.sleep(DEADLINE)
 
     def _guard(self) -> None:
         """Ticks. Time in which this thread did not run (a stopped process) is not counted."""
-        tick = self._timing.period / 2
+        tick = PERIOD / 2
         seen, idle, ending, last = self._progress.activity, 0.0, 0.0, time.monotonic()
         while not self._stopped.wait(tick):
             now = time.monotonic()
@@ -120,13 +117,13 @@ class Watchdog:
             seen = activity
             if self._is_shutting_down.locked():
                 ending += passed
-                if ending > self._timing.deadline:
+                if ending > DEADLINE:
                     self._shutdown.leave(HANG_EXIT_CODE)
                 continue
             if self._suspected is None and idle > self._progress.limit(self._limits):
                 self._suspected = Failure(self._rank, "hang", HANG_EXIT_CODE, idle)
                 self._wake.set()
-            patience = self._timing.soon if self._has_store_failed else self._timing.silence
+            patience = SOON if self._has_store_failed else SILENCE
             if self._quiet > patience and self._is_shutting_down.acquire(blocking=False):
                 self._shutdown.alone(self._quiet)
 
@@ -140,7 +137,7 @@ class Watchdog:
                 self._store.send_heartbeat(Heartbeat(count, self._progress.activity.step, memory))
                 failure = self._store.failure()
                 now = time.monotonic()
-                passed, last = min(now - last, 2 * self._timing.period), now
+                passed, last = min(now - last, 2 * PERIOD), now
                 # The store's host looks at all; a rank more that did would be a rank's worth of reads more.
                 watched = range(len(self._everyone)) if self._rank == 0 or self._is_suspicious else [0]
                 self._heartbeats.update(watched, self._store.heartbeats(watched), passed)
@@ -162,13 +159,13 @@ class Watchdog:
                 with suppress(RuntimeError):  # the store went with rank 0 meanwhile
                     self._shutdown.together(failure)
                 self._shutdown.leave(failure.code)
-            self._wake.wait(self._timing.period / (4 if self._is_suspicious else 1))
+            self._wake.wait(PERIOD / (4 if self._is_suspicious else 1))
             self._wake.clear()
 
     def _lost(self, watched: Sequence[int]) -> list[LostRank]:
         among = {*watched, *self._heartbeats.neighbours}
         if self._is_suspicious:
-            return self._heartbeats.lost(self._timing.soon, among, checks=1)
+            return self._heartbeats.lost(SOON, among, checks=1)
         # Imports and the loading of CUDA keep Python from running anything else for seconds.
         is_starting = self._progress.activity.doing == "starting"
-        return self._heartbeats.lost(self._timing.silence * (4 if is_starting else 1), among)
+        return self._heartbeats.lost(SILENCE * (4 if is_starting else 1), among)

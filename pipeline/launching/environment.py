@@ -82,11 +82,6 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def early_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What deepspeed does not send by itself and must be there before Python starts."""
-    return {name: environment[name] for name in EARLY if environment.get(name)}
-
-
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Writes a new file that only this user may read (mode 600).
 

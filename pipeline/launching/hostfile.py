@@ -6,7 +6,7 @@ The words are the deepspeed launcher's; what it would take in silence for someth
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +22,10 @@ Devices = dict[str, list[int]]
 """Machine -> numbers of its devices, in the order of the ranks."""
 
 
-@dataclass(frozen=True)
-class Host:
-    """A machine of the job."""
+def read_hostfile(path: Path) -> dict[str, int]:
+    """The machines as ssh knows them -> slots: the ranks on each, one a GPU, or processes on a CPU.
 
-    name: str
-    """As ssh knows it."""
-    slots: int
-    """Ranks on it: its GPUs, or processes on a CPU."""
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """The machines, in the file's order: the first is the master.
+    In the file's order: the first is the master.
 
     Raises:
         LaunchError: no such file, a line that is not `NAME slots=N`, a name with other
@@ -68,7 +60,7 @@ def read_hostfile(path: Path) -> list[Host]:
         found[name] = (number, int(match["slots"]))
     if not found:
         raise LaunchError(f"hostfile {path} names no machine; add a line for each, as {EXAMPLE!r}")
-    return [Host(name, slots) for name, (_, slots) in found.items()]
+    return {name: slots for name, (_, slots) in found.items()}
 
 
 @dataclass(frozen=True)
@@ -85,8 +77,8 @@ class Selection:
     """What says which devices there are."""
 
 
-def choose_devices(hosts: Sequence[Host], wanted: Selection) -> Devices:
-    """The devices of the run.
+def choose_devices(slots: Mapping[str, int], wanted: Selection) -> Devices:
+    """The devices of the run, of machines with so many each.
 
     Raises:
         LaunchError: two ways to choose at once, a machine or device that is not there, or none left.
@@ -101,7 +93,7 @@ def choose_devices(hosts: Sequence[Host], wanted: Selection) -> Devices:
     given = [name for name, is_given in ways.items() if is_given]
     if len(given) > 1:
         raise LaunchError(f"{' and '.join(given)} both choose the devices; give one of them")
-    every = {host.name: list(range(host.slots)) for host in hosts}
+    every = {name: list(range(count)) for name, count in slots.items()}
     if wanted.include:
         chosen = _parse("--include", wanted.include, every, wanted.source)
         return {name: chosen[name] for name in every if name in chosen}

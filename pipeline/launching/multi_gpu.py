@@ -19,10 +19,10 @@ from typing import Any
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import CommandLine, LaunchError, report_errors
 from pipeline.launching.environment import split_arguments
-from pipeline.launching.hostfile import Host, Selection, choose_devices
+from pipeline.launching.hostfile import Selection, choose_devices
 from pipeline.launching.multi_node import TRAIN, program
 from pipeline.launching.node_agent import local_command
-from pipeline.launching.supervise import Node, Supervisor
+from pipeline.launching.supervise import Supervisor
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.gettempdir()) / f"pipeline-{secrets.token_hex(8)}"
     # The ranks are children of this shell: their environment and arguments come by themselves.
     document = {"folder": str(folder), "environment": {}, "arguments": []}
-    guard = Node("this machine", local_command("pipeline.launching.guard"))
+    guards = {"this machine": local_command("pipeline.launching.guard")}
 
     def start(master: Mapping[str, Any]) -> list[str]:
         # The user's own of these come later, and are taken.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         check(options, os.environ)
         environment = os.environ | {ENVIRONMENT_FILE: str(folder / "environment.json")}
-        return asyncio.run(Supervisor([guard], document, {}).run(start, environment))
+        return asyncio.run(Supervisor(guards, document, {}).run(start, environment))
 
     return report_errors(run)
 
@@ -79,7 +79,7 @@ def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
     # On CPUs it is a number of processes, as many as wanted.
     num_gpus = given.num_gpus if has_gpus or given.include or given.exclude else None
     if given.include or given.exclude or num_gpus or visible:
-        here = [Host("localhost", _count_devices(environment))]
+        here = {"localhost": _count_devices(environment)}
         choose_devices(here, Selection(given.include, given.exclude, None, num_gpus, visible, "this machine"))
 
 

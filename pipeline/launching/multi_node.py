@@ -22,15 +22,15 @@ from typing import Any, NoReturn
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.environment import (
+    EARLY,
     choose_environment,
-    early_variables,
     is_plain,
     launcher_environment,
     split_arguments,
 )
 from pipeline.launching.hostfile import Devices, Selection, choose_devices, read_hostfile
 from pipeline.launching.node_agent import SSH_OPTIONS, ssh_command
-from pipeline.launching.supervise import Node, Supervisor
+from pipeline.launching.supervise import Supervisor
 
 TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
 REFUSED = {
@@ -112,21 +112,25 @@ class Launch:
         """Rank -> its node."""
         return dict(enumerate(name for name, numbers in self.devices.items() for _ in numbers))
 
-    def guards(self) -> list[Node]:
-        """A guard for each node, through ssh."""
+    def guards(self) -> dict[str, list[str]]:
+        """Node -> what starts its guard, through ssh."""
         guard, folder, port = "pipeline.launching.guard", Path.cwd(), self.options.ssh_port
-        return [Node(name, ssh_command(name, guard, folder, port=port)) for name in self.devices]
+        return {name: ssh_command(name, guard, folder, port=port) for name in self.devices}
 
     def command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:
         """The deepspeed launcher's command line."""
         options = self.options
         address = options.master_addr or master["address"]
+        arguments = options.launcher_args
+        if self.over_mpi:  # mpirun binds each rank to one core, and waits for ever for a node that is cut off
+            reach = f"--bind-to none --mca plm_rsh_args '{' '.join(SSH_OPTIONS)}'"
+            arguments = f"{reach} {arguments}".strip()
         words = {
             "--hostfile": hostfile,
             "--master_addr": address if is_plain(address) else next(iter(self.devices)),
             "--master_port": options.master_port or master["port"],
             "--launcher": options.launcher,
-            "--launcher_args": _launcher_arguments(options),
+            "--launcher_args": arguments,
             "--ssh_port": options.ssh_port,
             "--venv_script": options.venv_script,
             "--enable_each_rank_log": options.enable_each_rank_log,
@@ -196,13 +200,6 @@ def _same_devices(launch: Launch) -> None:
     launch.document["environment"]["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, first))
 
 
-def _launcher_arguments(options: argparse.Namespace) -> str:
-    if options.launcher == "pdsh":
-        return str(options.launcher_args)
-    # mpirun binds each rank to one core, and waits for ever for a node that is cut off.
-    return f"--bind-to none --mca plm_rsh_args '{' '.join(SSH_OPTIONS)}' {options.launcher_args}".strip()
-
-
 def program(name: str) -> str:
     """Where it is: beside Python, else in PATH.
 
@@ -223,7 +220,9 @@ def run(launch: Launch, environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pipeline-") as name:  # mode 700
         hostfile, sent = Path(name) / "hostfile", Path(name) / "deepspeed_env"
         hostfile.write_text(launch.hostfile())
-        variables = early_variables(environment) | {ENVIRONMENT_FILE: f"{launch.folder}/environment.json"}
+        # deepspeed itself sends those that begin with PYTHON.
+        variables = {early: environment[early] for early in EARLY if environment.get(early)}
+        variables[ENVIRONMENT_FILE] = f"{launch.folder}/environment.json"
         sent.touch(mode=0o600)
         sent.write_text("".join(f"{key}={value}\n" for key, value in variables.items()))
         # An absolute name: deepspeed then looks neither into the home nor the working directory.

@@ -28,14 +28,6 @@ LEAVING = 5.0  # the same where a node failed or is lost: nothing can be saved t
 SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node of the run, and the command that starts the guard on it."""
-
-    name: str
-    command: Sequence[str]
-
-
 @dataclass
 class _NodeState:
     """What is known of a node."""
@@ -77,13 +69,16 @@ class _NodeState:
 class Supervisor:
     """One run: its guards, its launcher, and how it ends."""
 
-    def __init__(self, nodes: Sequence[Node], document: Mapping[str, Any], places: Mapping[int, str]):
+    def __init__(
+        self, guards: Mapping[str, Sequence[str]], document: Mapping[str, Any], places: Mapping[int, str]
+    ):
         """
         Args:
+            guards: The nodes in order, and the command that starts the guard on each.
             document: What each guard is handed: folder, environment, arguments.
             places: The node of each rank; empty where only the launcher knows how many there will be.
         """
-        self._nodes = nodes
+        self._guards = guards
         self._document = document
         self._places = places
         self._states: list[_NodeState] = []
@@ -110,7 +105,8 @@ class Supervisor:
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # unheard, it would be taken for dead
         tasks: list[asyncio.Task[None]] = []
         try:
-            self._states = [_NodeState(node.name, await _spawn(node.command)) for node in self._nodes]
+            # Known once all of them are there: a signal meanwhile must not be a guard's first message.
+            self._states = [_NodeState(name, await _spawn(words)) for name, words in self._guards.items()]
             first = (await self._handshake())[0]
             tasks = [asyncio.create_task(self._listen(state)) for state in self._states]
             tasks.append(asyncio.create_task(self._keep_alive()))
@@ -129,34 +125,32 @@ class Supervisor:
             await asyncio.gather(*(_leave(state.process) for state in self._states))
 
     async def _handshake(self) -> list[dict[str, Any]]:
-        async def one(state: _NodeState) -> dict[str, Any]:
-            state.send(self._document)
-            answer = await state.receive()
-            if answer is not None and "ready" in answer:
-                ready: dict[str, Any] = answer["ready"]
-                return ready
-            raise LaunchError(
-                f"{state.name}: {await state.last_error() if answer is None else answer.get('problem')}"
-            )
-
-        waiting = [asyncio.wait_for(one(state), READY) for state in self._states]
-        answers = await asyncio.gather(*waiting, return_exceptions=True)
-        answers_of_nodes, problems = [], []
-        for state, answer in zip(self._states, answers, strict=True):
-            if isinstance(answer, dict):
-                answers_of_nodes.append(answer)
-            elif isinstance(answer, TimeoutError | asyncio.TimeoutError):
-                problems.append(f"{state.name}: no answer within {READY:.0f} s")
-            elif isinstance(answer, LaunchError | OSError):
-                problems.append(str(answer))
-            else:
-                raise answer
+        """What each node says of itself."""
+        answers = await asyncio.gather(*(self._greet(state) for state in self._states))
+        problems = [answer for answer in answers if isinstance(answer, str)]
         if problems:
             raise LaunchError(
                 f"the run was not started: {'; '.join(problems)} "
                 "(see `python -m pipeline doctor --hostfile HOSTFILE`)"
             )
-        return answers_of_nodes
+        return [answer for answer in answers if isinstance(answer, dict)]
+
+    async def _greet(self, state: _NodeState) -> dict[str, Any] | str:
+        """What the guard says of its node; a string: why it says nothing."""
+        try:
+            async with asyncio.timeout(READY):
+                state.send(self._document)
+                answer = await state.receive()
+                if answer is None:
+                    return f"{state.name}: {await state.last_error()}"
+        except TimeoutError:
+            return f"{state.name}: no answer within {READY:.0f} s"
+        except OSError as error:
+            return str(error)
+        if "ready" not in answer:
+            return f"{state.name}: {answer.get('problem')}"
+        ready: dict[str, Any] = answer["ready"]
+        return ready
 
     async def _listen(self, state: _NodeState) -> None:
         while (message := await state.receive()) is not None:
@@ -177,15 +171,12 @@ class Supervisor:
 
     async def _wait_for_launcher(self, child: asyncio.subprocess.Process) -> None:
         """Returns when the launcher has ended, or what it started can no longer end well."""
-        waiter = asyncio.ensure_future(child.wait())
+        waiter = asyncio.create_task(child.wait())
+        waiter.add_done_callback(lambda _: self._changed.set())
         deadline: float | None = None
         clock = asyncio.get_running_loop().time
         while not waiter.done():
-            change = asyncio.ensure_future(self._changed.wait())
-            left = None if deadline is None else max(0.0, deadline - clock())
-            await asyncio.wait({waiter, change}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            change.cancel()
-            self._changed.clear()
+            await self._change(deadline)
             if self._any_lost() or len(self._signals) > 2:
                 break
             if deadline is None and any(state.has_failed for state in self._states):
@@ -205,12 +196,17 @@ class Supervisor:
         clock = asyncio.get_running_loop().time
         deadline = clock() + seconds + 15
         while not all(state.has_ended or state.is_lost for state in self._states) and clock() < deadline:
-            with suppress(TimeoutError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - clock()))
-            self._changed.clear()
+            await self._change(deadline)
         if self._child is not None and self._child.returncode is None:
-            with suppress(TimeoutError, asyncio.TimeoutError):
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._child.wait(), 5)
+
+    async def _change(self, deadline: float | None) -> None:
+        """Waits until something has changed, at most until the deadline of the loop's clock."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await self._changed.wait()
+        self._changed.clear()
 
     def _conclude(self) -> int:
         """The exit code; names the ranks that did not tell of their end, and what had to be killed."""

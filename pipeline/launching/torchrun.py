@@ -140,30 +140,23 @@ def check_sizes(words: Sequence[str]) -> int:
     per_node = given["nproc_per_node"]
     if not (per_node + least + most).isdecimal():
         return 0  # `gpu`, `auto`: torchrun will count
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    alone = {name: value for name, value in os.environ.items() if name not in launched}
     sizes = range(int(most or least), int(least) - 1, -1)
     for nodes in sizes[:FEW]:
         size = str(nodes * int(per_node))
         plan = [sys.executable, *words[place:], "--dry-run", "--world-size", size]
-        done = subprocess.run(plan, capture_output=True, text=True, check=False, env=_alone())
+        done = subprocess.run(plan, capture_output=True, text=True, check=False, env=alone)
+        if done.returncode == 0:
+            continue
         problem = done.stderr.strip()
-        if done.returncode and nodes == sizes[0]:
+        if nodes == sizes[0]:
             print(problem, file=sys.stderr, flush=True)
             return done.returncode
-        if done.returncode:
-            reason = problem.removeprefix("error: ")
-            print(
-                f"with {nodes} of {sizes[0]} machines it could not go on: {reason}",
-                file=sys.stderr,
-                flush=True,
-            )
+        reason = problem.removeprefix("error: ")
+        line = f"with {nodes} of {sizes[0]} machines it could not go on: {reason}"
+        print(line, file=sys.stderr, flush=True)
     return 0
-
-
-def _alone() -> dict[str, str]:
-    """This shell's environment for a process that no launcher started."""
-    return {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from pipeline.distributed.open_files import raise_open_files_limit
+from pipeline.distributed.machine import raise_open_files_limit
 
 
 class Lines(logging.Handler):

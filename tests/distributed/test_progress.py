@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.distributed.progress import Limits, Progress
+from pipeline.config.schema import DistributedConfig
+from pipeline.distributed.progress import Progress
 
 
 class Clock:
@@ -26,15 +27,15 @@ def stepped(seconds, steps=5):
 
 @pytest.mark.parametrize(("seconds", "limit"), [(0.1, 60), (30.0, 300)])
 def test_ten_steps_and_at_least_a_minute(seconds, limit):
-    assert stepped(seconds).limit(Limits()) == limit
+    assert stepped(seconds).limit(DistributedConfig()) == limit
 
 
 def test_a_stated_number_is_taken_as_it_is():
-    assert stepped(30.0).limit(Limits(hang=7.0)) == 7.0
+    assert stepped(30.0).limit(DistributedConfig(hang_seconds=7.0)) == 7.0
 
 
 def test_the_first_of_its_kind_may_compile():
-    limits = Limits(timeout=900, hang=7.0)
+    limits = DistributedConfig(timeout_seconds=900, hang_seconds=7.0)
     progress = Progress()
     assert progress.limit(limits) == 900
     progress.at("evaluation")
@@ -50,7 +51,7 @@ def test_what_is_not_a_step_has_the_timeout(doing):
     progress = stepped(0.1)
     progress.at(doing)
     progress.at(doing)
-    assert progress.limit(Limits(timeout=900, hang=7.0)) == 900
+    assert progress.limit(DistributedConfig(timeout_seconds=900, hang_seconds=7.0)) == 900
     assert progress.activity.step == 5
 
 
@@ -63,4 +64,4 @@ def test_evaluations_and_saves_are_not_steps():
         progress.at("saving", step)
         clock.now += 500.0
     progress.at("step", 5)
-    assert progress.limit(Limits()) == 100.0
+    assert progress.limit(DistributedConfig()) == 100.0

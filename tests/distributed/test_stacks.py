@@ -6,13 +6,20 @@ import os
 import sysconfig
 import threading
 import traceback
+from traceback import FrameSummary as Frame
 
 import pytest
 
-from pipeline.distributed.stacks import Frame, InFlight, frames_of, main_frames, thread_position, write_stacks
+from pipeline.distributed.stacks import InFlight, main_frames, thread_position, write_stacks
 
 PACKAGES = f"{sysconfig.get_paths()['purelib']}"
-OURS = Frame("/home/me/train.py", 12, "step", "loss.backward()")
+
+
+def ours(text):
+    return Frame("/home/me/train.py", 12, "step", line=text)
+
+
+OURS = ours("loss.backward()")
 AUTOGRAD = Frame(f"{PACKAGES}/torch/autograd/graph.py", 3, "_engine_run_backward")
 WRAPPER = Frame(f"{PACKAGES}/torch/distributed/c10d_logger.py", 83, "wrapper")
 DIST = f"{PACKAGES}/torch/distributed/distributed_c10d.py"
@@ -42,8 +49,8 @@ def test_through_deepspeed_too():
     [
         ([OURS, AUTOGRAD], REDUCE, "all_reduce"),
         ([OURS, AUTOGRAD], [], None),
-        ([OURS._replace(text="time.sleep(5)")], REDUCE, None),
-        ([OURS._replace(text="loss = float(total)")], REDUCE, "all_reduce"),
+        ([ours("time.sleep(5)")], REDUCE, None),
+        ([ours("loss = float(total)")], REDUCE, "all_reduce"),
         ([Frame(DIST, 1, "all_reduce"), OURS], [], None),
     ],
     ids=["inside autograd", "computing", "busy beside a collective", "waiting for the device", "called back"],
@@ -64,7 +71,7 @@ def test_an_exception_tells_where_it_was():
     try:
         os.stat("/no such file")
     except OSError as error:
-        place = thread_position(frames_of(traceback.extract_tb(error.__traceback__))).place
+        place = thread_position(traceback.extract_tb(error.__traceback__)).place
         assert "os.stat(" in place
 
 

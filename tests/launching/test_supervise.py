@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import LaunchError
 from pipeline.launching.node_agent import local_command, pack
-from pipeline.launching.supervise import Node, Supervisor
+from pipeline.launching.supervise import Supervisor
 
 GUARD = local_command("pipeline.launching.guard")
 SAY = """
@@ -27,11 +27,11 @@ def folder():
     return Path(f"/tmp/pipeline-{secrets.token_hex(8)}")
 
 
-def supervise(folder, script, *nodes):
+def supervise(folder, script, **others):
     """The exit code of a run whose launcher is a shell script."""
     document = {"folder": str(folder), "environment": {}, "arguments": []}
     environment = os.environ | {"PIPELINE_ENVIRONMENT": str(folder / "environment.json")}
-    supervisor = Supervisor(nodes or [Node("here", GUARD)], document, {0: "here", 1: "here"})
+    supervisor = Supervisor({"here": GUARD} | others, document, {0: "here", 1: "here"})
     code = asyncio.run(supervisor.run(lambda first: ["sh", "-c", SAY + script], environment))
     assert not folder.exists()
     assert processes(folder) == []
@@ -89,17 +89,15 @@ def test_a_guard_alone_ends_the_ranks(folder):
 def test_a_node_that_is_lost_ends_the_run(folder, capfd):
     """The second node's connection breaks while the launcher waits for its ranks."""
     lost = 'read line; echo \'{"pipeline": {"ready": {}}}\'; sleep 0.2; echo broken pipe >&2'
-    nodes = [Node("here", GUARD), Node("there", ["sh", "-c", lost])]
-    assert supervise(folder, "RANK=0 sleep 60", *nodes) != 0
+    assert supervise(folder, "RANK=0 sleep 60", there=["sh", "-c", lost]) != 0
     assert "there is lost: broken pipe" in capfd.readouterr().err
 
 
 def test_a_node_that_does_not_answer_is_named_and_nothing_is_started(folder, tmp_path):
     """A login shell that talks is no answer; a folder that is there already is a machine named twice."""
     failed = "echo welcome; echo Permission denied '(publickey)' >&2; exit 255"
-    nodes = [Node("here", GUARD), Node("there", ["sh", "-c", failed])]
     with pytest.raises(LaunchError) as caught:
-        supervise(folder, f"touch {tmp_path}/started", *nodes)
+        supervise(folder, f"touch {tmp_path}/started", there=["sh", "-c", failed])
     assert "not started: there: Permission denied (publickey)" in str(caught.value)
     assert not list(tmp_path.iterdir())
     folder.mkdir()

@@ -18,8 +18,8 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 import torch
 import torch.distributed as dist
 
+from pipeline.config.schema import DistributedConfig
 from pipeline.distributed.process_group import Job, start_job
-from pipeline.distributed.progress import Limits
 from pipeline.distributed.ranks import read_ranks
 
 HANG_SECONDS = 3.0
@@ -49,7 +49,7 @@ def steps(job: Job, fault: str, victim: int) -> None:
 
 def main(fault: str, victim: str, folder: str) -> None:
     job = start_job(read_ranks(os.environ), distributed=True, timeout=timedelta(minutes=10))
-    job.watch(Limits(600.0, HANG_SECONDS))
+    job.watch(DistributedConfig(timeout_seconds=600, hang_seconds=HANG_SECONDS))
     assert job.watchdog is not None
     job.watchdog.write_to(Path(folder))
     try:
