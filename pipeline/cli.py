@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.data_schema import TextDataConfig
-from pipeline.config.own_code import OPTION
+from pipeline.config.recipe import OPTION
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
 from pipeline.distributed.orphans import stop_with_launcher

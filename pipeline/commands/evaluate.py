@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.commands.run_argument import report_errors
-from pipeline.config.own_code import OPTION
+from pipeline.config.recipe import OPTION
 from pipeline.distributed.ranks import Ranks
 from pipeline.logs import log_to_console
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.config.own_code import OPTION
+from pipeline.config.recipe import OPTION
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.distributed.ranks import Ranks

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.data_schema import TextDataConfig
-from pipeline.config.json_file import JsonFile
-from pipeline.config.loading import Tree, get_dotted
+from pipeline.config.loading import ConfigFile, Tree, get_dotted
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split
@@ -267,7 +266,7 @@ def _quantized(choice: Choice) -> list[str]:
     return [key for key in keys if choice.zero(key)]
 
 
-def refuse_impossible(choice: Choice, file: JsonFile | None) -> None:
+def refuse_impossible(choice: Choice, file: ConfigFile | None) -> None:
     """Holds a choice to every rule.
 
     Raises:
@@ -279,7 +278,7 @@ def refuse_impossible(choice: Choice, file: JsonFile | None) -> None:
             raise ConfigError(f"{place}{rule.what}: {rule.reason}; use {rule.instead}")
 
 
-def _place(rule: Rule, file: JsonFile) -> str:
+def _place(rule: Rule, file: ConfigFile) -> str:
     """The line of the first key in the rule's words that the file has, or the file."""
     for word in re.findall(r"[a-z_.]+", rule.what):
         for dotted, place in file.places.items():

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
-from pipeline.config.json_file import JsonFile, is_comment
-from pipeline.config.loading import Tree, did_you_mean
+from pipeline.config.loading import ConfigFile, Tree, did_you_mean, is_comment
 from pipeline.errors import ConfigError
 
 SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
@@ -70,7 +69,7 @@ def _names(section: str) -> dict[str, str]:
     return {name: key for name, key in found.items() if own is None or key in own}
 
 
-def check(file: JsonFile) -> None:
+def check(file: ConfigFile) -> None:
     """Makes the file's tree what DeepSpeed's documentation would have it, with a note for what is left out.
 
     Left out are nulls (DeepSpeed's defaults are null where they are not a value), comments, sections that
@@ -82,7 +81,7 @@ def check(file: JsonFile) -> None:
     file.tree = _section(file, file.tree, "", file.notes)
 
 
-def _section(file: JsonFile, section: Tree, prefix: str, notes: list[str]) -> Tree:
+def _section(file: ConfigFile, section: Tree, prefix: str, notes: list[str]) -> Tree:
     clean: Tree = {}
     names = _names(prefix.removesuffix("."))
     for given, value in section.items():
@@ -108,12 +107,12 @@ def _section(file: JsonFile, section: Tree, prefix: str, notes: list[str]) -> Tr
     return clean
 
 
-def _below(file: JsonFile, dotted: str) -> list[tuple[str, str]]:
+def _below(file: ConfigFile, dotted: str) -> list[tuple[str, str]]:
     return [(at, place) for at, place in file.places.items() if f"{at}.".startswith(f"{dotted}.")]
 
 
 def _refuse_key(
-    file: JsonFile, full: str, given: str, value: Any, names: dict[str, str], notes: list[str]
+    file: ConfigFile, full: str, given: str, value: Any, names: dict[str, str], notes: list[str]
 ) -> None:
     """Refuses what is unknown, dropped or not read here, unless it is switched off."""
     reason = keys.REMOVED.get(full) or keys.NOT_HERE.get(full)
@@ -159,7 +158,7 @@ def _says_nothing(dotted: str, value: Any) -> bool:
     return value is False or (value == rules().get(dotted, {}).get("default") and value is not None)
 
 
-def _renewed(file: JsonFile, dotted: str, value: Any, notes: list[str]) -> tuple[str, Any]:
+def _renewed(file: ConfigFile, dotted: str, value: Any, notes: list[str]) -> tuple[str, Any]:
     """The key (without its section) and value that DeepSpeed makes of a deprecated one."""
     section, _, name = dotted.rpartition(".")
     new = rules()[dotted].get("deprecated")
@@ -173,7 +172,7 @@ def _renewed(file: JsonFile, dotted: str, value: Any, notes: list[str]) -> tuple
     return new, {"device": "cpu" if value is True else "none"}
 
 
-def _value(file: JsonFile, dotted: str, value: Any, notes: list[str], said: str) -> Any:
+def _value(file: ConfigFile, dotted: str, value: Any, notes: list[str], said: str) -> Any:
     """The value, sections checked within, a whole number as one (1e9); `said` is the key in the file's words.
 
     Raises:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.config.deepspeed_check import rules
-from pipeline.config.json_file import JsonFile
-from pipeline.config.loading import Tree, get_dotted
+from pipeline.config.loading import ConfigFile, Tree, get_dotted
 from pipeline.errors import ConfigError
 
 
-def refuse_conflicts(file: JsonFile) -> None:
+def refuse_conflicts(file: ConfigFile) -> None:
     """Holds a checked file to the table below.
 
     Raises:

@@ -14,13 +14,14 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, Tag
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.data_schema import SOURCE_NAME
 from pipeline.config.model_schema import IMPORT_PATH
+from pipeline.config.recipe import sections_in
 from pipeline.config.schema import RUN_NAME, RunConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -121,20 +122,14 @@ def _paragraph(text: str) -> str:
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
     """The section a field holds, or the alternatives where its `kind` chooses one; empty for a value."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    tagged = [get_args(member) for member in get_args(annotation)]
-    return [member[0] for member in tagged if len(member) == 2 and isinstance(member[1], Tag)]
+    section, _, members = sections_in(annotation)
+    return [section] if section is not None else list(members.values())
 
 
 def _item(annotation: Any) -> type[BaseModel] | None:
     """The section that a list's items or a mapping's values are."""
-    for each in get_args(annotation):
-        if isinstance(each, type) and issubclass(each, BaseModel):
-            return each
-        if (found := _item(each)) is not None:
-            return found
-    return None
+    _, inside, _ = sections_in(annotation)
+    return sections_in(inside)[0]
 
 
 def _items(name: str, members: list[type[BaseModel]]) -> dict[type[BaseModel], list[str]]:

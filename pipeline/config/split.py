@@ -8,8 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.json_file import JsonFile
-from pipeline.config.loading import get_dotted
+from pipeline.config.loading import ConfigFile, get_dotted
 from pipeline.errors import ConfigError
 
 # JSON key -> the degree's name in messages. Their product divides the number of ranks.
@@ -96,7 +95,7 @@ class Split:
         return ", ".join(parts)
 
 
-def deepspeed_split(file: JsonFile, world_size: int, precision: str) -> Split:
+def deepspeed_split(file: ConfigFile, world_size: int, precision: str) -> Split:
     """The split a DeepSpeed JSON asks for on this many ranks.
 
     Raises:
