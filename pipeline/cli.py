@@ -101,10 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(describe(settings, arguments.world_size or ranks.world_size))
             return 0
         planned = settings.plan(ranks.world_size)
-    except PipelineError as error:
-        return _refuse(error, ranks)
-    except OSError as error:
-        if (mistake := too_long_a_name(error)) is None:
+    except (PipelineError, OSError) as error:
+        mistake = error if isinstance(error, PipelineError) else too_long_a_name(error)
+        if mistake is None:
             raise
         return _refuse(mistake, ranks)
     stop_with_launcher(ranks)
