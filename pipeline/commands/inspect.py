@@ -80,7 +80,7 @@ def _inspect_text(
 
     logging.getLogger("pipeline.data.prepared").setLevel(logging.WARNING)  # it has told its totals
     prepared = prepare_documents(data)  # it is there already: only opened again
-    sources: Any = [*prepared.sources, *prepared.eval_sets]
+    sources = [*prepared.sources, *prepared.eval_sets]
     lengths = text.show_documents(screen, sources)
     text.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
     rows = _rows(bundle)
