@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,15 @@ def rules() -> dict[str, dict[str, Any]]:
 @functools.cache
 def _names(section: str) -> dict[str, str]:
     """Every name of a key of this section ("" is the top level) -> the name in DeepSpeed's documentation."""
-    prefix = f"{section}." if section else ""
     found: dict[str, str] = {}
     for dotted, rule in rules().items():
-        if dotted.startswith(prefix) and "." not in (key := dotted.removeprefix(prefix)):
+        parent, _, key = dotted.rpartition(".")
+        if parent == section:
             found |= dict.fromkeys((key, *rule.get("names", ())), key)
-    for other, key in keys.OTHER_NAMES.items():
-        if other.rpartition(".")[0] == section:
-            found[other.removeprefix(prefix)] = key
+    for dotted, key in keys.OTHER_NAMES.items():
+        parent, _, other = dotted.rpartition(".")
+        if parent == section:
+            found[other] = key
     own = keys.SECTIONS.get(section)
     return {name: key for name, key in found.items() if own is None or key in own}
 
@@ -78,42 +80,36 @@ def check(file: ConfigFile) -> None:
     Raises:
         ConfigError: a key that is unknown, dropped or not read here; a value of another type or out of range.
     """
-    file.tree = _section(file, file.tree, "", file.notes)
+    file.tree = _section(file, file.tree, "")
 
 
-def _section(file: ConfigFile, section: Tree, prefix: str, notes: list[str]) -> Tree:
+def _section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
     clean: Tree = {}
     names = _names(prefix.removesuffix("."))
     for given, value in section.items():
         full = f"{prefix}{given}"
         if is_comment(given) and given not in names:
-            notes.append(f"{file.at(full)}: a comment, passed over")
+            file.notes.append(f"{file.at(full)}: a comment, passed over")
             continue
-        _refuse_key(file, full, given, value, names, notes)
+        _refuse_key(file, full, given, value, names)
         if value is None or full in keys.REMOVED or full in keys.NOT_HERE:
             continue
         name = names[given]
-        name, renewed = _renewed(file, f"{prefix}{name}", value, notes)
+        name, renewed = _renewed(file, f"{prefix}{name}", value)
         dotted = f"{prefix}{name}"
         if name in clean or (name != given and section.get(name) is not None):
             raise ConfigError(f"{file.at(full)}: another name of {name}, which is given too; drop one")
         if full != dotted:
-            file.places |= {dotted + at[len(full) :]: place for at, place in _below(file, full)}
-        final = _value(file, dotted, renewed, notes, full)
+            file.places |= {dotted + at[len(full) :]: file.places[at] for at in file.below(full)}
+        final = _value(file, dotted, renewed, full)
         if dotted in keys.IGNORED:
-            notes.append(f"{file.at(full)}: passed over; {keys.IGNORED[dotted]}")
+            file.notes.append(f"{file.at(full)}: passed over; {keys.IGNORED[dotted]}")
         else:
             clean[name] = final
     return clean
 
 
-def _below(file: ConfigFile, dotted: str) -> list[tuple[str, str]]:
-    return [(at, place) for at, place in file.places.items() if f"{at}.".startswith(f"{dotted}.")]
-
-
-def _refuse_key(
-    file: ConfigFile, full: str, given: str, value: Any, names: dict[str, str], notes: list[str]
-) -> None:
+def _refuse_key(file: ConfigFile, full: str, given: str, value: Any, names: dict[str, str]) -> None:
     """Refuses what is unknown, dropped or not read here, unless it is switched off."""
     reason = keys.REMOVED.get(full) or keys.NOT_HERE.get(full)
     if reason is not None:
@@ -123,8 +119,8 @@ def _refuse_key(
             why = "DeepSpeed no longer has this" if full in keys.REMOVED else "not read here"
             raise ConfigError(f"{file.at(full)}: {why}; {reason}")
         if isinstance(value, dict) and full in keys.NOT_HERE and _names(full):
-            _section(file, value, f"{full}.", [])
-        notes.append(f"{file.at(full)}: switched off, passed over")
+            _section(replace(file, notes=[]), value, f"{full}.")  # one note for all of it
+        file.notes.append(f"{file.at(full)}: switched off, passed over")
     elif given not in names:
         section = full.rpartition(".")[0]
         if full in keys.ALIASES:
@@ -155,24 +151,24 @@ def _says_nothing(dotted: str, value: Any) -> bool:
             return value["enabled"] in (False, "auto")
         default = {key: rules().get(f"{dotted}.{key}", {}).get("default") for key in value}
         return bool(value) and all(each is None or each == default[key] for key, each in value.items())
-    return value is False or (value == rules().get(dotted, {}).get("default") and value is not None)
+    return value is False or value == rules().get(dotted, {}).get("default")
 
 
-def _renewed(file: ConfigFile, dotted: str, value: Any, notes: list[str]) -> tuple[str, Any]:
+def _renewed(file: ConfigFile, dotted: str, value: Any) -> tuple[str, Any]:
     """The key (without its section) and value that DeepSpeed makes of a deprecated one."""
     section, _, name = dotted.rpartition(".")
     new = rules()[dotted].get("deprecated")
     if new is None or dotted in keys.IGNORED:
         return name, value
-    _value(file, dotted, value, [], dotted)
+    _value(file, dotted, value, dotted)
     new = _names(section)[new]
     if rules()[f"{section}.{new}"].get("type") != "object":
         return new, value
-    notes.append(f"{file.at(dotted)}: DeepSpeed's old word for {new}: {{device: cpu}}")
+    file.notes.append(f"{file.at(dotted)}: DeepSpeed's old word for {new}: {{device: cpu}}")
     return new, {"device": "cpu" if value is True else "none"}
 
 
-def _value(file: ConfigFile, dotted: str, value: Any, notes: list[str], said: str) -> Any:
+def _value(file: ConfigFile, dotted: str, value: Any, said: str) -> Any:
     """The value, sections checked within, a whole number as one (1e9); `said` is the key in the file's words.
 
     Raises:
@@ -180,7 +176,7 @@ def _value(file: ConfigFile, dotted: str, value: Any, notes: list[str], said: st
     """
     rule = rules()[dotted]
     kinds = [rule["type"]] if isinstance(rule.get("type"), str) else rule.get("type", [])
-    if value == "auto" and isinstance(value, str) and "object" not in kinds and dotted not in _NEVER_AUTO:
+    if value == "auto" and "object" not in kinds and dotted not in _NEVER_AUTO:
         return value  # filled in later, or told
     given = value
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
@@ -190,7 +186,7 @@ def _value(file: ConfigFile, dotted: str, value: Any, notes: list[str], said: st
         expected = _expected(dotted, rule, kinds)
         raise ConfigError(f"{file.at(said)}: expected {expected}, given {given!r}")
     if isinstance(value, dict) and _names(dotted):
-        return _section(file, value, f"{dotted}.", notes)
+        return _section(file, value, f"{dotted}.")
     return value
 
 

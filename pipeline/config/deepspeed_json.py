@@ -116,18 +116,19 @@ def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
 def _refuse_unread(file: ConfigFile) -> None:
     """Refuses parameters of the JSON's optimizer and scheduler that change something, but nothing here."""
     unread: dict[str, str] = {}
-    for name in ("optimizer", "scheduler"):
-        section, params = file.tree.get(name, {}), get_dotted(file.tree, f"{name}.params")
-        for dotted, part in ((name, section), (f"{name}.params", {} if params is None else params)):
-            if not isinstance(part, dict):
-                raise ConfigError(f"{file.at(dotted)}: expected an object, given {part!r}")
-            for key, value in part.items():
-                full = f"{dotted}.{key}"
-                read = full in keys.RECIPE_OWNS or full in (f"{name}.type", f"{name}.params")
-                if read or value is None or is_comment(key):
-                    continue
-                if value != "auto" and value not in keys.AS_BUILT.get(full, ()):
-                    unread[full] = f"{full} ({json.dumps(value)})"
+    sections = ("optimizer", "optimizer.params", "scheduler", "scheduler.params")
+    read = {*keys.RECIPE_OWNS, *sections, "optimizer.type", "scheduler.type"}
+    for dotted in sections:
+        part = get_dotted(file.tree, dotted)
+        if part is None:
+            continue
+        if not isinstance(part, dict):
+            raise ConfigError(f"{file.at(dotted)}: expected an object, given {part!r}")
+        for key, value in part.items():
+            full = f"{dotted}.{key}"
+            says_nothing = value in (None, "auto") or is_comment(key)
+            if full not in read and not says_nothing and value not in keys.AS_BUILT.get(full, ()):
+                unread[full] = f"{full} ({json.dumps(value)})"
     if unread:
         first = next(iter(unread))
         section, _, name = first.rpartition(".")
@@ -225,7 +226,7 @@ def lowest_loss_scale(filled: Tree | None) -> float | None:
 def _leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
-        if value == "auto" and isinstance(value, str):
+        if value == "auto":
             if rules().get(f"{prefix}{key}", {}).get("default") != "auto":
                 yield f"{prefix}{key}"
         else:

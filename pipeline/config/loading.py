@@ -56,11 +56,15 @@ class ConfigFile:
         place = self.place(dotted)
         return f"{place}: {'ds.' * (place == 'command line')}{dotted}"
 
+    def below(self, dotted: str) -> list[str]:
+        """Of the keys whose place is known: this one, and all within it."""
+        return [at for at in self.places if f"{at}.".startswith(f"{dotted}.")]
+
     def override(self, parts: list[str], value: Any) -> None:
         """Sets what the command line says, and that it stands there."""
         dotted = ".".join(parts)
         set_dotted(self.tree, parts, value, "command line")
-        for at in [at for at in self.places if f"{at}.".startswith(f"{dotted}.")]:
+        for at in self.below(dotted):
             del self.places[at]
         for length in range(1, len(parts)):
             self.places.setdefault(".".join(parts[:length]), "command line")
