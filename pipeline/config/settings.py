@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,13 +112,11 @@ class Settings:
         device = Device.probe()
         try:
             return self.resolve(world_size, device)
-        except ConfigError as error:
+        except ConfigError:
             if device.kind != "cpu":
-                try:
+                with suppress(ConfigError):
                     return self.resolve(world_size, Device.cpu())
-                except ConfigError:
-                    pass
-            raise error
+            raise
 
 
 def load_settings(

@@ -112,9 +112,8 @@ def deepspeed_split(file: ConfigFile, world_size: int, precision: str) -> Split:
     if world_size % needed:
         cut = {key: degrees[name] for key, name in DEGREES.items() if degrees[name] > 1}
         asked = " x ".join(f"{key} {degree}" for key, degree in cut.items())
-        place = file.at(next(iter(cut))).rpartition(": ")[0]
         raise ConfigError(
-            f"{place}: {asked} needs a multiple of {needed} ranks, and this job has {world_size}; "
-            f"start {-(-world_size // needed) * needed}, or lower the degree"
+            f"{file.place(next(iter(cut)))}: {asked} needs a multiple of {needed} ranks, and this job has "
+            f"{world_size}; start {-(-world_size // needed) * needed}, or lower the degree"
         )
     return Split(world_size, precision, "deepspeed", stage, **degrees)
