@@ -139,7 +139,7 @@ def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
 def _kinds_with(key: str, dotted: str) -> list[str]:
     """Of a section whose kind chooses its keys: the kinds that have this one."""
     top = RunConfig.model_fields.get(dotted.removesuffix(f".{key}"))
-    members = sections_in(top.annotation)[2] if top else {}
+    members = _sections_in(top.annotation)[2] if top else {}
     return [kind for kind, member in members.items() if key in member.model_fields and kind != "auto"]
 
 
@@ -161,12 +161,12 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:
         parts.append(str(item))
         field = section.model_fields.get(str(item)) if section is not None else None
         annotation = inside if inside is not None else field.annotation if field is not None else None
-        section, inside, members = sections_in(annotation)
+        section, inside, members = _sections_in(annotation)
     last = [] if loc[-1] in members else [str(loc[-1])]
     return parts + last, section
 
 
-def sections_in(annotation: Any) -> tuple[type[BaseModel] | None, Any, dict[str, type[BaseModel]]]:
+def _sections_in(annotation: Any) -> tuple[type[BaseModel] | None, Any, dict[str, type[BaseModel]]]:
     """The section an annotation is; or what its list or dict holds; or its union's members by tag."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, None, {}
