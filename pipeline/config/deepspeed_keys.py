@@ -26,9 +26,6 @@ OWN_MEANINGS = {
     "is the recipe's. No key of DeepSpeed's.",
 }
 
-# pipeline.partition: what stages are made alike in; `uniform`: in blocks, `time`: measured at the start.
-PARTITIONS = ("parameters", "uniform", "time")
-
 # What may stand beside a `torch` section; everything else speaks to DeepSpeed.
 WITH_TORCH = {
     "bf16", "compile", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
@@ -122,12 +119,9 @@ LIMITS: dict[str, dict[str, Any]] = {
     "fp16.loss_scale_window": _POSITIVE,
     "fp16.min_loss_scale": _POSITIVE,
     "gradient_predivide_factor": {"exclusiveMinimum": 0},
-    "log_level": {
-        "type": "string",
-        "enum": ["debug", "info", "warning", "error", "critical"],
-        "anyCase": True,
-    },
-    "pipeline.partition": {"enum": list(PARTITIONS)},
+    "log_level": {"enum": ["debug", "info", "warning", "error", "critical"]} | _ANY_CASE,
+    # What stages are made alike in; `uniform`: in blocks, `time`: measured at the start.
+    "pipeline.partition": {"enum": ["parameters", "uniform", "time"]},
     "pipeline.stages": {"type": "integer", "default": 1},
     "seq_parallel_communication_data_type": _DTYPE,
     "sequence_parallel_size": {"type": "integer"},

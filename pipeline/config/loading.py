@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 _NOT_TEXT = {"tag:yaml.org,2002:bool": "true or false", "tag:yaml.org,2002:null": "nothing"}
 
 # Keys that people write for each other: JSON has no comments.
-COMMENT = re.compile(r"(?i)[_/#$].*|(?:.*_)?comments?\d*|descriptions?|notes?")
+_COMMENT = re.compile(r"(?i)[_/#$].*|(?:.*_)?comments?\d*|descriptions?|notes?")
 LARGEST = 2**63 - 1
 """No whole number in a configuration is larger: it counts, or measures memory."""
 
@@ -180,7 +180,7 @@ def _json_places(
             if word == ",":
                 continue
             key = json.loads(word)
-            if key in keys and not COMMENT.fullmatch(key):
+            if key in keys and not is_comment(key):
                 raise ConfigError(f"{path}:{line}: {prefix}{key}: the key {key!r} is given twice")
             keys.add(key)
             yield f"{prefix}{key}", f"{path}:{line}"
@@ -199,7 +199,7 @@ def _json_places(
 
 def is_comment(key: Any) -> bool:
     """Whether a key is one that people write for each other: `_comment`, `//`, `$schema`."""
-    return isinstance(key, str) and COMMENT.fullmatch(key) is not None
+    return isinstance(key, str) and _COMMENT.fullmatch(key) is not None
 
 
 def read_text(path: Path) -> str:

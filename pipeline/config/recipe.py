@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 from pipeline.config.consistency import contradictions
 from pipeline.config.loading import ConfigFile, did_you_mean
@@ -139,7 +139,7 @@ def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
 def _kinds_with(key: str, dotted: str) -> list[str]:
     """Of a section whose kind chooses its keys: the kinds that have this one."""
     top = RunConfig.model_fields.get(dotted.removesuffix(f".{key}"))
-    members = _sections_in(top.annotation)[2] if top else {}
+    members = _members(top.annotation) if top else {}
     return [kind for kind, member in members.items() if key in member.model_fields and kind != "auto"]
 
 
@@ -151,35 +151,34 @@ def _visible(text: str) -> str:
 def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:
     """Dotted parts of a pydantic location without the union tags, and the section the last part is in."""
     parts: list[str] = []
-    section: type[BaseModel] | None = RunConfig
-    inside: Any = None  # annotation of what a list or dict of sections holds
-    members: dict[str, type[BaseModel]] = {}
-    for item in loc[:-1]:
+    section: type[BaseModel] | None = None
+    annotation: Any = RunConfig
+    for item in loc:
+        section = annotation if hasattr(annotation, "model_fields") else None
+        members = _members(annotation)
         if item in members:
-            section, members = members[item], {}
-            continue
-        parts.append(str(item))
-        field = section.model_fields.get(str(item)) if section is not None else None
-        annotation = inside if inside is not None else field.annotation if field is not None else None
-        section, inside, members = _sections_in(annotation)
-    last = [] if loc[-1] in members else [str(loc[-1])]
-    return parts + last, section
+            annotation = members[item]
+        else:
+            parts.append(str(item))
+            annotation = _annotation_within(annotation, str(item))
+    return parts, section
 
 
-def _sections_in(annotation: Any) -> tuple[type[BaseModel] | None, Any, dict[str, type[BaseModel]]]:
-    """The section an annotation is; or what its list or dict holds; or its union's members by tag."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, None, {}
-    if get_origin(annotation) in (list, dict):
-        return None, get_args(annotation)[-1], {}
-    members = {}
-    for member in get_args(annotation):
-        tagged = get_args(member)
-        if len(tagged) == 2 and hasattr(tagged[1], "tag"):
-            members[tagged[1].tag] = tagged[0]
-        elif get_origin(member) in (list, dict):  # or None
-            return None, get_args(member)[-1], {}
-    return None, None, members
+def _members(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Of a section whose kind chooses its keys: what there is to choose, by kind."""
+    pairs = [get_args(member) for member in get_args(annotation)]
+    return {pair[1].tag: pair[0] for pair in pairs if len(pair) == 2 and isinstance(pair[1], Tag)}
+
+
+def _annotation_within(annotation: Any, key: str) -> Any:
+    """Of a key of a section, or of what a list or a mapping (or None) holds."""
+    fields = getattr(annotation, "model_fields", {})
+    if key in fields:
+        return fields[key].annotation
+    for each in (annotation, *get_args(annotation)):
+        if get_origin(each) in (list, dict):
+            return get_args(each)[-1]
+    return None
 
 
 def named_code(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
