@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config.schema import (
-    MOST_ACCUMULATED,
-    MOST_SAMPLES_A_STEP,
-    MOST_SAMPLES_AT_ONCE,
-    BatchConfig,
-)
+from pipeline.config.schema import MOST_ACCUMULATED, MOST_SAMPLES_A_STEP, MOST_SAMPLES_AT_ONCE, BatchConfig
 from pipeline.errors import ConfigError
 
 

@@ -20,21 +20,14 @@ from pipeline.errors import ConfigError
 
 SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
 
-TYPES: dict[str, tuple[type, ...]] = {
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "string": (str,),
-    "array": (list,),
-    "object": (dict,),
-}
-WORDS = {
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "a text",
-    "array": "a list",
-    "object": "an object",
+# JSON Schema's types: what Python reads them as, and what errors call them.
+TYPES: dict[str, tuple[Any, str]] = {
+    "boolean": (bool, "true or false"),
+    "integer": (int, "a whole number"),
+    "number": (int | float, "a number"),
+    "string": (str, "a text"),
+    "array": (list, "a list"),
+    "object": (dict, "an object"),
 }
 BOUNDS = {
     "minimum": "of at least",
@@ -191,7 +184,7 @@ def _value(file: ConfigFile, dotted: str, value: Any, said: str) -> Any:
 
 
 def _is(kind: str, value: Any) -> bool:
-    return isinstance(value, TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
+    return isinstance(value, TYPES[kind][0]) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def _in_range(rule: dict[str, Any], value: Any) -> bool:
@@ -220,9 +213,8 @@ def _expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
         bounds = " and ".join(f"{word} {rule[bound]:,}" for bound, word in BOUNDS.items() if bound in rule)
         multiple = f", a multiple of {rule['multipleOf']}" if "multipleOf" in rule else ""
         items = " of texts" * ("items" in rule)
-        return (
-            " or ".join(WORDS[kind] for kind in kinds) + items + (f" {bounds}" if bounds else "") + multiple
-        )
+        types = " or ".join(TYPES[kind][1] for kind in kinds)
+        return types + items + (f" {bounds}" if bounds else "") + multiple
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 

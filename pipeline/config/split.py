@@ -58,9 +58,8 @@ class Device:
             return cls("cuda", bf16=True, fp16=True)
 
     def emulates(self, precision: str) -> bool:
-        return self.kind == "cpu" and (
-            (precision == "bf16" and not self.bf16) or (precision == "fp16" and not self.fp16)
-        )
+        has = {"fp32": True, "bf16": self.bf16, "fp16": self.fp16}
+        return self.kind == "cpu" and not has[precision]
 
 
 @dataclass(frozen=True)
