@@ -1,4 +1,4 @@
-"""What two keys of a recipe say together that cannot be: known before any data is read."""
+"""Keys of a recipe that contradict each other, found before any data is read."""
 
 from __future__ import annotations
 

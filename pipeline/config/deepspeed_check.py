@@ -1,6 +1,6 @@
-"""Holds a DeepSpeed JSON to what the installed DeepSpeed takes: every key of every section, and its value.
+"""Checks a DeepSpeed JSON against the installed DeepSpeed: every key of every section, and its value.
 
-DeepSpeed passes over many an unknown key in silence and reads many a value first in the middle of a run.
+DeepSpeed silently ignores many unknown keys, and reads many values only in the middle of a run.
 deepspeed_schema.json lists its keys (python -m pipeline.engine.deepspeed_schema writes it), so that nothing
 slow is imported here; deepspeed_keys.py has what this trainer adds.
 """
@@ -65,10 +65,10 @@ def _names(section: str) -> dict[str, str]:
 
 
 def check(file: ConfigFile) -> None:
-    """Makes the file's tree what DeepSpeed's documentation would have it, with a note for what is left out.
+    """Turns the file's tree into the keys that DeepSpeed documents, with a note for each that is left out.
 
-    Left out are nulls (DeepSpeed's defaults are null where they are not a value), comments, sections that
-    are switched off and what nobody reads; other names become the documented ones.
+    Left out are nulls (they stand for DeepSpeed's default), comments, sections that are switched off and keys
+    that nothing reads; other names of a key become the documented one.
 
     Raises:
         ConfigError: a key that is unknown, dropped or not read here; a value of another type or out of range.
@@ -148,7 +148,7 @@ def _says_nothing(dotted: str, value: Any) -> bool:
 
 
 def _renewed(file: ConfigFile, dotted: str, value: Any) -> tuple[str, Any]:
-    """The key (without its section) and value that DeepSpeed makes of a deprecated one."""
+    """The key (without its section) and value that replace a deprecated one."""
     section, _, name = dotted.rpartition(".")
     new = rules()[dotted].get("deprecated")
     if new is None or dotted in keys.IGNORED:
@@ -162,7 +162,7 @@ def _renewed(file: ConfigFile, dotted: str, value: Any) -> tuple[str, Any]:
 
 
 def _value(file: ConfigFile, dotted: str, value: Any, said: str) -> Any:
-    """The value, sections checked within, a whole number as one (1e9); `said` is the key in the file's words.
+    """The checked value, 1e9 as an integer; `said` is the key as the file has it, for errors.
 
     Raises:
         ConfigError: not of the type that DeepSpeed reads, or out of its range.

@@ -1,4 +1,4 @@
-"""What DeepSpeed refuses once it starts, or gets wrong, of two keys of its JSON that are each right."""
+"""Keys of the DeepSpeed JSON that are valid alone, and that DeepSpeed refuses or gets wrong together."""
 
 from __future__ import annotations
 

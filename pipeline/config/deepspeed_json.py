@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: load it, hold it to what it owns, fill every "auto", hand on a plain dict."""
+"""Loads the DeepSpeed JSON, checks it against the recipe, fills in every "auto", and returns a plain dict."""
 
 from __future__ import annotations
 

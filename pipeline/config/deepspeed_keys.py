@@ -1,4 +1,4 @@
-"""What this trainer has to say of DeepSpeed's keys; which there are stands in deepspeed_schema.json."""
+"""What this trainer says about DeepSpeed's keys; deepspeed_schema.json lists the keys themselves."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _POSITIVE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0}
 _DTYPE: dict[str, Any] = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
 _ANY_CASE: dict[str, Any] = {"type": "string", "anyCase": True}
 
-# What DeepSpeed reads without a look at the value, and fails on later or in silence: added to the schema.
+# Limits that DeepSpeed does not check itself, and fails on later or silently: added to the schema.
 LIMITS: dict[str, dict[str, Any]] = {
     "activation_checkpointing.number_checkpoints": _POSITIVE,
     "aio.block_size": _POSITIVE,

@@ -1,4 +1,4 @@
-"""The tree of a recipe -> RunConfig: what is said of every mistake in it, and where it names code to run."""
+"""The tree of a recipe -> RunConfig, with an error for each mistake in it; and where it names code to run."""
 
 from __future__ import annotations
 
