@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the process's exit code."""
+    """Runs a command. Exit code: 0 done, 2 bad input or what a command finds wrong, 130 interrupted."""
     parser = CommandLine(
         prog="python -m pipeline", description="What there is to do besides training (launch/train.py)."
     )
