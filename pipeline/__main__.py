@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare
 from pipeline.distributed.machine import raise_open_files_limit
-from pipeline.errors import CommandLine
+from pipeline.errors import CommandLine, report_errors
 
 COMMANDS = {
     "prepare": prepare,
@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the process's exit code."""
+    """Runs a command. Exit code: 0 done, 2 bad input or what a command finds wrong, 130 interrupted."""
     parser = CommandLine(
         prog="python -m pipeline", description="What there is to do besides training (launch/train.py)."
     )
@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized argument {argument}")
         arguments.overrides.append(argument)  # an override after an option
     raise_open_files_limit()
-    return COMMANDS[arguments.command].run(arguments)
+    command = COMMANDS[arguments.command]
+    return report_errors(lambda: command.run(arguments), getattr(command, "INTERRUPTED", None))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.data_schema import TextDataConfig
-from pipeline.config.own_code import OPTION
+from pipeline.config.recipe import OPTION
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
 from pipeline.distributed.orphans import stop_with_launcher
@@ -101,10 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(describe(settings, arguments.world_size or ranks.world_size))
             return 0
         planned = settings.plan(ranks.world_size)
-    except PipelineError as error:
-        return _refuse(error, ranks)
-    except OSError as error:
-        if (mistake := too_long_a_name(error)) is None:
+    except (PipelineError, OSError) as error:
+        mistake = error if isinstance(error, PipelineError) else too_long_a_name(error)
+        if mistake is None:
             raise
         return _refuse(mistake, ranks)
     stop_with_launcher(ranks)

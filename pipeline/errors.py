@@ -92,11 +92,9 @@ def report_errors(work: Callable[[], int | None], interrupted: str | None = None
     """What a command ends with: what `work` returns or 0, 2 bad input, 130 Ctrl-C (`interrupted` is said)."""
     try:
         return work() or 0
-    except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except OSError as error:
-        if (mistake := too_long_a_name(error)) is None:
+    except (PipelineError, OSError) as error:
+        mistake = error if isinstance(error, PipelineError) else too_long_a_name(error)
+        if mistake is None:
             raise
         print(f"error: {mistake}", file=sys.stderr, flush=True)
         return mistake.exit_code

@@ -63,7 +63,7 @@ def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Differe
     """
     try:
         then = _identity(
-            _with_defaults(read_yaml(path / "recipe.yaml")[0]),
+            _with_defaults(read_yaml(path / "recipe.yaml").tree),
             json.loads(read_plain(path / "split.json", CONFIGURATION)),
         )
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from support.tiny import recipe
 
-from pipeline.config.loading import parse_override, set_dotted, validate_recipe
+from pipeline.config.loading import ConfigFile, parse_override, set_dotted
+from pipeline.config.recipe import validate_recipe
 from pipeline.errors import CheckpointError
 from pipeline.run_directory import open_run_directory
 
@@ -19,7 +20,7 @@ SPLIT = {"data": "tiny", "global_batch_size": 8, "deepspeed": None, "world_size"
 
 
 def test_a_run_is_held_by_one_process(tmp_path, monkeypatch):
-    config = validate_recipe(recipe(run_dir=str(tmp_path / "run")), Path("tiny.yaml"), {})
+    config = validate_recipe(ConfigFile(Path("tiny.yaml"), recipe(run_dir=str(tmp_path / "run"))))
     is_held, may_end = Event(), Event()
 
     def before() -> None:
@@ -43,7 +44,7 @@ def test_a_run_is_held_by_one_process(tmp_path, monkeypatch):
 
 def configured(folder: Path, **changes):
     tree = recipe(name="trial", runs_dir=str(folder / "my runs"), **changes)
-    return validate_recipe(tree, Path("tiny.yaml"), {})
+    return validate_recipe(ConfigFile(Path("tiny.yaml"), tree))
 
 
 def left(folder: Path, *, finished: bool = False, **changes) -> Path:
@@ -112,6 +113,6 @@ def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
         if not override.startswith("run_dir="):
             set_dotted(tree, *parse_override(override), "command line")
     shutil.rmtree(before / "checkpoints")
-    directory, lock = open_run_directory(validate_recipe(tree, Path("tiny.yaml"), {}), SPLIT)
+    directory, lock = open_run_directory(validate_recipe(ConfigFile(Path("tiny.yaml"), tree)), SPLIT)
     lock.release()
     assert directory == before

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.find import find_checkpoint, find_run
-from pipeline.commands.run_argument import report_errors
+from pipeline.commands.inputs import reading_a_run
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,21 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 all is well, 2 bad input or a checkpoint that is damaged, 130 interrupted."""
-
-    def work() -> None:
-        match arguments.what:
-            case []:
-                _list(find_run(arguments.run), contents=False)
-            case ["verify"]:
-                _list(find_run(arguments.run), contents=True)
-            case ["diff", first, second]:
-                _diff(find_run(arguments.run), first, second)
-            case other:
-                raise CheckpointError(f"checkpoints RUN {' '.join(other)}: expected verify, or diff A B")
-
-    return report_errors(work)
+@reading_a_run()
+def run(arguments: argparse.Namespace) -> None:
+    """Raises a CheckpointError also where a checkpoint is damaged."""
+    match arguments.what:
+        case []:
+            _list(find_run(arguments.run), contents=False)
+        case ["verify"]:
+            _list(find_run(arguments.run), contents=True)
+        case ["diff", first, second]:
+            _diff(find_run(arguments.run), first, second)
+        case other:
+            raise CheckpointError(f"checkpoints RUN {' '.join(other)}: expected verify, or diff A B")
 
 
 def _list(directory: Path, contents: bool) -> None:

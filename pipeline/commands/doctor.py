@@ -13,7 +13,7 @@ from pipeline.config.settings import load_settings
 from pipeline.doctor.examination import examine, this_machine
 from pipeline.doctor.rows import Row, Wanted, is_red, show
 from pipeline.doctor.slurm import examine_step, in_step
-from pipeline.errors import LaunchError, report_errors
+from pipeline.errors import LaunchError
 from pipeline.launching.hostfile import Selection, choose_devices, read_hostfile
 from pipeline.op_builds import needed_ops
 
@@ -54,11 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 all is well or only warned of, 2 a fault was found or bad input, 130 interrupted."""
-    return report_errors(lambda: _examine(arguments))
-
-
-def _examine(arguments: argparse.Namespace) -> int:
+    """Exit code: 0 all is well or only warned of, 2 a fault was found."""
     started = time.monotonic()
     rows = _rows(arguments)
     if rows is None:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.commands.run_argument import report_errors
-from pipeline.config.own_code import OPTION
+from pipeline.commands.inputs import reading_a_run
+from pipeline.config.recipe import OPTION
 from pipeline.distributed.ranks import Ranks
 from pipeline.logs import log_to_console
 
@@ -39,25 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 evaluated, 2 bad input, 130 interrupted."""
+@reading_a_run()
+def run(arguments: argparse.Namespace) -> None:
     log_to_console(Ranks(0, 0, 1, 1))
+    directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
+    from pipeline.inspection.screen import Screen
+    from pipeline.sinks.jsonl import METRICS_FILE, read_metrics
+    from pipeline.trained import evaluate
 
-    def work() -> None:
-        directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
-        from pipeline.inspection.screen import Screen
-        from pipeline.sinks.jsonl import METRICS_FILE, read_metrics
-        from pipeline.trained import evaluate
-
-        row = evaluate(checkpoint, arguments.overrides, import_paths=not arguments.no_import_paths)
-        record = directory / METRICS_FILE
-        rows = read_metrics(record) if record.is_file() else []
-        at_this_step = [each for each in rows if each["step"] == manifest.global_step and "eval/loss" in each]
-        own = at_this_step[-1] if at_this_step else {}
-        screen = Screen(no_color=True)
-        screen.table(
-            [checkpoint.name, "now", "in the run"],
-            [[key, f"{value:.6f}", f"{own[key]:.6f}" if key in own else ""] for key, value in row.items()],
-        )
-
-    return report_errors(work)
+    row = evaluate(checkpoint, arguments.overrides, import_paths=not arguments.no_import_paths)
+    record = directory / METRICS_FILE
+    rows = read_metrics(record) if record.is_file() else []
+    at_this_step = [each for each in rows if each["step"] == manifest.global_step and "eval/loss" in each]
+    own = at_this_step[-1] if at_this_step else {}
+    screen = Screen(no_color=True)
+    screen.table(
+        [checkpoint.name, "now", "in the run"],
+        [[key, f"{value:.6f}", f"{own[key]:.6f}" if key in own else ""] for key, value in row.items()],
+    )

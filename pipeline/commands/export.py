@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.commands.run_argument import report_errors
+from pipeline.commands.inputs import reading_a_run
 
 HELP = "write a checkpoint's weights as safetensors (a transformers folder, where the model is one)"
 
@@ -22,25 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 written, 2 bad input, 130 interrupted."""
+@reading_a_run()
+def run(arguments: argparse.Namespace) -> None:
+    from pipeline.checkpoint.export import export, weights_of
+    from pipeline.inspection.screen import Screen
 
-    def work() -> None:
-        import math
-
-        from pipeline.checkpoint.export import export, weights_of
-        from pipeline.inspection.screen import Screen
-
-        directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
-        # Of every value: verified, then written.
-        total = sum(math.prod(shape) for _, shape, _ in weights_of(manifest).values())
-        screen = Screen(no_color=True)
-        with screen.progress("exporting", 2 * total) as advance:
-            done = export(checkpoint, arguments.out, dtype=arguments.dtype, advance=advance)
-        files = len(done.files)
-        size = f"{total:,} values, {done.num_bytes / 1e6:,.1f} MB in {files} file{'s' * (files > 1)}"
-        print(f"{checkpoint.name} of {directory}: {size}: {arguments.out}")
-        if done.is_transformers:
-            print(f'AutoModelForCausalLM.from_pretrained("{arguments.out}") opens it')
-
-    return report_errors(work)
+    directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
+    # Of every value: verified, then written.
+    total = sum(math.prod(shape) for _, shape, _ in weights_of(manifest).values())
+    screen = Screen(no_color=True)
+    with screen.progress("exporting", 2 * total) as advance:
+        done = export(checkpoint, arguments.out, dtype=arguments.dtype, advance=advance)
+    files = len(done.files)
+    size = f"{total:,} values, {done.num_bytes / 1e6:,.1f} MB in {files} file{'s' * (files > 1)}"
+    print(f"{checkpoint.name} of {directory}: {size}: {arguments.out}")
+    if done.is_transformers:
+        print(f'AutoModelForCausalLM.from_pretrained("{arguments.out}") opens it')

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.commands.run_argument import report_errors
-from pipeline.config.own_code import OPTION
+from pipeline.commands.inputs import reading_a_run
+from pipeline.config.recipe import OPTION
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, printable
 from pipeline.logs import log_to_console
@@ -33,31 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=argparse.SUPPRESS)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 written, 2 bad input, 130 interrupted."""
+@reading_a_run()
+def run(arguments: argparse.Namespace) -> None:
     log_to_console(Ranks(0, 0, 1, 1))
+    if arguments.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: expected 1 or more")
+    if not 0 <= arguments.temperature <= 100:
+        raise ConfigError(f"--temperature {arguments.temperature}: expected a number from 0 to 100")
+    if any("\ud800" <= letter <= "\udfff" for letter in arguments.prompt):
+        raise ConfigError("--prompt: not UTF-8; set the terminal to UTF-8 (LANG=C.UTF-8)")
+    if not 0 <= arguments.seed < 2**32:
+        raise ConfigError(f"--seed {arguments.seed}: expected 0 to 2^32 - 1")
+    _, checkpoint, _ = find_checkpoint(arguments.run, arguments.step)
+    from pipeline.trained import generate
 
-    def work() -> None:
-        if arguments.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: expected 1 or more")
-        if not 0 <= arguments.temperature <= 100:
-            raise ConfigError(f"--temperature {arguments.temperature}: expected a number from 0 to 100")
-        if any("\ud800" <= letter <= "\udfff" for letter in arguments.prompt):
-            raise ConfigError("--prompt: not UTF-8; set the terminal to UTF-8 (LANG=C.UTF-8)")
-        if not 0 <= arguments.seed < 2**32:
-            raise ConfigError(f"--seed {arguments.seed}: expected 0 to 2^32 - 1")
-        _, checkpoint, _ = find_checkpoint(arguments.run, arguments.step)
-        from pipeline.trained import generate
-
-        text = generate(
-            checkpoint,
-            arguments.prompt,
-            arguments.overrides,
-            max_new_tokens=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            seed=arguments.seed,
-            import_paths=not arguments.no_import_paths,
-        )
-        print(printable(text), flush=True)
-
-    return report_errors(work)
+    text = generate(
+        checkpoint,
+        arguments.prompt,
+        arguments.overrides,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        import_paths=not arguments.no_import_paths,
+    )
+    print(printable(text), flush=True)

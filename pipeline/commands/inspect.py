@@ -10,10 +10,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.commands.recipe import add_recipe_arguments, run_with_recipe
+from pipeline.commands.inputs import add_recipe_arguments, read_recipe
 from pipeline.config.data_schema import ChatDataConfig, CustomDataConfig, ImagesDataConfig, TextDataConfig
 from pipeline.config.schema import RunConfig
+from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
+from pipeline.logs import log_to_console
 
 if TYPE_CHECKING:
     from pipeline.data.bundle import Batch, DataBundle
@@ -24,6 +26,7 @@ DESCRIPTION = """\
 Prepares the data of a recipe where that was not done, and shows it. Text: documents, lengths, exact copies,
 padding, and rows with the tokens marked that count in the loss. Images: classes, sizes, and a picture of
 some."""
+INTERRUPTED = "stopped"
 SHEET = 32  # images
 
 
@@ -44,26 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-color", action="store_true", help="plain text")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 shown, 2 bad input, 130 interrupted."""
-
-    def work(config: RunConfig) -> None:
-        if arguments.samples < 0:
-            raise ConfigError(f"--samples {arguments.samples}: expected 0 or more")
-        folder = arguments.output or Path(config.runs_dir) / "inspect" / config.name
-        _inspect(config, folder, arguments.samples, arguments.no_color)
-
-    return run_with_recipe(arguments, work, "stopped")
-
-
-def _inspect(config: RunConfig, folder: Path, samples: int, no_color: bool) -> None:
+def run(arguments: argparse.Namespace) -> None:
+    log_to_console(Ranks(0, 0, 1, 1))
+    config = read_recipe(arguments)
+    if arguments.samples < 0:
+        raise ConfigError(f"--samples {arguments.samples}: expected 0 or more")
+    folder = arguments.output or Path(config.runs_dir) / "inspect" / config.name
     from pipeline.data import prepare_data
     from pipeline.inspection.screen import Screen
 
-    screen = Screen(no_color)
+    screen = Screen(arguments.no_color)
     bundle = prepare_data(config.data)
     if isinstance(config.data, (TextDataConfig, ChatDataConfig)):
-        _inspect_text(screen, config, config.data, bundle, folder, samples)
+        _inspect_text(screen, config, config.data, bundle, folder, arguments.samples)
     elif isinstance(config.data, CustomDataConfig):
         _inspect_custom(screen, config, bundle)
     else:
@@ -83,7 +79,7 @@ def _inspect_text(
 
     logging.getLogger("pipeline.data.prepared").setLevel(logging.WARNING)  # it has told its totals
     prepared = prepare_documents(data)  # it is there already: only opened again
-    sources: Any = [*prepared.sources, *prepared.eval_sets]
+    sources = [*prepared.sources, *prepared.eval_sets]
     lengths = text.show_documents(screen, sources)
     text.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
     rows = _rows(bundle)

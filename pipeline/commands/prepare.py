@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 
-from pipeline.commands.recipe import add_recipe_arguments, run_with_recipe
+from pipeline.commands.inputs import add_recipe_arguments, read_recipe
 from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
-from pipeline.config.schema import RunConfig
+from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
+from pipeline.logs import log_to_console
 
 HELP = "tokenise the documents of a recipe into data.cache_dir"
 DESCRIPTION = """\
@@ -20,6 +21,7 @@ On many machines that share data.cache_dir, each makes its share of the parts, a
   sbatch --array=0-15 --wrap 'python -m pipeline prepare --config R.yaml \\
       --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT'
 """
+INTERRUPTED = "stopped; what is finished is kept, and the same command goes on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +50,13 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 all is there, 2 bad input, 130 interrupted."""
+def run(arguments: argparse.Namespace) -> None:
+    log_to_console(Ranks(0, 0, 1, 1))
+    data = read_recipe(arguments).data
+    shard = None if arguments.shard is None else parse_shard(arguments.shard)
+    if not isinstance(data, TextDataConfig | ChatDataConfig):
+        print(f"data of kind {data.kind} needs no preparation")
+        return
+    from pipeline.data.prepared import prepare_documents  # numpy and transformers come in here
 
-    def work(config: RunConfig) -> None:
-        shard = None if arguments.shard is None else parse_shard(arguments.shard)
-        if not isinstance(config.data, TextDataConfig | ChatDataConfig):
-            print(f"data of kind {config.data.kind} needs no preparation")
-            return
-        from pipeline.data.prepared import prepare_documents  # numpy and transformers come in here
-
-        prepare_documents(config.data, shard, arguments.verify)
-
-    return run_with_recipe(arguments, work, "stopped; what is finished is kept, and the same command goes on")
+    prepare_documents(data, shard, arguments.verify)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config.schema import (
-    MOST_ACCUMULATED,
-    MOST_SAMPLES_A_STEP,
-    MOST_SAMPLES_AT_ONCE,
-    BatchConfig,
-)
+from pipeline.config.schema import MOST_ACCUMULATED, MOST_SAMPLES_A_STEP, MOST_SAMPLES_AT_ONCE, BatchConfig
 from pipeline.errors import ConfigError
 
 
@@ -41,7 +36,18 @@ def plan_batch(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
         ConfigError: the numbers contradict each other, do not divide, are too few, or one that follows is
             larger than it may be stated.
     """
-    plan = _completed(batch, dp_world_size)
+    micro, steps, total = batch.micro_batch_size, batch.gradient_accumulation_steps, batch.global_batch_size
+    if micro is None:
+        if total is None:
+            raise ConfigError("batch: give micro_batch_size or global_batch_size; the rest follows")
+        micro = _exact(total, (steps or 1) * dp_world_size, "micro_batch_size", batch, dp_world_size)
+    elif steps is None and total is not None:
+        steps = _exact(total, micro * dp_world_size, "gradient_accumulation_steps", batch, dp_world_size)
+    plan = BatchPlan(micro, steps or 1, dp_world_size)
+    if total not in (None, plan.global_batch_size):
+        raise ConfigError(
+            f"batch: {plan}, but global_batch_size is given as {total}; drop one of the three and it follows"
+        )
     limits = {
         "micro_batch_size": MOST_SAMPLES_AT_ONCE,
         "gradient_accumulation_steps": MOST_ACCUMULATED,
@@ -50,27 +56,6 @@ def plan_batch(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
     for name, most in limits.items():
         if getattr(plan, name) > most:
             raise ConfigError(f"batch: {plan}; {name} is at most {most:,}: change the numbers that are given")
-    return plan
-
-
-def _completed(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
-    micro, steps, total = batch.micro_batch_size, batch.gradient_accumulation_steps, batch.global_batch_size
-    if micro is None and total is None:
-        raise ConfigError("batch: give micro_batch_size or global_batch_size; the rest follows")
-    if total is None:
-        assert micro is not None
-        return BatchPlan(micro, steps or 1, dp_world_size)
-    if micro is None:
-        micro = _exact(total, (steps or 1) * dp_world_size, "micro_batch_size", batch, dp_world_size)
-        return BatchPlan(micro, steps or 1, dp_world_size)
-    if steps is None:
-        steps = _exact(total, micro * dp_world_size, "gradient_accumulation_steps", batch, dp_world_size)
-        return BatchPlan(micro, steps, dp_world_size)
-    plan = BatchPlan(micro, steps, dp_world_size)
-    if plan.global_batch_size != total:
-        raise ConfigError(
-            f"batch: {plan}, but global_batch_size is given as {total}; drop one of the three and it follows"
-        )
     return plan
 
 

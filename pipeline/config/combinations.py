@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.data_schema import TextDataConfig
-from pipeline.config.json_file import JsonFile
-from pipeline.config.loading import Tree, get_dotted
+from pipeline.config.loading import ConfigFile, Tree, get_dotted
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split
@@ -31,13 +30,9 @@ class Choice:
         """A key of the zero_optimization section, None where it is not given."""
         return get_dotted(self.deepspeed, f"zero_optimization.{dotted}")
 
-    @property
-    def offloads_parameters(self) -> bool:
-        return self.zero("offload_param.device") in ("cpu", "nvme")
-
-    @property
-    def offloads_optimizer(self) -> bool:
-        return self.zero("offload_optimizer.device") in ("cpu", "nvme")
+    def offloads(self, what: str) -> bool:
+        """Whether `param` or `optimizer` lies elsewhere than on the device."""
+        return self.zero(f"offload_{what}.device") in ("cpu", "nvme")
 
     @property
     def cuts_matrices(self) -> bool:
@@ -102,7 +97,7 @@ RULES = [
         "pipeline stages with offloading",
         "the pipeline engine keeps its optimizer on the device",
         "ZeRO 3 with offloading and no stages",
-        lambda c: c.split.pipeline_stages > 1 and (c.offloads_optimizer or c.offloads_parameters),
+        lambda c: c.split.pipeline_stages > 1 and (c.offloads("optimizer") or c.offloads("param")),
     ),
     Rule(
         "tensor, pipeline or sequence parallelism with a model that is no `causal_lm`",
@@ -174,13 +169,13 @@ RULES = [
         "`offload_param` without ZeRO 3",
         "below it every rank needs every parameter on its device at all times",
         "zero_optimization.stage 3, or offload_optimizer alone",
-        lambda c: c.offloads_parameters and c.split.zero_stage < 3,
+        lambda c: c.offloads("param") and c.split.zero_stage < 3,
     ),
     Rule(
         "`offload_optimizer` without ZeRO",
         "stage 0 updates on the device",
         "zero_optimization.stage 1, 2 or 3",
-        lambda c: c.offloads_optimizer and c.split.zero_stage == 0,
+        lambda c: c.offloads("optimizer") and c.split.zero_stage == 0,
     ),
     Rule(
         "offloading to NVMe below ZeRO 3",
@@ -207,7 +202,7 @@ RULES = [
         lambda c: (
             c.config.optimizer.kind == "sgd"
             and (
-                (c.offloads_optimizer and c.zero("offload_optimizer.ratio") not in (None, 1))
+                (c.offloads("optimizer") and c.zero("offload_optimizer.ratio") not in (None, 1))
                 or bool(c.zero("offload_optimizer.super_offload"))
                 or bool(c.zero("zenflow"))
             )
@@ -232,7 +227,7 @@ RULES = [
         "ZeRO++ (`zero_hpz_partition_size`, `zero_quantized_*`) without ZeRO 3",
         "it shortens the gathering of parameters, which only ZeRO 3 does",
         "zero_optimization.stage 3, or none of these keys",
-        lambda c: c.split.zero_stage < 3 and (_hpz(c) > 1 or bool(_quantized(c))),
+        lambda c: c.split.zero_stage < 3 and (_hpz(c) > 1 or _quantizes(c)),
     ),
     Rule(
         "`zero_hpz_partition_size` that does not divide the ranks",
@@ -244,7 +239,7 @@ RULES = [
         "`zero_quantized_weights` or `zero_quantized_gradients` without a GPU",
         "DeepSpeed's quantisation kernels exist for CUDA only",
         "neither key; zero_hpz_partition_size works everywhere",
-        lambda c: bool(_quantized(c)) and c.device.kind == "cpu",
+        lambda c: _quantizes(c) and c.device.kind == "cpu",
     ),
 ]
 
@@ -262,12 +257,12 @@ def _hpz(choice: Choice) -> int:
     return size if isinstance(size, int) and size > 0 else 1
 
 
-def _quantized(choice: Choice) -> list[str]:
+def _quantizes(choice: Choice) -> bool:
     keys = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
-    return [key for key in keys if choice.zero(key)]
+    return any(choice.zero(key) for key in keys)
 
 
-def refuse_impossible(choice: Choice, file: JsonFile | None) -> None:
+def refuse_impossible(choice: Choice, file: ConfigFile | None) -> None:
     """Holds a choice to every rule.
 
     Raises:
@@ -279,7 +274,7 @@ def refuse_impossible(choice: Choice, file: JsonFile | None) -> None:
             raise ConfigError(f"{place}{rule.what}: {rule.reason}; use {rule.instead}")
 
 
-def _place(rule: Rule, file: JsonFile) -> str:
+def _place(rule: Rule, file: ConfigFile) -> str:
     """The line of the first key in the rule's words that the file has, or the file."""
     for word in re.findall(r"[a-z_.]+", rule.what):
         for dotted, place in file.places.items():

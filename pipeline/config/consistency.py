@@ -1,4 +1,4 @@
-"""What two keys of a recipe say together that cannot be: known before any data is read."""
+"""Keys of a recipe that contradict each other, found before any data is read."""
 
 from __future__ import annotations
 
@@ -84,29 +84,20 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
             ("model.num_heads", "model.num_key_value_heads"),
             f"model.num_heads {heads} is not a multiple of num_key_value_heads {groups}",
         )
-    if (
-        width
-        and heads
-        and width % heads
-        and model.architecture in WHOLE_HEADS
-        and "head_dim" not in model.extra
-    ):
-        yield (
-            ("model.hidden_size", "model.num_heads"),
-            f"model.hidden_size {width} is not a multiple of num_heads {heads}",
-        )
-    elif (
-        width
-        and heads
-        and width // heads % 2
-        and model.architecture in ROTARY_HEADS
-        and not OTHER_ROTARY & set(model.extra)
-    ):
-        yield (
-            ("model.num_heads", "model.hidden_size"),
-            f"model.num_heads {heads} of hidden_size {width} makes heads {width // heads} wide; rotary "
-            "positions need an even head width: change either",
-        )
+    if width and heads:
+        are_whole = model.architecture in WHOLE_HEADS and "head_dim" not in model.extra
+        are_rotary = model.architecture in ROTARY_HEADS and not OTHER_ROTARY & set(model.extra)
+        if are_whole and width % heads:
+            yield (
+                ("model.hidden_size", "model.num_heads"),
+                f"model.hidden_size {width} is not a multiple of num_heads {heads}",
+            )
+        elif are_rotary and width // heads % 2:
+            yield (
+                ("model.num_heads", "model.hidden_size"),
+                f"model.num_heads {heads} of hidden_size {width} makes heads {width // heads} wide; rotary "
+                "positions need an even head width: change either",
+            )
     layers, inner = model.num_layers or 1, model.intermediate_size or 0
     parameters = layers * ((width or 0) ** 2 + (width or 0) * inner) + (model.vocab_size or 0) * (width or 1)
     if parameters > LARGEST_MODEL:

@@ -112,14 +112,12 @@ class DocumentsConfig(Closed):
     def all_sources(self) -> list[SourceConfig]:
         """Every source of the training data, each with a name."""
         if self.sources is None:
-            return [SourceConfig(name="source1", paths=self.paths, text_field=self._text_field())]
+            field = getattr(self, "text_field", "text")
+            return [SourceConfig(name="source1", paths=self.paths, text_field=field)]
         return [
             source if source.name is not None else source.model_copy(update={"name": f"source{number}"})
             for number, source in enumerate(self.sources, start=1)
         ]
-
-    def _text_field(self) -> str:
-        return "text"
 
 
 class TextDataConfig(DocumentsConfig):
@@ -132,9 +130,6 @@ class TextDataConfig(DocumentsConfig):
     """How documents fill sequences. `concatenate`: one behind the other, cut where a sequence is full.
     `best_fit`: whole documents, put together so that little is left over; only what is longer than a sequence
     is cut. `none`: each document alone, padded."""
-
-    def _text_field(self) -> str:
-        return self.text_field
 
 
 class ChatDataConfig(DocumentsConfig):

@@ -1,6 +1,6 @@
-"""Holds a DeepSpeed JSON to what the installed DeepSpeed takes: every key of every section, and its value.
+"""Checks a DeepSpeed JSON against the installed DeepSpeed: every key of every section, and its value.
 
-DeepSpeed passes over many an unknown key in silence and reads many a value first in the middle of a run.
+DeepSpeed silently ignores many unknown keys, and reads many values only in the middle of a run.
 deepspeed_schema.json lists its keys (python -m pipeline.engine.deepspeed_schema writes it), so that nothing
 slow is imported here; deepspeed_keys.py has what this trainer adds.
 """
@@ -10,31 +10,24 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
-from pipeline.config.json_file import JsonFile, is_comment
-from pipeline.config.loading import Tree, did_you_mean
+from pipeline.config.loading import ConfigFile, Tree, did_you_mean, is_comment
 from pipeline.errors import ConfigError
 
 SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
 
-TYPES: dict[str, tuple[type, ...]] = {
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "string": (str,),
-    "array": (list,),
-    "object": (dict,),
-}
-WORDS = {
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "a text",
-    "array": "a list",
-    "object": "an object",
+# JSON Schema's types: what Python reads them as, and what errors call them.
+TYPES: dict[str, tuple[Any, str]] = {
+    "boolean": (bool, "true or false"),
+    "integer": (int, "a whole number"),
+    "number": (int | float, "a number"),
+    "string": (str, "a text"),
+    "array": (list, "a list"),
+    "object": (dict, "an object"),
 }
 BOUNDS = {
     "minimum": "of at least",
@@ -58,63 +51,58 @@ def rules() -> dict[str, dict[str, Any]]:
 @functools.cache
 def _names(section: str) -> dict[str, str]:
     """Every name of a key of this section ("" is the top level) -> the name in DeepSpeed's documentation."""
-    prefix = f"{section}." if section else ""
     found: dict[str, str] = {}
     for dotted, rule in rules().items():
-        if dotted.startswith(prefix) and "." not in (key := dotted.removeprefix(prefix)):
+        parent, _, key = dotted.rpartition(".")
+        if parent == section:
             found |= dict.fromkeys((key, *rule.get("names", ())), key)
-    for other, key in keys.OTHER_NAMES.items():
-        if other.rpartition(".")[0] == section:
-            found[other.removeprefix(prefix)] = key
+    for dotted, key in keys.OTHER_NAMES.items():
+        parent, _, other = dotted.rpartition(".")
+        if parent == section:
+            found[other] = key
     own = keys.SECTIONS.get(section)
     return {name: key for name, key in found.items() if own is None or key in own}
 
 
-def check(file: JsonFile) -> None:
-    """Makes the file's tree what DeepSpeed's documentation would have it, with a note for what is left out.
+def check(file: ConfigFile) -> None:
+    """Turns the file's tree into the keys that DeepSpeed documents, with a note for each that is left out.
 
-    Left out are nulls (DeepSpeed's defaults are null where they are not a value), comments, sections that
-    are switched off and what nobody reads; other names become the documented ones.
+    Left out are nulls (they stand for DeepSpeed's default), comments, sections that are switched off and keys
+    that nothing reads; other names of a key become the documented one.
 
     Raises:
         ConfigError: a key that is unknown, dropped or not read here; a value of another type or out of range.
     """
-    file.tree = _section(file, file.tree, "", file.notes)
+    file.tree = _section(file, file.tree, "")
 
 
-def _section(file: JsonFile, section: Tree, prefix: str, notes: list[str]) -> Tree:
+def _section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
     clean: Tree = {}
     names = _names(prefix.removesuffix("."))
     for given, value in section.items():
         full = f"{prefix}{given}"
         if is_comment(given) and given not in names:
-            notes.append(f"{file.at(full)}: a comment, passed over")
+            file.notes.append(f"{file.at(full)}: a comment, passed over")
             continue
-        _refuse_key(file, full, given, value, names, notes)
+        _refuse_key(file, full, given, value, names)
         if value is None or full in keys.REMOVED or full in keys.NOT_HERE:
             continue
         name = names[given]
-        name, renewed = _renewed(file, f"{prefix}{name}", value, notes)
+        name, renewed = _renewed(file, f"{prefix}{name}", value)
         dotted = f"{prefix}{name}"
         if name in clean or (name != given and section.get(name) is not None):
             raise ConfigError(f"{file.at(full)}: another name of {name}, which is given too; drop one")
         if full != dotted:
-            file.places |= {dotted + at[len(full) :]: place for at, place in _below(file, full)}
-        final = _value(file, dotted, renewed, notes, full)
+            file.places |= {dotted + at[len(full) :]: file.places[at] for at in file.below(full)}
+        final = _value(file, dotted, renewed, full)
         if dotted in keys.IGNORED:
-            notes.append(f"{file.at(full)}: passed over; {keys.IGNORED[dotted]}")
+            file.notes.append(f"{file.at(full)}: passed over; {keys.IGNORED[dotted]}")
         else:
             clean[name] = final
     return clean
 
 
-def _below(file: JsonFile, dotted: str) -> list[tuple[str, str]]:
-    return [(at, place) for at, place in file.places.items() if f"{at}.".startswith(f"{dotted}.")]
-
-
-def _refuse_key(
-    file: JsonFile, full: str, given: str, value: Any, names: dict[str, str], notes: list[str]
-) -> None:
+def _refuse_key(file: ConfigFile, full: str, given: str, value: Any, names: dict[str, str]) -> None:
     """Refuses what is unknown, dropped or not read here, unless it is switched off."""
     reason = keys.REMOVED.get(full) or keys.NOT_HERE.get(full)
     if reason is not None:
@@ -124,8 +112,8 @@ def _refuse_key(
             why = "DeepSpeed no longer has this" if full in keys.REMOVED else "not read here"
             raise ConfigError(f"{file.at(full)}: {why}; {reason}")
         if isinstance(value, dict) and full in keys.NOT_HERE and _names(full):
-            _section(file, value, f"{full}.", [])
-        notes.append(f"{file.at(full)}: switched off, passed over")
+            _section(replace(file, notes=[]), value, f"{full}.")  # one note for all of it
+        file.notes.append(f"{file.at(full)}: switched off, passed over")
     elif given not in names:
         section = full.rpartition(".")[0]
         if full in keys.ALIASES:
@@ -156,32 +144,32 @@ def _says_nothing(dotted: str, value: Any) -> bool:
             return value["enabled"] in (False, "auto")
         default = {key: rules().get(f"{dotted}.{key}", {}).get("default") for key in value}
         return bool(value) and all(each is None or each == default[key] for key, each in value.items())
-    return value is False or (value == rules().get(dotted, {}).get("default") and value is not None)
+    return value is False or value == rules().get(dotted, {}).get("default")
 
 
-def _renewed(file: JsonFile, dotted: str, value: Any, notes: list[str]) -> tuple[str, Any]:
-    """The key (without its section) and value that DeepSpeed makes of a deprecated one."""
+def _renewed(file: ConfigFile, dotted: str, value: Any) -> tuple[str, Any]:
+    """The key (without its section) and value that replace a deprecated one."""
     section, _, name = dotted.rpartition(".")
     new = rules()[dotted].get("deprecated")
     if new is None or dotted in keys.IGNORED:
         return name, value
-    _value(file, dotted, value, [], dotted)
+    _value(file, dotted, value, dotted)
     new = _names(section)[new]
     if rules()[f"{section}.{new}"].get("type") != "object":
         return new, value
-    notes.append(f"{file.at(dotted)}: DeepSpeed's old word for {new}: {{device: cpu}}")
+    file.notes.append(f"{file.at(dotted)}: DeepSpeed's old word for {new}: {{device: cpu}}")
     return new, {"device": "cpu" if value is True else "none"}
 
 
-def _value(file: JsonFile, dotted: str, value: Any, notes: list[str], said: str) -> Any:
-    """The value, sections checked within, a whole number as one (1e9); `said` is the key in the file's words.
+def _value(file: ConfigFile, dotted: str, value: Any, said: str) -> Any:
+    """The checked value, 1e9 as an integer; `said` is the key as the file has it, for errors.
 
     Raises:
         ConfigError: not of the type that DeepSpeed reads, or out of its range.
     """
     rule = rules()[dotted]
     kinds = [rule["type"]] if isinstance(rule.get("type"), str) else rule.get("type", [])
-    if value == "auto" and isinstance(value, str) and "object" not in kinds and dotted not in _NEVER_AUTO:
+    if value == "auto" and "object" not in kinds and dotted not in _NEVER_AUTO:
         return value  # filled in later, or told
     given = value
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
@@ -191,12 +179,12 @@ def _value(file: JsonFile, dotted: str, value: Any, notes: list[str], said: str)
         expected = _expected(dotted, rule, kinds)
         raise ConfigError(f"{file.at(said)}: expected {expected}, given {given!r}")
     if isinstance(value, dict) and _names(dotted):
-        return _section(file, value, f"{dotted}.", notes)
+        return _section(file, value, f"{dotted}.")
     return value
 
 
 def _is(kind: str, value: Any) -> bool:
-    return isinstance(value, TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
+    return isinstance(value, TYPES[kind][0]) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def _in_range(rule: dict[str, Any], value: Any) -> bool:
@@ -225,9 +213,8 @@ def _expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
         bounds = " and ".join(f"{word} {rule[bound]:,}" for bound, word in BOUNDS.items() if bound in rule)
         multiple = f", a multiple of {rule['multipleOf']}" if "multipleOf" in rule else ""
         items = " of texts" * ("items" in rule)
-        return (
-            " or ".join(WORDS[kind] for kind in kinds) + items + (f" {bounds}" if bounds else "") + multiple
-        )
+        types = " or ".join(TYPES[kind][1] for kind in kinds)
+        return types + items + (f" {bounds}" if bounds else "") + multiple
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 

@@ -1,16 +1,15 @@
-"""What DeepSpeed refuses once it starts, or gets wrong, of two keys of its JSON that are each right."""
+"""Keys of the DeepSpeed JSON that are valid alone, and that DeepSpeed refuses or gets wrong together."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pipeline.config.deepspeed_check import rules
-from pipeline.config.json_file import JsonFile
-from pipeline.config.loading import Tree, get_dotted
+from pipeline.config.loading import ConfigFile, Tree, get_dotted
 from pipeline.errors import ConfigError
 
 
-def refuse_conflicts(file: JsonFile) -> None:
+def refuse_conflicts(file: ConfigFile) -> None:
     """Holds a checked file to the table below.
 
     Raises:
@@ -40,6 +39,14 @@ def _no_path(section: str) -> tuple[str, Any, str]:
     )
 
 
+def _no_master_weights(dotted: str) -> tuple[str, Any, str]:
+    return (
+        dotted,
+        lambda tree: _get(tree, dotted) and not _stage(tree),
+        "only ZeRO has master weights; set zero_optimization.stage 1, 2 or 3",
+    )
+
+
 def _scatters(tree: Tree, stage: int) -> bool:
     return _stage(tree) == stage and bool(_get(tree, "zero_optimization.reduce_scatter"))
 
@@ -58,16 +65,8 @@ _TOGETHER = [
         lambda tree: _get(tree, "zero_optimization.offload_optimizer.ratio") < 1 and _stage(tree) < 3,
         "only ZeRO 3 offloads a part; set zero_optimization.stage 3, or drop it",
     ),
-    (
-        "bf16.bf16_master_weights_and_grads",
-        lambda tree: _get(tree, "bf16.bf16_master_weights_and_grads") and not _stage(tree),
-        "only ZeRO has master weights; set zero_optimization.stage 1, 2 or 3",
-    ),
-    (
-        "fp16.fp16_master_weights_and_grads",
-        lambda tree: _get(tree, "fp16.fp16_master_weights_and_grads") and not _stage(tree),
-        "only ZeRO has master weights; set zero_optimization.stage 1, 2 or 3",
-    ),
+    _no_master_weights("bf16.bf16_master_weights_and_grads"),
+    _no_master_weights("fp16.fp16_master_weights_and_grads"),
     (
         "bf16.bf16_optimizer_states",
         lambda tree: (

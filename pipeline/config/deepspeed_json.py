@@ -1,10 +1,10 @@
-"""The DeepSpeed JSON: load it, hold it to what it owns, fill every "auto", hand on a plain dict."""
+"""Loads the DeepSpeed JSON, checks it against the recipe, fills in every "auto", and returns a plain dict."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,21 @@ from pipeline.config import deepspeed_keys as keys
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_check import check, rules
 from pipeline.config.deepspeed_conflicts import refuse_conflicts
-from pipeline.config.json_file import JsonFile, is_comment, read_json
-from pipeline.config.loading import Tree, did_you_mean, get_dotted, override, set_dotted
+from pipeline.config.loading import (
+    ConfigFile,
+    Tree,
+    did_you_mean,
+    get_dotted,
+    is_comment,
+    read_json,
+    set_dotted,
+)
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device
 from pipeline.errors import ConfigError
 
 
-def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> JsonFile:
+def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> ConfigFile:
     """The file with the command line's `ds.` overrides, every key and value checked.
 
     Raises:
@@ -28,30 +35,20 @@ def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> J
     """
     file = read_json(path)
     for parts, value in overrides:
-        override(file.tree, file.places, parts, value)
+        file.override(parts, value)
     check(file)
     refuse_conflicts(file)
     return file
 
 
-def adopt_stated_numbers(
-    recipe: Tree, file: JsonFile, places: Mapping[str, str]
-) -> tuple[Tree, dict[str, str]]:
-    """The recipe, completed with numbers that a JSON from elsewhere states and the recipe does not.
-
-    Args:
-        recipe: What the recipe and the command line say.
-        file: The JSON.
-        places: Where each of the recipe's dotted keys stands.
-
-    Returns:
-        The completed recipe, and the place in the JSON of each key that was completed.
+def adopt_stated_numbers(recipe: ConfigFile, file: ConfigFile) -> None:
+    """Completes the recipe with numbers that a JSON from elsewhere states and the recipe does not.
 
     Raises:
         ConfigError: both state a number and the two differ (both are quoted), the JSON's optimizer or
             scheduler is of a type this trainer does not build, or has parameters that nothing here reads.
     """
-    recipe, tree = copy.deepcopy(recipe), file.tree
+    tree = file.tree
     optimizer, scheduler = get_dotted(tree, "optimizer.type"), get_dotted(tree, "scheduler.type")
     if optimizer is not None and str(optimizer).lower() not in keys.OPTIMIZERS:
         raise ConfigError(
@@ -69,10 +66,10 @@ def adopt_stated_numbers(
     for json_key, mine, value in stated:
         if value is None or value == "auto":
             continue
-        own = get_dotted(recipe, mine)
+        own = get_dotted(recipe.tree, mine)
         if own is None:
             adopted[mine] = file.at(json_key)
-            set_dotted(recipe, mine.split("."), value, adopted[mine])
+            set_dotted(recipe.tree, mine.split("."), value, adopted[mine])
         elif own != value and isinstance(value, str) and not json_key.endswith(".type"):
             wanted = "a whole number" if mine.endswith(("size", "steps")) else "a number"
             raise ConfigError(
@@ -80,17 +77,14 @@ def adopt_stated_numbers(
                 "write it without quotes"
             )
         elif own != value:
-            theirs = "the command line's" if places.get(mine) == "command line" else "the recipe's"
+            theirs = "the command line's" if recipe.places.get(mine) == "command line" else "the recipe's"
             other = adopted.get(mine, f"{theirs} {mine}")
             raise ConfigError(f'{file.at(json_key)} is {value}, {other} is {own}; write "auto" here')
-    return recipe, adopted
+    recipe.places |= adopted
 
 
-def adopt_torch_section(recipe: Tree, file: JsonFile) -> tuple[Tree, dict[str, str]]:
-    """The recipe with the `engine` section that a file with a `torch` section stands for.
-
-    Returns:
-        The completed recipe, and the place in the JSON of each key of its engine section.
+def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
+    """Gives the recipe the `engine` section that a file with a `torch` section stands for.
 
     Raises:
         ConfigError: the recipe has an engine section too, or the file also speaks to DeepSpeed.
@@ -100,7 +94,7 @@ def adopt_torch_section(recipe: Tree, file: JsonFile) -> tuple[Tree, dict[str, s
         raise ConfigError(
             f"{file.at('torch')}: plain PyTorch does not read {', '.join(foreign)}; drop torch, or drop these"
         )
-    if "engine" in recipe:
+    if "engine" in recipe.tree:
         raise ConfigError(f"{file.at('torch')}: the recipe has an engine section too; drop one of the two")
     if get_dotted(tree, "fp16.enabled") is True:
         raise ConfigError(
@@ -108,33 +102,33 @@ def adopt_torch_section(recipe: Tree, file: JsonFile) -> tuple[Tree, dict[str, s
             "ds_configs/zero2_fp16.json"
         )
     bf16 = get_dotted(tree, "bf16.enabled")
-    engine = {
+    recipe.tree["engine"] = {
         **tree["torch"],
         "precision": "auto" if bf16 == "auto" else "bf16" if bf16 else "fp32",
         "tf32": get_dotted(tree, "tf32.enabled") in (True, "auto"),
         "compile": bool(get_dotted(tree, "compile.enabled")),
     }
-    from_torch = {key: f"torch.{key}" for key in tree["torch"]}
-    from_sections = {"precision": "bf16.enabled", "tf32": "tf32.enabled", "compile": "compile.enabled"}
-    places = {f"engine.{key}": file.at(theirs) for key, theirs in (from_torch | from_sections).items()}
-    return recipe | {"engine": engine}, places
+    theirs = {"precision": "bf16.enabled", "tf32": "tf32.enabled", "compile": "compile.enabled"}
+    theirs |= {key: f"torch.{key}" for key in tree["torch"]}
+    recipe.places |= {f"engine.{key}": file.at(dotted) for key, dotted in theirs.items()}
 
 
-def _refuse_unread(file: JsonFile) -> None:
+def _refuse_unread(file: ConfigFile) -> None:
     """Refuses parameters of the JSON's optimizer and scheduler that change something, but nothing here."""
     unread: dict[str, str] = {}
-    for name in ("optimizer", "scheduler"):
-        section, params = file.tree.get(name, {}), get_dotted(file.tree, f"{name}.params")
-        for dotted, part in ((name, section), (f"{name}.params", {} if params is None else params)):
-            if not isinstance(part, dict):
-                raise ConfigError(f"{file.at(dotted)}: expected an object, given {part!r}")
-            for key, value in part.items():
-                full = f"{dotted}.{key}"
-                read = full in keys.RECIPE_OWNS or full in (f"{name}.type", f"{name}.params")
-                if read or value is None or is_comment(key):
-                    continue
-                if value != "auto" and value not in keys.AS_BUILT.get(full, ()):
-                    unread[full] = f"{full} ({json.dumps(value)})"
+    sections = ("optimizer", "optimizer.params", "scheduler", "scheduler.params")
+    read = {*keys.RECIPE_OWNS, *sections, "optimizer.type", "scheduler.type"}
+    for dotted in sections:
+        part = get_dotted(file.tree, dotted)
+        if part is None:
+            continue
+        if not isinstance(part, dict):
+            raise ConfigError(f"{file.at(dotted)}: expected an object, given {part!r}")
+        for key, value in part.items():
+            full = f"{dotted}.{key}"
+            says_nothing = value in (None, "auto") or is_comment(key)
+            if full not in read and not says_nothing and value not in keys.AS_BUILT.get(full, ()):
+                unread[full] = f"{full} ({json.dumps(value)})"
     if unread:
         first = next(iter(unread))
         section, _, name = first.rpartition(".")
@@ -147,7 +141,7 @@ def _refuse_unread(file: JsonFile) -> None:
         )
 
 
-def resolve_deepspeed(file: JsonFile, config: RunConfig, plan: BatchPlan, precision: str) -> Tree:
+def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, precision: str) -> Tree:
     """The dict DeepSpeed gets: every "auto" a value, optimizer and schedule left to the recipe's builders.
 
     Raises:
@@ -192,7 +186,7 @@ def _zero_defaults(config: RunConfig) -> Tree:
     }
 
 
-def decide_precision(file: JsonFile, device: Device) -> str:
+def decide_precision(file: ConfigFile, device: Device) -> str:
     """`bf16` where it is asked for, or left open and the device has it; else `fp16`; else `fp32`.
 
     Raises:
@@ -232,7 +226,7 @@ def lowest_loss_scale(filled: Tree | None) -> float | None:
 def _leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
-        if value == "auto" and isinstance(value, str):
+        if value == "auto":
             if rules().get(f"{prefix}{key}", {}).get("default") != "auto":
                 yield f"{prefix}{key}"
         else:

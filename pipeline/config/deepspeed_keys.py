@@ -1,4 +1,4 @@
-"""What this trainer has to say of DeepSpeed's keys; which there are stands in deepspeed_schema.json."""
+"""What this trainer says about DeepSpeed's keys; deepspeed_schema.json lists the keys themselves."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ OWN_MEANINGS = {
     "`find_unused_parameters` as in the recipe's `engine`. Beside it only `bf16`, `tf32`, `compile` and what "
     "is the recipe's. No key of DeepSpeed's.",
 }
-
-# pipeline.partition: what stages are made alike in; `uniform`: in blocks, `time`: measured at the start.
-PARTITIONS = ("parameters", "uniform", "time")
 
 # What may stand beside a `torch` section; everything else speaks to DeepSpeed.
 WITH_TORCH = {
@@ -98,7 +95,7 @@ _POSITIVE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0}
 _DTYPE: dict[str, Any] = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
 _ANY_CASE: dict[str, Any] = {"type": "string", "anyCase": True}
 
-# What DeepSpeed reads without a look at the value, and fails on later or in silence: added to the schema.
+# Limits that DeepSpeed does not check itself, and fails on later or silently: added to the schema.
 LIMITS: dict[str, dict[str, Any]] = {
     "activation_checkpointing.number_checkpoints": _POSITIVE,
     "aio.block_size": _POSITIVE,
@@ -122,12 +119,9 @@ LIMITS: dict[str, dict[str, Any]] = {
     "fp16.loss_scale_window": _POSITIVE,
     "fp16.min_loss_scale": _POSITIVE,
     "gradient_predivide_factor": {"exclusiveMinimum": 0},
-    "log_level": {
-        "type": "string",
-        "enum": ["debug", "info", "warning", "error", "critical"],
-        "anyCase": True,
-    },
-    "pipeline.partition": {"enum": list(PARTITIONS)},
+    "log_level": {"enum": ["debug", "info", "warning", "error", "critical"]} | _ANY_CASE,
+    # What stages are made alike in; `uniform`: in blocks, `time`: measured at the start.
+    "pipeline.partition": {"enum": ["parameters", "uniform", "time"]},
     "pipeline.stages": {"type": "integer", "default": 1},
     "seq_parallel_communication_data_type": _DTYPE,
     "sequence_parallel_size": {"type": "integer"},

@@ -1,45 +1,78 @@
-"""YAML recipe + command-line overrides -> RunConfig. Every error names the file, the line and the key."""
+"""A configuration file, YAML or JSON, with the command line's overrides: a tree, and where each key stands.
+
+Every error names the file, the line and the key.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
-from pipeline.config.aliases import ALIASES
-from pipeline.config.consistency import contradictions
-from pipeline.config.schema import RunConfig
 from pipeline.config.yaml_loader import Loader
 from pipeline.errors import ConfigError
 from pipeline.foreign import CONFIGURATION, read_plain
 
 Tree = dict[str, Any]
 
-# What people look for in the recipe but DeepSpeed's JSON decides.
-DEEPSPEED_OWNS = {
-    "zero_optimization", "zero_stage", "stage", "fp16", "bf16", "precision", "dtype", "offload",
-    "offload_optimizer", "offload_param", "loss_scale", "tensor_parallel", "pipeline",
-}  # fmt: skip
-
-
 # Plain words that YAML 1.1 takes for a value: on, off, yes, no, ~
 _NOT_TEXT = {"tag:yaml.org,2002:bool": "true or false", "tag:yaml.org,2002:null": "nothing"}
 
+# Keys that people write for each other: JSON has no comments.
+_COMMENT = re.compile(r"(?i)[_/#$].*|(?:.*_)?comments?\d*|descriptions?|notes?")
+LARGEST = 2**63 - 1
+"""No whole number in a configuration is larger: it counts, or measures memory."""
 
-def did_you_mean(given: str, valid: Iterable[str]) -> str:
-    """` (did you mean "..."?)`, or the valid names where none is near."""
-    options = sorted(valid)
-    near = difflib.get_close_matches(given, options, n=1, cutoff=0.6)
-    return f' (did you mean "{near[0]}"?)' if near else f" (valid: {', '.join(options)})"
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
 
-def read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
-    """The mapping in a YAML file, and the place (`file:line`) of each of its dotted keys.
+@dataclass
+class ConfigFile:
+    """What a file says, and where: `places` has `file:line` or `command line` for each dotted key."""
+
+    path: Path
+    tree: Tree
+    places: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """A line for each key that was taken, and that nobody reads."""
+
+    def place(self, dotted: str) -> str:
+        """`command line`, `file:line` of the key or of the section it is missing in, or the file."""
+        parts = dotted.split(".")
+        for length in range(len(parts), 0, -1):
+            if (place := self.places.get(".".join(parts[:length]))) is not None:
+                return place
+        return str(self.path)
+
+    def at(self, dotted: str) -> str:
+        """`file:line: key` or `command line: ds.key`, as errors about the DeepSpeed JSON begin."""
+        place = self.place(dotted)
+        return f"{place}: {'ds.' * (place == 'command line')}{dotted}"
+
+    def below(self, dotted: str) -> list[str]:
+        """Of the keys whose place is known: this one, and all within it."""
+        return [at for at in self.places if f"{at}.".startswith(f"{dotted}.")]
+
+    def override(self, parts: list[str], value: Any) -> None:
+        """Sets what the command line says, and that it stands there."""
+        dotted = ".".join(parts)
+        set_dotted(self.tree, parts, value, "command line")
+        for at in self.below(dotted):
+            del self.places[at]
+        for length in range(1, len(parts)):
+            self.places.setdefault(".".join(parts[:length]), "command line")
+        self.places[dotted] = "command line"
+
+
+def read_yaml(path: Path) -> ConfigFile:
+    """The mapping in a YAML file.
 
     Raises:
         ConfigError: missing, unreadable, malformed or a key given twice (line and column), not a mapping.
@@ -62,24 +95,7 @@ def read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found a {type(tree).__name__}")
-    return tree, places
-
-
-def read_text(path: Path) -> str:
-    """The UTF-8 text of a configuration file; a ConfigError names what is near when it is missing."""
-    try:
-        # Some editors begin a file with a byte order mark.
-        return read_plain(path, CONFIGURATION).decode("utf-8-sig")
-    except FileNotFoundError:
-        siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, siblings) if siblings else ""
-        raise ConfigError(f"{path}: no such file{hint}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 (byte {error.start})") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a NUL in the name
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return ConfigFile(path, tree, places)
 
 
 def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
@@ -103,6 +119,104 @@ def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
             places[dotted] = f"{path}:{key.start_mark.line + 1}"
             places.update(_key_places(value, path, dotted + "."))
     return places
+
+
+def read_json(path: Path) -> ConfigFile:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigError: missing, malformed, a key given twice, a number that is none (file and line).
+    """
+    text = read_text(path)
+
+    def refuse(number: str, what: str) -> NoReturn:
+        line = text.count("\n", 0, text.index(number)) + 1
+        raise ConfigError(f"{path}:{line}: not valid JSON: {what}")
+
+    def whole(number: str) -> int:
+        if len(number) > 40 or abs(int(number)) > LARGEST:
+            refuse(number, f"a number of {len(number.lstrip('-'))} digits; the largest is {LARGEST:,}")
+        return int(number)
+
+    def real(number: str) -> float:
+        if not math.isfinite(float(number)):
+            refuse(number, f"{number[:40]} is more than a number can hold")
+        return float(number)
+
+    try:
+        tree = json.loads(
+            text,
+            parse_int=whole,
+            parse_float=real,
+            parse_constant=lambda word: refuse(word, f"{word} is not a number"),
+        )
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path}: expected an object of keys to values, found a {type(tree).__name__}")
+        words = _words(text)
+        return ConfigFile(path, tree, dict(_json_places(next(words)[0], words, path)))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid JSON: nested too deeply") from None
+
+
+def _words(text: str) -> Iterator[tuple[str, int]]:
+    """Each token of a JSON text, and its line."""
+    line, counted = 1, 0
+    for token in _TOKEN.finditer(text):
+        line, counted = line + text.count("\n", counted, token.start()), token.start()
+        yield token[0], line
+
+
+def _json_places(
+    opening: str, words: Iterator[tuple[str, int]], path: Path, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """(dotted key, `file:line`) of each key within the value that begins with `opening`, in valid JSON."""
+    if opening == "{":
+        keys = set()
+        for word, line in words:
+            if word == "}":
+                return
+            if word == ",":
+                continue
+            key = json.loads(word)
+            if key in keys and not is_comment(key):
+                raise ConfigError(f"{path}:{line}: {prefix}{key}: the key {key!r} is given twice")
+            keys.add(key)
+            yield f"{prefix}{key}", f"{path}:{line}"
+            next(words)  # the colon
+            yield from _json_places(next(words)[0], words, path, f"{prefix}{key}.")
+    elif opening == "[":
+        number = 0
+        for word, _ in words:
+            if word == "]":
+                return
+            if word == ",":
+                number += 1
+            else:
+                yield from _json_places(word, words, path, f"{prefix}{number}.")
+
+
+def is_comment(key: Any) -> bool:
+    """Whether a key is one that people write for each other: `_comment`, `//`, `$schema`."""
+    return isinstance(key, str) and _COMMENT.fullmatch(key) is not None
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a configuration file; a ConfigError names what is near when it is missing."""
+    try:
+        # Some editors begin a file with a byte order mark.
+        return read_plain(path, CONFIGURATION).decode("utf-8-sig")
+    except FileNotFoundError:
+        siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, siblings) if siblings else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
 def parse_override(argument: str) -> tuple[list[str], Any]:
@@ -148,135 +262,8 @@ def get_dotted(tree: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def override(tree: Tree, places: dict[str, str], parts: list[str], value: Any) -> None:
-    """Sets what the command line says, and that it stands there; `places` as read_yaml returns them."""
-    dotted = ".".join(parts)
-    set_dotted(tree, parts, value, "command line")
-    for at in [at for at in places if f"{at}.".startswith(f"{dotted}.")]:
-        del places[at]
-    for length in range(1, len(parts)):
-        places.setdefault(".".join(parts[:length]), "command line")
-    places[dotted] = "command line"
-
-
-def validate_recipe(tree: Tree, source: Path, places: Mapping[str, str]) -> RunConfig:
-    """The typed recipe.
-
-    Args:
-        tree: What the recipe and the command line say.
-        source: The recipe's file.
-        places: Where each dotted key stands.
-
-    Raises:
-        ConfigError: one line a problem, each with file, line, key, what was given and what is valid.
-    """
-    try:
-        config = RunConfig.model_validate(tree)
-    except ValidationError as error:
-        problems = [_explain(problem, source, places) for problem in error.errors()]
-        unique = list(dict.fromkeys(problems))
-        raise ConfigError("\n".join(unique)) from None
-    for keys, message in contradictions(config):
-        found = [place_of(key, source, places) for key in keys]
-        place = "command line" if "command line" in found else found[0]
-        raise ConfigError(f"{place}: {message}")
-    return config
-
-
-def place_of(dotted: str, source: Path, places: Mapping[str, str]) -> str:
-    """`command line`, `file:line` of the key or of the section it is missing in, or the recipe's file."""
-    parts = dotted.split(".")
-    for length in range(len(parts), 0, -1):
-        if (place := places.get(".".join(parts[:length]))) is not None:
-            return place
-    return str(source)
-
-
-def _explain(problem: Any, source: Path, places: Mapping[str, str]) -> str:
-    parts, section = _locate(problem["loc"])
-    kind, given = problem["type"], problem["input"]
-    if kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(given, dict):
-        parts.append("kind")
-    dotted = ".".join(parts)
-    place = place_of(dotted, source, places)
-    if kind == "value_error" and any(
-        at.startswith(f"{dotted}.") and there == "command line" for at, there in places.items()
-    ):
-        place = "command line"  # keys of a section that exclude each other, one of them given there
-    start = f"{place}: {_visible(dotted)}: "
-    if kind == "extra_forbidden":
-        return start + _unknown(parts[-1], dotted, section)
-    if kind == "union_tag_invalid":
-        tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'custom'", "")
-        hint = did_you_mean(tag, re.findall(r"'(\w+)'", expected))
-        return f"{start}{tag!r} is no known kind{hint}; your own: package.module:function"
-    if kind == "missing" or (kind == "union_tag_not_found" and isinstance(given, dict)):
-        return start + "missing"
-    if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
-        return f"{start}expected a section of keys and values, given {given!r}"
-    if kind == "value_error":  # one of our own, which says what was given
-        return start + str(problem["ctx"]["error"])
-    message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{start}{message}, given {given!r}"
-
-
-def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
-    """What is said of a key that its section does not have."""
-    if not key.isprintable():
-        return "unknown key; what is escaped here does not show: type the line anew, with plain spaces"
-    if key in ("deepspeed", "deepspeed_config"):
-        return "unknown key; the DeepSpeed JSON is an option of the command: --deepspeed FILE"
-    if key in DEEPSPEED_OWNS:
-        return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
-    if ALIASES.get(key, dotted) != dotted:  # the same: a key of another kind of this section
-        return f"unknown key; here it is {ALIASES[key]}"
-    hint = did_you_mean(key, section.model_fields if section else {})
-    if "did you mean" not in hint and (kinds := _kinds_with(key, dotted)):
-        hint = f"; it goes with kind {' or '.join(kinds)}"
-    return f"unknown key{hint}"
-
-
-def _kinds_with(key: str, dotted: str) -> list[str]:
-    """Of a section whose kind chooses its keys: the kinds that have this one."""
-    top = RunConfig.model_fields.get(dotted.removesuffix(f".{key}"))
-    members = _sections_in(top.annotation)[2] if top else {}
-    return [kind for kind, member in members.items() if key in member.model_fields and kind != "auto"]
-
-
-def _visible(text: str) -> str:
-    """The text with what does not show, as a no-break space, written out: `\\xa0`."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:
-    """Dotted parts of a pydantic location without the union tags, and the section the last part is in."""
-    parts: list[str] = []
-    section: type[BaseModel] | None = RunConfig
-    inside: Any = None  # annotation of what a list or dict of sections holds
-    members: dict[str, type[BaseModel]] = {}
-    for item in loc[:-1]:
-        if item in members:
-            section, members = members[item], {}
-            continue
-        parts.append(str(item))
-        field = section.model_fields.get(str(item)) if section is not None else None
-        annotation = inside if inside is not None else field.annotation if field is not None else None
-        section, inside, members = _sections_in(annotation)
-    last = [] if loc[-1] in members else [str(loc[-1])]
-    return parts + last, section
-
-
-def _sections_in(annotation: Any) -> tuple[type[BaseModel] | None, Any, dict[str, type[BaseModel]]]:
-    """The section an annotation is; or what its list or dict holds; or its union's members by tag."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, None, {}
-    if get_origin(annotation) in (list, dict):
-        return None, get_args(annotation)[-1], {}
-    members = {}
-    for member in get_args(annotation):
-        tagged = get_args(member)
-        if len(tagged) == 2 and hasattr(tagged[1], "tag"):
-            members[tagged[1].tag] = tagged[0]
-        elif get_origin(member) in (list, dict):  # or None
-            return None, get_args(member)[-1], {}
-    return None, None, members
+def did_you_mean(given: str, valid: Iterable[str]) -> str:
+    """` (did you mean "..."?)`, or the valid names where none is near."""
+    options = sorted(valid)
+    near = difflib.get_close_matches(given, options, n=1, cutoff=0.6)
+    return f' (did you mean "{near[0]}"?)' if near else f" (valid: {', '.join(options)})"

@@ -11,12 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-from pydantic import BaseModel, Tag
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.data_schema import SOURCE_NAME
@@ -25,10 +20,15 @@ from pipeline.config.schema import RUN_NAME, RunConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
+Schema = dict[str, Any]
+"""JSON Schema, as pydantic writes it for the recipe."""
+
 # In words; a pattern that is not here is explained by its field.
 PATTERNS = {IMPORT_PATH: "an import path"} | dict.fromkeys(
     (RUN_NAME, SOURCE_NAME), "letters, digits, `_`, `.`, `-`"
 )
+LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
 
 INTRODUCTION = """\
 # Configuration
@@ -55,23 +55,22 @@ size. Two keys that cannot stand together are told before anything is loaded.
 
 def document() -> str:
     """The whole of docs/configuration.md."""
-    top = {name: field for name, field in RunConfig.model_fields.items() if not _sections(field.annotation)}
-    parts = [INTRODUCTION, "## The run\n", _table("", top)]
-    for name, field in RunConfig.model_fields.items():
-        members = _sections(field.annotation)
+    recipe = RunConfig.model_json_schema()
+    defined = recipe["$defs"]
+    top = {name: field for name, field in recipe["properties"].items() if not _sections(field)}
+    parts = [INTRODUCTION, "## The run\n", _table("", recipe | {"properties": top}, defined)]
+    for name, field in recipe["properties"].items():
+        members = [defined[section] for section in _sections(field)]
         if not members:
             continue
         parts.append(f"## {name}\n")
         for section in members:
             if len(members) > 1:
                 parts.append(f"### {_kind(section)}\n")
-            parts += [
-                _paragraph(" ".join((section.__doc__ or "").split())),
-                _table(f"{name}.", section.model_fields),
-            ]
+            parts += [_paragraph(section["description"]), _table(f"{name}.", section, defined)]
         for item, holders in _items(name, members).items():
             parts.append(f"### Each of {' and '.join(f'`{holder}`' for holder in holders)}\n")
-            parts += [_paragraph(" ".join((item.__doc__ or "").split())), _table("", item.model_fields)]
+            parts += [_paragraph(defined[item]["description"]), _table("", defined[item], defined)]
     return "\n".join([*parts, *_deepspeed()])
 
 
@@ -116,58 +115,49 @@ def _deepspeed() -> Iterator[str]:
 
 
 def _paragraph(text: str) -> str:
-    return textwrap.fill(text, 110, break_long_words=False, break_on_hyphens=False) + "\n"
+    return textwrap.fill(" ".join(text.split()), 110, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def _sections(field: Schema) -> list[str]:
     """The section a field holds, or the alternatives where its `kind` chooses one; empty for a value."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    tagged = [get_args(member) for member in get_args(annotation)]
-    return [member[0] for member in tagged if len(member) == 2 and isinstance(member[1], Tag)]
+    return [each["$ref"].rpartition("/")[2] for each in field.get("oneOf", [field]) if "$ref" in each]
 
 
-def _item(annotation: Any) -> type[BaseModel] | None:
-    """The section that a list's items or a mapping's values are."""
-    for each in get_args(annotation):
-        if isinstance(each, type) and issubclass(each, BaseModel):
-            return each
-        if (found := _item(each)) is not None:
-            return found
-    return None
+def _alternatives(field: Schema) -> list[Schema]:
+    """What a value may be besides null."""
+    return [each for each in field.get("anyOf", [field]) if each.get("type") != "null"]
 
 
-def _items(name: str, members: list[type[BaseModel]]) -> dict[type[BaseModel], list[str]]:
+def _items(name: str, members: list[Schema]) -> dict[str, dict[str, None]]:
     """Sections within lists and mappings of a section, with the keys that hold them."""
-    found: dict[type[BaseModel], dict[str, None]] = {}
+    found: dict[str, dict[str, None]] = {}
     for section in members:
-        for key, field in section.model_fields.items():
-            if not _sections(field.annotation) and (item := _item(field.annotation)) is not None:
-                found.setdefault(item, {})[f"{name}.{key}"] = None
-    return {item: list(holders) for item, holders in found.items()}
+        for key, field in section["properties"].items():
+            for each in _alternatives(field):
+                held = [each.get("items", {}), *each.get("patternProperties", {}).values()]
+                for item in (item for inner in held for item in _sections(inner)):
+                    found.setdefault(item, {})[f"{name}.{key}"] = None
+    return found
 
 
-def _kind(section: type[BaseModel]) -> str:
-    values = get_args(section.model_fields["kind"].annotation)
-    return f"kind: {values[0]}" if values else "kind: package.module:function"
+def _kind(section: Schema) -> str:
+    return f"kind: {section['properties']['kind'].get('const', 'package.module:function')}"
 
 
-def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
-    return _rows(("key", "type", "default", "range", "meaning"), list(_field_rows(prefix, fields)))
+def _table(prefix: str, section: Schema, defined: Schema) -> str:
+    return _rows(("key", "type", "default", "range", "meaning"), list(_field_rows(prefix, section, defined)))
 
 
-def _field_rows(prefix: str, fields: dict[str, FieldInfo]) -> Iterator[tuple[str, ...]]:
-    for name, field in sorted(
-        fields.items(), key=lambda item: item[0] != "kind"
-    ):  # what chooses stands first
-        inner = _sections(field.annotation)
-        if inner:
-            yield from _field_rows(f"{prefix}{name}.", inner[0].model_fields)
+def _field_rows(prefix: str, section: Schema, defined: Schema) -> Iterator[tuple[str, ...]]:
+    fields = section["properties"].items()
+    for name, field in sorted(fields, key=lambda item: item[0] != "kind"):  # what chooses stands first
+        if inner := _sections(field):
+            yield from _field_rows(f"{prefix}{name}.", defined[inner[0]], defined)
             continue
-        meaning = " ".join((field.description or "What this section describes.").split())
+        meaning = " ".join(field.get("description", "What this section describes.").split())
         # A kind is looked at before its section is made, so its default never counts.
         default = "required" if name == "kind" and prefix in ("model.", "data.") else _default(field)
-        yield f"`{prefix}{name}`", _type(field.annotation), default, _range(field), meaning
+        yield f"`{prefix}{name}`", _type(field), default, ", ".join(_range(field)), meaning
 
 
 def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -175,56 +165,42 @@ def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def _type(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _type(field: Schema) -> str:
+    return " or ".join(map(_type_of, _alternatives(field)))
+
+
+def _type_of(value: Schema) -> str:
+    if "const" in value or "enum" in value:
+        return ", ".join(f"`{word}`" for word in value.get("enum", [value.get("const")]))
+    if "prefixItems" in value:
+        return f"list of {len(value['prefixItems'])} x {_type(value['prefixItems'][0])}"
+    if "items" in value:
+        return f"list of {_type(value['items'])}"
+    if "$ref" in value:
         return "sections"
-    if origin is Annotated:
-        return _type(arguments[0])
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in arguments)
-    if origin in (Union, UnionType):
-        return " or ".join(_type(each) for each in arguments if each is not NoneType)
-    if origin is list:
-        return f"list of {_type(arguments[0])}"
-    if origin is tuple:
-        return f"list of {len(arguments)} x {_type(arguments[0])}"
-    if origin is dict:
-        return "sections by name" if _item(annotation) is not None else "keys and values"
-    return {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}[
-        annotation.__name__
-    ]
+    if value["type"] == "object":
+        return "sections by name" if "patternProperties" in value else "keys and values"
+    return TYPES[value["type"]]
 
 
-def _default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined:
+def _default(field: Schema) -> str:
+    if "default" not in field:
         return "required"
-    if field.default is None:
+    if field["default"] is None:
         return "none"
-    return f"`{json.dumps(field.default)}`".replace('"', "")
+    return f"`{json.dumps(field['default'])}`".replace('"', "")
 
 
-def _range(field: FieldInfo) -> str:
+def _range(field: Schema) -> Iterator[str]:
     """The limits of a number, the length of a list, the pattern of a text."""
-    limits = []
-    for rule in [*field.metadata, *_item_rules(field.annotation)]:
-        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
-            if (limit := getattr(rule, name, None)) is not None:
-                limits.append(f"{sign} {limit:,}")
-        if (length := getattr(rule, "min_length", None)) is not None:
-            limits.append(f"at least {length}")
-        limits += [PATTERNS[p] for p in (getattr(rule, "pattern", None),) if p in PATTERNS]
-    return ", ".join(limits)
-
-
-def _item_rules(annotation: Any) -> list[Any]:
-    """The rules for the items of a list, which are all alike."""
-    for each in get_args(annotation):
-        if get_origin(each) is Annotated:
-            return [rule for item in each.__metadata__ for rule in item.metadata]
-        if rules := _item_rules(each):
-            return rules
-    return []
+    for value in _alternatives(field):
+        yield from (f"{sign} {value[name]:,}" for name, sign in LIMITS.items() if name in value)
+        if "minItems" in value and "prefixItems" not in value:
+            yield f"at least {value['minItems']}"
+        patterns = [value.get("pattern"), *value.get("patternProperties", ())]
+        yield from (PATTERNS[pattern] for pattern in patterns if pattern in PATTERNS)
+        if item := value.get("prefixItems", [value.get("items")])[0]:  # they are all alike
+            yield from _range(item)
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +19,9 @@ from pipeline.config.deepspeed_json import (
     load_deepspeed_json,
     resolve_deepspeed,
 )
-from pipeline.config.json_file import JsonFile
-from pipeline.config.loading import (
-    Tree,
-    get_dotted,
-    override,
-    parse_override,
-    place_of,
-    read_yaml,
-    validate_recipe,
-)
+from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override, read_yaml
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.config.own_code import refuse_code
+from pipeline.config.recipe import refuse_code, validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.config.yaml_loader import Dumper
@@ -66,7 +58,7 @@ class Settings:
 
     config: RunConfig
     recipe_path: Path
-    split: JsonFile | None
+    split: ConfigFile | None
     """The file after --deepspeed."""
 
     @property
@@ -120,13 +112,11 @@ class Settings:
         device = Device.probe()
         try:
             return self.resolve(world_size, device)
-        except ConfigError as error:
+        except ConfigError:
             if device.kind != "cpu":
-                try:
+                with suppress(ConfigError):
                     return self.resolve(world_size, Device.cpu())
-                except ConfigError:
-                    pass
-            raise error
+            raise
 
 
 def load_settings(
@@ -145,7 +135,7 @@ def load_settings(
         import_paths: Whether the recipe may name code to run.
 
     Raises:
-        ConfigError: see pipeline.config.loading, pipeline.config.deepspeed_json and pipeline.config.own_code.
+        ConfigError: see pipeline.config.loading, pipeline.config.recipe and pipeline.config.deepspeed_json.
     """
     recipe, deepspeed = Path(recipe), None if deepspeed is None else Path(deepspeed)
     for option, path in (("--config", recipe), ("--deepspeed", deepspeed)):
@@ -159,26 +149,23 @@ def load_settings(
             f"command line: ds.{'.'.join(for_deepspeed[0][0])} changes the DeepSpeed JSON, but none is "
             "given; add --deepspeed FILE.json"
         )
-    tree, places = read_yaml(recipe)
+    file = read_yaml(recipe)
     for parts, value in for_recipe:
-        override(tree, places, parts, value)
-    overridden = {".".join(parts) for parts, _ in for_recipe}
-    _set_aside_alternatives(tree, overridden)
+        file.override(parts, value)
+    _set_aside_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
     split = None
     if deepspeed is not None:
         split = load_deepspeed_json(deepspeed, for_deepspeed)
-        tree, adopted = adopt_stated_numbers(tree, split, places)
-        places |= adopted
+        adopt_stated_numbers(file, split)
         if "torch" in split.tree:
-            tree, adopted = adopt_torch_section(tree, split)
-            places |= adopted
-    config = _with_own_tokenizer(validate_recipe(tree, recipe, places))
+            adopt_torch_section(file, split)
+    config = _with_own_tokenizer(validate_recipe(file))
     if not import_paths:
-        refuse_code(config, recipe, places)
+        refuse_code(config, file)
     settings = Settings(config, recipe, split)
     if settings.deepspeed is not None and "engine" in config.model_fields_set:
-        given = [place_of(f"engine.{key}", recipe, places) for key in config.engine.model_fields_set]
-        place = "command line" if "command line" in given else [*given, place_of("engine", recipe, places)][0]
+        given = [file.place(f"engine.{key}") for key in config.engine.model_fields_set]
+        place = "command line" if "command line" in given else [*given, file.place("engine")][0]
         raise ConfigError(
             f"{place}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); drop the section"
         )

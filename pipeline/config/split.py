@@ -8,8 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.json_file import JsonFile
-from pipeline.config.loading import get_dotted
+from pipeline.config.loading import ConfigFile, get_dotted
 from pipeline.errors import ConfigError
 
 # JSON key -> the degree's name in messages. Their product divides the number of ranks.
@@ -59,9 +58,8 @@ class Device:
             return cls("cuda", bf16=True, fp16=True)
 
     def emulates(self, precision: str) -> bool:
-        return self.kind == "cpu" and (
-            (precision == "bf16" and not self.bf16) or (precision == "fp16" and not self.fp16)
-        )
+        has = {"fp32": True, "bf16": self.bf16, "fp16": self.fp16}
+        return self.kind == "cpu" and not has[precision]
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Split:
         return ", ".join(parts)
 
 
-def deepspeed_split(file: JsonFile, world_size: int, precision: str) -> Split:
+def deepspeed_split(file: ConfigFile, world_size: int, precision: str) -> Split:
     """The split a DeepSpeed JSON asks for on this many ranks.
 
     Raises:
@@ -113,9 +111,8 @@ def deepspeed_split(file: JsonFile, world_size: int, precision: str) -> Split:
     if world_size % needed:
         cut = {key: degrees[name] for key, name in DEGREES.items() if degrees[name] > 1}
         asked = " x ".join(f"{key} {degree}" for key, degree in cut.items())
-        place = file.at(next(iter(cut))).rpartition(": ")[0]
         raise ConfigError(
-            f"{place}: {asked} needs a multiple of {needed} ranks, and this job has {world_size}; "
-            f"start {-(-world_size // needed) * needed}, or lower the degree"
+            f"{file.place(next(iter(cut)))}: {asked} needs a multiple of {needed} ranks, and this job has "
+            f"{world_size}; start {-(-world_size // needed) * needed}, or lower the degree"
         )
     return Split(world_size, precision, "deepspeed", stage, **degrees)

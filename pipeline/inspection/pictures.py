@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import ConfigError
-from pipeline.inspection.statistics import Lengths
+from pipeline.inspection.statistics import Lengths, together
 
 BINS = 48
 BAR = 40  # characters of the longest one
@@ -30,7 +30,7 @@ def draw_lengths(named: dict[str, Lengths], sequence_length: int, path: Path) ->
         ConfigError: it cannot be written.
     """
     named = _few({name: lengths for name, lengths in named.items() if lengths.documents})
-    figure, (above, below) = _subplots(2, 1, figsize=(8, 6.2), sharex=True)
+    figure, (above, below) = _subplots(2, 1, (8, 6.2), sharex=True)
     longest = max([sequence_length] + [int(lengths.values[-1]) for lengths in named.values()])
     shortest = min([sequence_length] + [int(lengths.values[0]) for lengths in named.values()])
     edges = np.geomspace(max(1, shortest), longest + 1, BINS + 1)
@@ -72,10 +72,8 @@ def _few(named: dict[str, Lengths]) -> dict[str, Lengths]:
     by_size = sorted(named, key=lambda name: -named[name].documents)
     kept = set(by_size[: MOST_SOURCES - 1])
     rest = [lengths for name, lengths in named.items() if name not in kept]
-    values, places = np.unique(np.concatenate([part.values for part in rest]), return_inverse=True)
-    counts = np.bincount(places, weights=np.concatenate([part.counts for part in rest])).astype(np.int64)
     shown = {name: lengths for name, lengths in named.items() if name in kept}
-    return shown | {f"{len(rest)} others": Lengths(values, counts)}
+    return shown | {f"{len(rest)} others": together(rest)}
 
 
 def draw_contact_sheet(images: Sequence[NDArray[np.float32]], titles: Sequence[str], path: Path) -> None:
@@ -86,7 +84,7 @@ def draw_contact_sheet(images: Sequence[NDArray[np.float32]], titles: Sequence[s
     """
     columns = min(8, len(images))
     lines = -(-len(images) // columns)
-    figure, grid = _subplots(lines, columns, figsize=(1.5 * columns, 1.72 * lines), squeeze=False)
+    figure, grid = _subplots(lines, columns, (1.5 * columns, 1.72 * lines), squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
     for axes, image, title in zip(grid.flat, images, titles, strict=False):
@@ -124,11 +122,10 @@ def length_bars(lengths: Lengths) -> list[str]:
     return bars([f"{2**power:,} to {2 ** (power + 1) - 1:,}" for power in shown], counts[shown].tolist())
 
 
-def _subplots(lines: int, columns: int, **how: Any) -> tuple[Any, Any]:
+def _subplots(lines: int, columns: int, size: tuple[float, float], **how: Any) -> tuple[Any, Any]:
     """Without pyplot, which would look for a screen and keep every figure."""
     from matplotlib.figure import Figure
 
-    size = how.pop("figsize")
     figure = Figure(figsize=size, layout="constrained", dpi=120)
     return figure, figure.subplots(lines, columns, **how)
 

@@ -5,43 +5,20 @@ Goes through the stores part by part; kept in memory are 8 bytes a document (has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.batches import IGNORE_INDEX
 
+if TYPE_CHECKING:
+    from pipeline.data.packing import PackedDataset
+    from pipeline.data.prepared.store import TokenStore
+
 PLACES_AT_ONCE = 1 << 20  # tokens of rows looked at together: 16 MB
-
-
-class Part(Protocol):
-    """The sizes and hashes of documents."""
-
-    @property
-    def ends(self) -> NDArray[Any]: ...
-    @property
-    def hashes(self) -> NDArray[Any]: ...
-
-
-class Store(Protocol):
-    """Documents in parts, as pipeline.data.prepared keeps them."""
-
-    @property
-    def parts(self) -> Sequence[Part]: ...
-
-
-class Rows(Protocol):
-    """A packed data set."""
-
-    sequence_length: int
-    padding_share: float
-    documents_cut: int | None
-
-    def __len__(self) -> int: ...
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -72,19 +49,25 @@ class Lengths:
         return int(self.values[np.searchsorted(np.cumsum(self.counts), rank)])
 
 
-def lengths_of(stores: Iterable[Store]) -> Lengths:
+def together(several: Iterable[Lengths]) -> Lengths:
+    """The documents of all of them."""
+    found = [Lengths(np.empty(0, np.int64), np.empty(0, np.int64)), *several]
+    values, places = np.unique(np.concatenate([each.values for each in found]), return_inverse=True)
+    counts = np.zeros(len(values), np.int64)
+    np.add.at(counts, places, np.concatenate([each.counts for each in found]))
+    return Lengths(values, counts)
+
+
+def lengths_of(stores: Iterable[TokenStore]) -> Lengths:
     """Of the documents of all the stores."""
-    values, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    total = together([])
     for part in (part for store in stores for part in store.parts):
-        found, times = np.unique(np.diff(np.asarray(part.ends), prepend=0), return_counts=True)
-        both, places = np.unique(np.concatenate([values, found]), return_inverse=True)
-        total = np.zeros(len(both), np.int64)
-        np.add.at(total, places, np.concatenate([counts, times]))
-        values, counts = both, total
-    return Lengths(values.astype(np.int64), counts)
+        values, counts = np.unique(np.diff(np.asarray(part.ends), prepend=0), return_counts=True)
+        total = together([total, Lengths(values.astype(np.int64), counts)])
+    return total
 
 
-def hashes_of(stores: Iterable[Store]) -> NDArray[np.uint64]:
+def hashes_of(stores: Iterable[TokenStore]) -> NDArray[np.uint64]:
     """The hash of each document, sorted; equal documents have equal ones."""
     parts = [np.array(part.hashes) for store in stores for part in store.parts]  # copies: none stays mapped
     hashes = np.concatenate([np.empty(0, np.uint64), *parts])
@@ -124,7 +107,7 @@ class RowCounts:
     documents_cut: int | None
 
 
-def count_rows(rows: Rows, advance: Callable[[int], object]) -> RowCounts:
+def count_rows(rows: PackedDataset, advance: Callable[[int], object]) -> RowCounts:
     """Looks at the labels of every row; `advance` is called with the number of rows done."""
     at_once = max(1, PLACES_AT_ONCE // rows.sequence_length)
     in_loss = 0

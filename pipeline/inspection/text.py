@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,36 +14,22 @@ from pipeline.inspection.screen import Screen, percent
 from pipeline.inspection.statistics import (
     Lengths,
     RowCounts,
-    Rows,
-    Store,
     count_copies,
     count_rows,
     count_shared,
     hashes_of,
     lengths_of,
+    together,
 )
 from pipeline.inspection.tokens import caption, first_documents, show_row, split_row
 
-
-@dataclass(frozen=True)
-class InspectedSource:
-    """A source, or an eval set: then nothing is in `train`.
-
-    Attributes:
-        name: As the recipe or the metrics call it.
-        train: Documents to train on.
-        eval: Documents held out.
-        tally: What was skipped or shortened, as preparing counted it.
-    """
-
-    name: str
-    train: Store
-    eval: Store
-    tally: Mapping[str, int]
+if TYPE_CHECKING:
+    from pipeline.data.packing import PackedDataset
+    from pipeline.data.prepared.store import PreparedSource
 
 
-def show_documents(screen: Screen, sources: Sequence[InspectedSource]) -> dict[str, Lengths]:
-    """Counts, lengths and copies; returns each source's lengths."""
+def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> dict[str, Lengths]:
+    """Counts and lengths; returns each source's lengths."""
     rows, lengths = [], {}
     for source in sources:
         found = lengths_of([source.train, source.eval])
@@ -70,7 +55,7 @@ def show_documents(screen: Screen, sources: Sequence[InspectedSource]) -> dict[s
     return lengths
 
 
-def show_copies(screen: Screen, sources: Sequence[InspectedSource], eval_sets: Sequence[str]) -> None:
+def show_copies(screen: Screen, sources: Sequence[PreparedSource], eval_sets: Sequence[str]) -> None:
     """Exact copies within and across sources, and of training documents in what they are tested with."""
     screen.title("Exact copies")
     everything = []
@@ -96,15 +81,11 @@ def show_copies(screen: Screen, sources: Sequence[InspectedSource], eval_sets: S
             )
 
 
-def show_rows(screen: Screen, datasets: Mapping[str, Rows], sequence_length: int) -> None:
+def show_rows(screen: Screen, datasets: Mapping[str, PackedDataset], sequence_length: int) -> None:
     """How the training rows of each source are filled."""
-    table = []
-    counted: list[RowCounts] = []
     with screen.progress("looking at rows", sum(map(len, datasets.values()))) as advance:
-        for name, dataset in datasets.items():
-            counts = count_rows(dataset, advance)
-            counted.append(counts)
-            table.append([name, *_row_cells(counts)])
+        counted = [count_rows(dataset, advance) for dataset in datasets.values()]
+    table = [[name, *_row_cells(counts)] for name, counts in zip(datasets, counted, strict=True)]
     if len(counted) > 1:
         known = [counts.documents_cut for counts in counted if counts.documents_cut is not None]
         total = RowCounts(
@@ -130,21 +111,17 @@ def _row_cells(counts: RowCounts) -> list[str]:
 
 def show_lengths(screen: Screen, lengths: dict[str, Lengths], sequence_length: int, path: Path) -> None:
     """A sketch of the lengths here, and a picture at `path`."""
-    values = np.concatenate([found.values for found in lengths.values()])
-    every, places = np.unique(values, return_inverse=True)
-    counts = np.zeros(len(every), np.int64)
-    np.add.at(counts, places, np.concatenate([found.counts for found in lengths.values()]))
     screen.title("Documents by length in tokens")
-    for line in length_bars(Lengths(every, counts)):
+    for line in length_bars(together(lengths.values())):
         screen.line(line)
     draw_lengths(lengths, sequence_length, path)
     screen.line(f"picture: {path}")
 
 
-def show_samples(screen: Screen, sources: Sequence[InspectedSource], number: int, tokenizer: Any) -> None:
+def show_samples(screen: Screen, sources: Sequence[PreparedSource], number: int, tokenizer: Any) -> None:
     """The first documents of each source, decoded from their tokens."""
     for source in sources:
-        store: Any = source.train if source.train.parts else source.eval
+        store = source.train if source.train.parts else source.eval
         found = first_documents(store.parts, number, tokenizer)
         for place, (length, words) in enumerate(found, start=1):
             screen.title(f"{source.name}, document {place}: {length:,} tokens")

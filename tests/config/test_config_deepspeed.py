@@ -18,8 +18,7 @@ from pipeline.config.deepspeed_json import (
     precision_of,
     resolve_deepspeed,
 )
-from pipeline.config.json_file import JsonFile
-from pipeline.config.loading import get_dotted, parse_override, set_dotted
+from pipeline.config.loading import ConfigFile, get_dotted, parse_override, set_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
@@ -263,7 +262,7 @@ def test_resolving_leaves_the_tree_as_it_was(tmp_path):
     tree = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "bf16": {"enabled": "auto"}}
     before = json.dumps(tree)
     config = RunConfig.model_validate({"max_steps": 1, "model": {"kind": "cnn"}, "data": {"kind": "digits"}})
-    resolve_deepspeed(JsonFile(tmp_path, tree), config, plan_batch(config.batch, 1), "bf16")
+    resolve_deepspeed(ConfigFile(tmp_path, tree), config, plan_batch(config.batch, 1), "bf16")
     assert json.dumps(tree) == before
 
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from pipeline.config.aliases import ALIASES
 from pipeline.config.loading import parse_override, read_yaml
+from pipeline.config.recipe import ALIASES
 from pipeline.config.reference import _sections
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings, recipe_yaml
@@ -335,7 +335,8 @@ def test_malformed_yaml_is_told_with_line_and_column(load, tmp_path, text, place
 def test_a_section_may_be_written_once_and_used_twice(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("one: &it {a: 1, b: 2}\ntwo: {<<: *it, b: 3}\nthree: {deeper: {<<: *it}}\n")
-    tree, places = read_yaml(path)
+    file = read_yaml(path)
+    tree, places = file.tree, file.places
     assert tree["two"] == {"a": 1, "b": 3}
     assert tree["three"]["deeper"] == {"a": 1, "b": 2}
     assert places["two.b"] == f"{path}:2"
@@ -344,7 +345,7 @@ def test_a_section_may_be_written_once_and_used_twice(tmp_path):
 def test_dates_stay_what_yaml_makes_of_them(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("when: 2024-01-02\n")
-    assert read_yaml(path)[0] == {"when": datetime.date(2024, 1, 2)}
+    assert read_yaml(path).tree == {"when": datetime.date(2024, 1, 2)}
 
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path):
@@ -357,7 +358,7 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path):
 def test_a_byte_order_mark_is_passed_over(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"\xef\xbb\xbfname: x\n")
-    assert read_yaml(path)[0] == {"name": "x"}
+    assert read_yaml(path).tree == {"name": "x"}
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# nothing yet\n", "---\n", "null\n"])
@@ -414,15 +415,17 @@ def test_nothing_changes_a_config_after_it_was_validated(load):
 
 
 def test_every_field_has_a_meaning_in_the_documentation():
-    def check(section, prefix):
-        for name, field in section.model_fields.items():
-            inner = _sections(field.annotation)
-            for each in inner:
-                check(each, f"{prefix}{name}.")
-            if not inner and name != "kind":
-                assert field.description, f"{prefix}{name} has no docstring"
+    recipe = RunConfig.model_json_schema()
 
-    check(RunConfig, "")
+    def check(section, prefix):
+        for name, field in section["properties"].items():
+            inner = _sections(field)
+            for each in inner:
+                check(recipe["$defs"][each], f"{prefix}{name}.")
+            if not inner and name != "kind":
+                assert field.get("description"), f"{prefix}{name} has no docstring"
+
+    check(recipe, "")
 
 
 SOURCES = """\

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from pipeline.config.model_schema import IMPORT_PATH
-from pipeline.config.own_code import IMPORTED, named_code
+from pipeline.config.recipe import IMPORTED, named_code
 from pipeline.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]

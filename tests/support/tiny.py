@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 from pipeline.assemble import build_engine, build_loader
 from pipeline.config.batch import plan_batch
 from pipeline.config.deepspeed_json import adopt_torch_section
-from pipeline.config.json_file import JsonFile
-from pipeline.config.loading import validate_recipe
+from pipeline.config.loading import ConfigFile
+from pipeline.config.recipe import validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.config.split import Device
@@ -103,11 +103,11 @@ def deepspeed_json(stage: int, precision: str = "fp32", **zero: Any) -> dict[str
 
 
 def settings(tree: dict[str, Any], deepspeed: dict[str, Any] | None) -> Settings:
-    source = Path("tiny.yaml")
-    split = None if deepspeed is None else JsonFile(Path("tiny.json"), deepspeed)
+    source = ConfigFile(Path("tiny.yaml"), dict(tree))
+    split = None if deepspeed is None else ConfigFile(Path("tiny.json"), deepspeed)
     if split is not None and "torch" in split.tree:
-        tree, _ = adopt_torch_section(tree, split)
-    return Settings(validate_recipe(tree, source, {}), source, split)
+        adopt_torch_section(source, split)
+    return Settings(validate_recipe(source), source.path, split)
 
 
 def resolve(

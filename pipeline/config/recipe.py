@@ -1,0 +1,208 @@
+"""The tree of a recipe -> RunConfig, with an error for each mistake in it; and where it names code to run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, Tag, ValidationError
+
+from pipeline.config.consistency import contradictions
+from pipeline.config.loading import ConfigFile, did_you_mean
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
+
+# What people look for in the recipe but DeepSpeed's JSON decides.
+DEEPSPEED_OWNS = {
+    "zero_optimization", "zero_stage", "stage", "fp16", "bf16", "precision", "dtype", "offload",
+    "offload_optimizer", "offload_param", "loss_scale", "tensor_parallel", "pipeline",
+}  # fmt: skip
+
+# What other trainers call these keys: Hugging Face, axolotl, LLaMA-Factory, TRL, nanoGPT.
+_SAME = {
+    "batch.global_batch_size": "train_batch_size total_batch_size",
+    "batch.gradient_accumulation_steps": "gradient_accumulation_steps grad_accum grad_accumulation_steps",
+    "batch.micro_batch_size": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "checkpoint.every": "save_steps save_interval save_every",
+    "checkpoint.keep_best": "load_best_model_at_end",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume",
+    "data.chat_template": "chat_template template",
+    "data.eval_fraction": "val_set_size val_size test_size validation_split",
+    "data.packing": "sample_packing packing",
+    "data.paths": "train_file train_files data_path data_dir",
+    "data.prepare_workers": "preprocessing_num_workers dataset_num_proc dataset_processes",
+    "data.sequence_length": "sequence_length sequence_len cutoff_len max_seq_length max_seq_len seq_length "
+    "seq_len block_size model_max_length",
+    "data.sources": "dataset datasets dataset_name train_dataset",
+    "data.tokenizer.pretrained": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_config",
+    "distributed.timeout_seconds": "ddp_timeout",
+    "engine.compile": "torch_compile",
+    "eval.every": "eval_steps eval_interval evals_per_epoch",
+    "loader.num_workers": "dataloader_num_workers num_workers",
+    "log.every": "logging_steps log_interval",
+    "log.tensorboard": "tensorboard use_tensorboard",
+    "max_epochs": "num_train_epochs num_epochs epochs",
+    "max_steps": "max_iters train_steps num_steps total_steps",
+    "model.activation_checkpointing": "gradient_checkpointing activation_checkpointing",
+    "model.architecture": "model_type",
+    "model.attention": "flash_attention flash_attn flash_attn_2 attn_implementation",
+    "model.freeze": "freeze_layers freeze_parameters frozen_parameters",
+    "model.pretrained": "model_name_or_path model_name base_model model_path pretrained_model_name_or_path",
+    "model.trust_remote_code": "trust_remote_code",
+    "name": "run_name experiment_name",
+    "objective.label_smoothing": "label_smoothing_factor label_smoothing",
+    "optimizer.betas": "betas adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.eps": "adam_epsilon epsilon",
+    "optimizer.learning_rate": "learning_rate lr",
+    "optimizer.max_grad_norm": "max_grad_norm grad_clip gradient_clipping gradient_clip_val clip_grad",
+    "optimizer.weight_decay": "weight_decay",
+    "run_dir": "output_dir out_dir save_dir",
+    "schedule.kind": "lr_scheduler_type lr_scheduler scheduler",
+    "schedule.min_learning_rate_ratio": "min_lr_ratio min_lr cosine_min_lr_ratio",
+    "schedule.warmup_steps": "warmup_steps warmup_ratio num_warmup_steps warmup_iters",
+    "wandb.mode": "report_to use_wandb wandb_mode",
+    "wandb.project": "wandb_project",
+    "wandb.entity": "wandb_entity",
+}
+ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
+"""Their word -> the dotted key of the recipe."""
+
+OPTION = "--no-import-paths"
+IMPORTED = ("kind", "iterable", "collate_fn")  # the fields that may hold `package.module:function`
+
+
+def validate_recipe(file: ConfigFile) -> RunConfig:
+    """The typed recipe.
+
+    Raises:
+        ConfigError: one line a problem, each with file, line, key, what was given and what is valid.
+    """
+    try:
+        config = RunConfig.model_validate(file.tree)
+    except ValidationError as error:
+        problems = [_explain(problem, file) for problem in error.errors()]
+        unique = list(dict.fromkeys(problems))
+        raise ConfigError("\n".join(unique)) from None
+    for keys, message in contradictions(config):
+        found = [file.place(key) for key in keys]
+        place = "command line" if "command line" in found else found[0]
+        raise ConfigError(f"{place}: {message}")
+    return config
+
+
+def _explain(problem: Any, file: ConfigFile) -> str:
+    parts, section = _locate(problem["loc"])
+    kind, given = problem["type"], problem["input"]
+    if kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(given, dict):
+        parts.append("kind")
+    dotted = ".".join(parts)
+    place = file.place(dotted)
+    if kind == "value_error" and any(
+        at.startswith(f"{dotted}.") and there == "command line" for at, there in file.places.items()
+    ):
+        place = "command line"  # keys of a section that exclude each other, one of them given there
+    start = f"{place}: {_visible(dotted)}: "
+    if kind == "extra_forbidden":
+        return start + _unknown(parts[-1], dotted, section)
+    if kind == "union_tag_invalid":
+        tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'custom'", "")
+        hint = did_you_mean(tag, re.findall(r"'(\w+)'", expected))
+        return f"{start}{tag!r} is no known kind{hint}; your own: package.module:function"
+    if kind == "missing" or (kind == "union_tag_not_found" and isinstance(given, dict)):
+        return start + "missing"
+    if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
+        return f"{start}expected a section of keys and values, given {given!r}"
+    if kind == "value_error":  # one of our own, which says what was given
+        return start + str(problem["ctx"]["error"])
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{start}{message}, given {given!r}"
+
+
+def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
+    """What is said of a key that its section does not have."""
+    if not key.isprintable():
+        return "unknown key; what is escaped here does not show: type the line anew, with plain spaces"
+    if key in ("deepspeed", "deepspeed_config"):
+        return "unknown key; the DeepSpeed JSON is an option of the command: --deepspeed FILE"
+    if key in DEEPSPEED_OWNS:
+        return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
+    if ALIASES.get(key, dotted) != dotted:  # the same: a key of another kind of this section
+        return f"unknown key; here it is {ALIASES[key]}"
+    hint = did_you_mean(key, section.model_fields if section else {})
+    if "did you mean" not in hint and (kinds := _kinds_with(key, dotted)):
+        hint = f"; it goes with kind {' or '.join(kinds)}"
+    return f"unknown key{hint}"
+
+
+def _kinds_with(key: str, dotted: str) -> list[str]:
+    """Of a section whose kind chooses its keys: the kinds that have this one."""
+    top = RunConfig.model_fields.get(dotted.removesuffix(f".{key}"))
+    members = _members(top.annotation) if top else {}
+    return [kind for kind, member in members.items() if key in member.model_fields and kind != "auto"]
+
+
+def _visible(text: str) -> str:
+    """The text with what does not show, as a no-break space, written out: `\\xa0`."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:
+    """Dotted parts of a pydantic location without the union tags, and the section the last part is in."""
+    parts: list[str] = []
+    section: type[BaseModel] | None = None
+    annotation: Any = RunConfig
+    for item in loc:
+        section = annotation if hasattr(annotation, "model_fields") else None
+        members = _members(annotation)
+        if item in members:
+            annotation = members[item]
+        else:
+            parts.append(str(item))
+            annotation = _annotation_within(annotation, str(item))
+    return parts, section
+
+
+def _members(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Of a section whose kind chooses its keys: what there is to choose, by kind."""
+    pairs = [get_args(member) for member in get_args(annotation)]
+    return {pair[1].tag: pair[0] for pair in pairs if len(pair) == 2 and isinstance(pair[1], Tag)}
+
+
+def _annotation_within(annotation: Any, key: str) -> Any:
+    """Of a key of a section, or of what a list or a mapping (or None) holds."""
+    fields = getattr(annotation, "model_fields", {})
+    if key in fields:
+        return fields[key].annotation
+    for each in (annotation, *get_args(annotation)):
+        if get_origin(each) in (list, dict):
+            return get_args(each)[-1]
+    return None
+
+
+def named_code(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value) of everything in a recipe, or in a section of it, that would run code."""
+    entries: dict[Any, Any] = {}
+    if isinstance(section, BaseModel | dict):
+        entries = dict(section)
+    elif isinstance(section, list):
+        entries = dict(enumerate(section))
+    for name, value in entries.items():
+        is_import = name in IMPORTED and isinstance(value, str) and ":" in value
+        if isinstance(section, BaseModel) and (is_import or (name == "trust_remote_code" and value)):
+            yield f"{prefix}{name}", str(value)
+        yield from named_code(value, f"{prefix}{name}.")
+
+
+def refuse_code(config: RunConfig, file: ConfigFile) -> None:
+    """Refuses a recipe that would run code.
+
+    Raises:
+        ConfigError: the first key that names some.
+    """
+    for dotted, value in named_code(config):
+        raise ConfigError(
+            f"{file.place(dotted)}: {dotted}: {value!r} would run code, and {OPTION} was given; "
+            "read that code, then leave the option out"
+        )
