@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.errors import NonFiniteLossError
+from pipeline.errors import NonFiniteLossError, PipelineError
 
 log = logging.getLogger(__name__)
 
@@ -17,18 +18,25 @@ log = logging.getLogger(__name__)
 MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
 
 
+@dataclass(frozen=True)
+class Alert:
+    """A line for the log; the run goes on."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The run ends here, without a further checkpoint, by this error and with its exit code."""
+
+    error: PipelineError
+
+
 class Watcher(Protocol):
     """Asked on every rank about every row of training."""
 
-    def __call__(self, step: int, row: Mapping[str, float]) -> str | None:
-        """The answer depends on what all ranks are given alike: the step, the rows so far, the recipe.
-
-        Returns:
-            An alert, a line for the log; None where there is nothing to say. The run goes on.
-
-        Raises:
-            PipelineError: the run ends here, without a further checkpoint, by this error and its exit code.
-        """
+    def __call__(self, step: int, row: Mapping[str, float]) -> Alert | Stop | None:
+        """The answer depends on what all ranks are given alike: the step, the rows so far, the recipe."""
         ...
 
 
@@ -36,12 +44,14 @@ def ask(watchers: Iterable[Watcher], step: int, row: Mapping[str, float]) -> Non
     """Has each look at the row; logs its alerts.
 
     Raises:
-        PipelineError: the first watcher's that ends the run.
+        PipelineError: the first stop's.
     """
     for watcher in watchers:
-        alert = watcher(step, row)
-        if alert is not None:
-            log.warning("%s", alert)
+        answer = watcher(step, row)
+        if isinstance(answer, Alert):
+            log.warning("%s", answer.line)
+        elif isinstance(answer, Stop):
+            raise answer.error
 
 
 class NonFiniteSteps:
@@ -58,15 +68,18 @@ class NonFiniteSteps:
         self._first_step = first_step
         self._max_steps = max_steps
 
-    def __call__(self, step: int, row: Mapping[str, float]) -> None:
+    def __call__(self, step: int, row: Mapping[str, float]) -> Stop | None:
         """See Watcher."""
         skips = int(row.get("train/skipped_in_a_row", 0))
         too_many = MAX_CONSECUTIVE_SKIPS[self._precision]
         if step == self._max_steps and self._precision != "fp16":  # which searches its loss scale first
             too_many = min(too_many, step - self._first_step)
-        if skips and skips >= too_many:
-            raise NonFiniteLossError(
+        if not skips or skips < too_many:
+            return None
+        return Stop(
+            NonFiniteLossError(
                 f"the last {skips} steps had an infinite or NaN gradient (loss {row['train/loss']}) and were "
                 "skipped; the parameters are those of the last good step. Look at the data, lower "
                 "optimizer.learning_rate, or raise schedule.warmup_steps"
             )
+        )
