@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.api import Run, join
 from pipeline.checkpoint.catalog import steps_in
 from pipeline.config.settings import Settings
-from pipeline.data import DataBundle
+from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks, write_exit_code
 from pipeline.distributed.signals import Terminated, ignore_stop_signals, reports_own_exit

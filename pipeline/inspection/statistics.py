@@ -16,7 +16,7 @@ from pipeline.data.batches import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from pipeline.data.packing import PackedDataset
-    from pipeline.data.prepared.store import TokenStore
+    from pipeline.data.prepared.part_files import TokenStore
 
 PLACES_AT_ONCE = 1 << 20  # tokens of rows looked at together: 16 MB
 

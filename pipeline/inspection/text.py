@@ -25,7 +25,7 @@ from pipeline.inspection.tokens import caption, first_documents, show_row, split
 
 if TYPE_CHECKING:
     from pipeline.data.packing import PackedDataset
-    from pipeline.data.prepared.store import PreparedSource
+    from pipeline.data.prepared.prepare import PreparedSource
 
 
 def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> dict[str, Lengths]:
