@@ -32,13 +32,14 @@ export CHECK
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
-# pip compiles 18,000 files on one core; a package may have some for other versions of Python.
+# pip compiles 18,000 files on one core; a package may have some for other versions of Python. This one's own files
+# are compiled once too, not by each rank.
 define INSTALL
 @$(PYTHON) -c "$$CHECK"
 @echo 'installing into $(VENV) (a minute or two the first time)'
 @test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 @$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e '$(1)'
-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib pipeline || true
 endef
 
 $(VENV)/.installed: pyproject.toml constraints.txt

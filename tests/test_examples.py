@@ -47,15 +47,15 @@ def test_the_documented_ctc_reads_words_of_any_width(tmp_path, split):
 @pytest.mark.slow
 def test_the_default_run_learns_saves_and_writes(tmp_path):
     """A part of the default run on the real text: the whole of it is `make train`."""
-    arguments = ["--deepspeed", "ds_configs/zero2.json", "max_steps=25", f"run_dir={tmp_path}", OFFLINE]
-    result = launch(*arguments)
+    part = ["max_steps=20", "eval.max_samples=32"]
+    result = launch("--deepspeed", "ds_configs/zero2.json", *part, f"run_dir={tmp_path}", OFFLINE)
     assert result.returncode == 0, result.stderr
     rows = [row["eval/loss"] for row in numbers(tmp_path) if "eval/loss" in row]
     assert rows[0] == pytest.approx(math.log(8192), rel=0.02)
-    assert rows[-1] < rows[0] - 1.5
+    assert rows[-1] < rows[0] - 1
     for file in ("recipe.yaml", "ds_config.json", "environment.json", "metrics.jsonl", "logs/rank00000.log"):
         assert (tmp_path / file).stat().st_size > 0
-    assert (tmp_path / "checkpoints" / "step-00000025" / "manifest.json").exists()
+    assert (tmp_path / "checkpoints" / "step-00000020" / "manifest.json").exists()
     assert json.loads((tmp_path / "summary.json").read_text())["sample"].startswith("    def __init__(self")
     for word in ("the model wrote", "metrics.jsonl", "checkpoints", "recipe.yaml"):
         assert word in result.stdout
