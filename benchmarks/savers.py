@@ -138,14 +138,14 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
         return tree_bytes(max(folder.glob("step-*[0-9]"))) if job.ranks.is_main_process else 0
 
     def at_rest() -> None:
-        store.close()
+        store.wait()
         noted_poll()
         own = max(folder.glob("step-*[0-9]")) / f"rank-{job.ranks.rank:05d}.safetensors"
         num_bytes = own.stat().st_size
         before, disk = checksums.seconds, settled_write(folder, job.ranks.rank, num_bytes)
         settle(folder)
         outcome = save(run.engine, {"global_step": len(diary.steps)})
-        store.close()
+        store.wait()
         seconds = written((poll() or [outcome])[0])
         hashing = checksums.seconds - before
         disk = min(disk, settled_write(folder, job.ranks.rank, num_bytes))
