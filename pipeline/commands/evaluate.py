@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.commands.inputs import reading_a_run
-from pipeline.config.recipe import OPTION
+from pipeline.commands.inputs import add_checkpoint_arguments, add_overrides, reading_a_run
 from pipeline.distributed.ranks import Ranks
 from pipeline.logs import log_to_console
 
@@ -27,16 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
-    parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
-    parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="recipe keys of data, eval, loader and batch",
-    )
+    add_checkpoint_arguments(parser)
+    add_overrides(parser, "recipe keys of data, eval, loader and batch")
 
 
 @reading_a_run()

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.commands.inputs import reading_a_run
+from pipeline.commands.inputs import add_checkpoint_arguments, reading_a_run
 
 HELP = "write a checkpoint's weights as safetensors (a transformers folder, where the model is one)"
 
@@ -15,9 +15,8 @@ HELP = "write a checkpoint's weights as safetensors (a transformers folder, wher
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.description = HELP
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
+    add_checkpoint_arguments(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
     parser.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights (default: fp32)"
     )

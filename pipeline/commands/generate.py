@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.commands.inputs import reading_a_run
-from pipeline.config.recipe import OPTION
+from pipeline.commands.inputs import add_checkpoint_arguments, add_overrides, reading_a_run
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, printable
 from pipeline.logs import log_to_console
@@ -21,16 +19,14 @@ trained on conversations (data.kind: chat) is asked the prompt as a question, in
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.description = DESCRIPTION
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
+    add_checkpoint_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what it goes on from, or is asked")
-    parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest (default: 0.8)"
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=argparse.SUPPRESS)
+    add_overrides(parser, argparse.SUPPRESS)
 
 
 @reading_a_run()

@@ -1,4 +1,4 @@
-"""What a command is given: a recipe, or the folder of a run."""
+"""What a command is given: a recipe, a run or one of its checkpoints, overrides."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from pipeline.errors import PipelineError
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--config`, `--no-import-paths` and overrides."""
+    """`--config`, and those of add_overrides."""
     parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", required=True, help="recipe")
+    add_overrides(parser, "recipe keys, as data.sequence_length=512")
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """`RUN` and `--step`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
+    parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
+
+
+def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
+    """`--no-import-paths`, and overrides of the recipe's keys."""
     parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="recipe keys, as data.sequence_length=512",
-    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
 def read_recipe(arguments: argparse.Namespace) -> RunConfig:

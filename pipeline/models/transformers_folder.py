@@ -18,7 +18,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Writes them into `folder`; nothing, where the model is none of transformers.
+    """Writes config, generation config and tokenizer into `folder`; nothing, where the model is none of
+    transformers.
 
     Args:
         model: Whole, or a stage of it that has the whole model's `config`.
