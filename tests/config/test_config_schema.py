@@ -261,9 +261,13 @@ def refused_by_deepspeed(tree):
     return False
 
 
-@pytest.mark.parametrize("section", ["", *SECTIONS])
+UNVALIDATED = {"compile", "pipeline", "tf32", "torch"}  # this trainer's own, or taken as they are
+
+
+@pytest.mark.parametrize("section", ["", *(name for name in SECTIONS if name not in UNVALIDATED)])
 def test_what_deepspeed_refuses_is_refused_before_it_is_loaded(load, tmp_path, section):
     """Every key with every odd value: what DeepSpeed's own validation refuses, --dry-run does too."""
+    num_refused = 0
     for dotted in PASSED_ON:
         owned = dotted in keys.RECIPE_OWNS or dotted.partition(".")[0] in keys.OWN
         if dotted.rpartition(".")[0] != section or owned:
@@ -277,3 +281,5 @@ def test_what_deepspeed_refuses_is_refused_before_it_is_loaded(load, tmp_path, s
                 continue  # refused on a CPU only
             if refused_by_deepspeed(tree):
                 refusal(load, tmp_path, tree)
+                num_refused += 1
+    assert num_refused > 0
