@@ -22,10 +22,10 @@ if not os.path.exists("/dev/nvidiactl"):
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from processes import Participant, ParticipantError, Task
-from report import machine
+from report import Claim, machine, print_claims
 from rich.console import Console
 from rich.table import Table
-from workload import JSON_FILES, MODELS, REPOSITORY, write_recipe
+from workload import JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
 
 PEERS = {"plain": ["ours", "torch.save", "trainer"]}
 DEEPSPEED = ["ours", "deepspeed", "trainer"]
@@ -59,17 +59,6 @@ class Saver:
     """Ours: how long writing stood still for hashing in it."""
     disk: list[float]
     """Ours: plain write and fsync of as many bytes, in as many files and processes, before or after."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What is claimed of one group, and what was measured."""
-
-    what: str
-    group: str
-    measured: float
-    wanted: str
-    holds: bool
 
 
 def main() -> int:
@@ -128,10 +117,11 @@ def measure_group(
 
 
 def _task(arguments: argparse.Namespace, peer: str, split: str, ranks: int, folder: Path) -> Task:
-    json_file = None if split == "plain" else REPOSITORY / "ds_configs" / JSON_FILES[int(split)]
+    json_file = None if split == "plain" else REPOSITORY / "ds_configs" / JSON_FILES[split]
     recipe = folder / f"{peer}.yaml"
     steps, precision = arguments.steps, arguments.precision
-    write_recipe(recipe, arguments.model, "random", precision, plain=json_file is None, save_every=steps)
+    work = Workload.of(arguments.model)
+    write_recipe(recipe, work, precision, plain=json_file is None, save_every=steps)
     # So many: a first save, which is not counted, and half a burst, so that the next are half-way in theirs.
     warmup = steps + steps // 2
     return Task(peer, split, precision, ranks, warmup, folder / peer, recipe, json_file, "savers")
@@ -207,16 +197,6 @@ def print_savers(console: Console, savers: list[Saver], arguments: argparse.Name
             f"{median(saver.lost):.2f}",
             f"{saver.num_bytes / 1e9:.4f}",
         )
-    console.print(table)
-
-
-def print_claims(console: Console, claims: list[Claim]) -> None:
-    table = Table(title="claims (medians of ratios, round by round)")
-    for column in ["claim", "split-ranks", "measured", "wanted", ""]:
-        table.add_column(column, no_wrap=True)
-    for claim in claims:
-        answer = "holds" if claim.holds else "does not hold"
-        table.add_row(claim.what, claim.group, f"{claim.measured:.4g}", claim.wanted, answer)
     console.print(table)
 
 

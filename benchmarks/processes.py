@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 180.0  # seconds a process may stay silent
+PATIENCE = 300.0  # seconds a process may stay silent: 8 billion random weights take a core over a minute
 GPU_SETTLE = 2  # untimed steps at the head of a burst: the GPU's memory was given back before it
 
 
@@ -36,12 +36,13 @@ class Task:
     json: Path | None
     loops: str = "participants"
     """Module with the training loops; its `take_part` is called in every rank."""
+    label: str = ""
+    """What the name says besides, such as the JSON file where it is not the stage's own."""
 
     @property
     def name(self) -> str:
-        if self.split != "plain":
-            return f"{self.peer} stage {self.split}"
-        return self.peer if self.json is None else f"{self.peer} ({self.json.name})"
+        stage = "" if self.split == "plain" else f" stage {self.split}"
+        return self.peer + stage + (f" ({self.label})" if self.label else "")
 
 
 class FinishedError(Exception):

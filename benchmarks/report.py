@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +26,11 @@ class Row:
     split: str
     precision: str
     ranks: int
+    model: str
+    rows: str
+    """`packed` or `unpacked`."""
+    sequence_length: int
+    micro_batch_size: int
     round_tokens_per_second: list[float]
     """Of the whole job, one number a round."""
     first_step_seconds: float
@@ -53,6 +60,54 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
 
+    @property
+    def group(self) -> tuple[str, str, str, str, int, int]:
+        """Rows of one group ran in turn: they are comparable round by round."""
+        return self.model, self.rows, self.split, self.precision, self.ranks, self.sequence_length
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is claimed of one group, and what was measured."""
+
+    what: str
+    group: str
+    measured: float
+    wanted: str
+    holds: bool
+
+
+def append_line(path: Path | None, record: dict[str, Any]) -> None:
+    """One line of JSON more, on the disk at once: who is killed afterwards loses nothing of it."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The finished participants of a file that append_line wrote, or of a file of results.
+
+    A line that a kill cut short counts as none.
+    """
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        records = [_parsed(line) for line in text.splitlines()]
+    else:
+        records = json.loads(text)["participants"]
+    names = {each.name for each in fields(Row)}
+    return [Row(**{k: v for k, v in record.items() if k in names}) for record in records if "loss" in record]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+
 
 def compare(row: Row, base: Row) -> dict[str, float]:
     """`row` over `base`, round by round."""
@@ -62,17 +117,78 @@ def compare(row: Row, base: Row) -> dict[str, float]:
 
 
 def ratios(rows: list[Row]) -> list[dict[str, Any]]:
-    """Every `ours` over every peer that ran in turn with it."""
+    """Every `ours` over every peer of its group."""
     found = []
     for ours in (row for row in rows if row.peer == "ours"):
         for peer in rows:
-            same = (peer.split, peer.precision, peer.ranks) == (ours.split, ours.precision, ours.ranks)
-            if same and peer is not ours:
+            if peer.group == ours.group and peer.peer != "ours":
                 found.append(
                     {"ours": ours.name, "peer": peer.name, "precision": ours.precision, "ranks": ours.ranks}
+                    | {"model": ours.model, "rows": ours.rows}
                     | compare(ours, peer)
                 )
     return found
+
+
+# Tokens a second of ours over the peer's. On a GPU other ones are asked for than on a CPU.
+OVER_TRAINER = {"default": 1.35, "llama-50k": 1.7}
+OVER_TRAINER_PLAIN = {"default": 1.35, "llama-50k": 2.0}
+OVER_TRAINER_ON_GPU, OVER_COMPILED = 1.5, 1.1
+TOKENS_PER_SECOND = {"gpt2-124m": 5e5, "llama-1b": 6e4, "llama-8b": 1e4}  # of one H200, packed
+MEMORY = {"llama-50k": 0.5}
+FIRST_STEP = 0.8
+PACKED = 1.05  # time of packed rows over that of unpacked ones, from this length on
+PACKED_LENGTH = 4096
+
+
+def claims_of(rows: list[Row], on_gpu: bool) -> list[Claim]:
+    """What ours must be beside its peers; ratios are medians over rounds."""
+    claims = []
+    for ours in (row for row in rows if row.peer == "ours"):
+        about = f"{ours.model}, {ours.rows}, {ours.precision}, {ours.ranks} rank{'s' * (ours.ranks > 1)}"
+
+        def claim(what: str, measured: float, sign: str, wanted: float, about: str = about) -> None:
+            holds = measured >= wanted if sign == ">=" else measured <= wanted
+            claims.append(Claim(what, about, measured, f"{sign} {wanted:g}", holds))
+
+        for peer in (row for row in rows if row.group == ours.group and row.peer != "ours"):
+            pair = f"{ours.name} over {peer.name}"
+            if (least := least_ratio(ours, peer, on_gpu)) is not None:
+                claim(f"tokens/s, {pair}", compare(ours, peer)["median"], ">=", least)
+            if peer.peer == "trainer":
+                if ours.model in MEMORY:
+                    memory = ours.peak_memory_gib / peer.peak_memory_gib
+                    claim(f"peak memory, {pair}", memory, "<=", MEMORY[ours.model])
+                claim(
+                    f"first step, {pair}", ours.first_step_seconds / peer.first_step_seconds, "<=", FIRST_STEP
+                )
+        if ours.rows == "packed":
+            _claim_packed(ours, rows, claim)
+            if on_gpu and ours.model in TOKENS_PER_SECOND:
+                wanted = TOKENS_PER_SECOND[ours.model]
+                claim(f"tokens/s a GPU, {ours.name}", ours.tokens_per_second / ours.ranks, ">=", wanted)
+    return claims
+
+
+def least_ratio(ours: Row, peer: Row, on_gpu: bool) -> float | None:
+    """The smallest ratio of tokens per second that is claimed; None: nothing is."""
+    if peer.peer.endswith("+our-loss"):
+        return 1.0
+    if peer.peer == "pytorch-compiled":
+        return OVER_COMPILED if on_gpu else None
+    if peer.peer != "trainer":
+        return None
+    if on_gpu:
+        return OVER_TRAINER_ON_GPU
+    return (OVER_TRAINER_PLAIN if ours.split == "plain" else OVER_TRAINER).get(ours.model)
+
+
+def _claim_packed(ours: Row, rows: Iterable[Row], claim: Callable[..., None]) -> None:
+    for other in rows:
+        same = other.name == ours.name and other.group == (ours.model, "unpacked", *ours.group[2:])
+        if same and other.micro_batch_size == ours.micro_batch_size and ours.sequence_length >= PACKED_LENGTH:
+            slower = other.tokens_per_second / ours.tokens_per_second
+            claim(f"time, packed rows over unpacked, {ours.name}", slower, "<=", PACKED)
 
 
 def disagreement(rows: list[Row]) -> float:
@@ -90,7 +206,10 @@ def print_table(console: Console, rows: list[Row], title: str) -> None:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
-        ratio = next((pair for pair in ratios(rows) if pair["peer"] == row.name), None)
+        ratio = next(
+            (pair for pair in ratios([r for r in rows if r.group == row.group]) if pair["peer"] == row.name),
+            None,
+        )
         table.add_row(
             row.name,
             f"{row.tokens_per_second:,.0f}",
@@ -101,6 +220,16 @@ def print_table(console: Console, rows: list[Row], title: str) -> None:
             "" if row.mfu is None else f"{row.mfu:.1%}",
             end_section=index + 1 < len(rows) and rows[index + 1].split != row.split,
         )
+    console.print(table)
+
+
+def print_claims(console: Console, claims: list[Claim]) -> None:
+    table = Table(title="claims (ratios: medians, round by round)")
+    for column in ["claim", "of", "measured", "wanted", ""]:
+        table.add_column(column, no_wrap=True)
+    for claim in claims:
+        answer = "holds" if claim.holds else "does not hold"
+        table.add_row(claim.what, claim.group, f"{claim.measured:.4g}", claim.wanted, answer)
     console.print(table)
 
 

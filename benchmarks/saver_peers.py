@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from participants import Script, build_nothing
+from peers import Script, build_nothing
 from processes import Gate, Task
 from saver_diary import Diary, Watch, note_save
 from torch import nn

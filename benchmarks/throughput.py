@@ -1,8 +1,8 @@
 """Whole-loop tokens per second, side by side: python benchmarks/throughput.py --ranks 1 2 --stages plain 2
 
-The pipeline's loop, a bare PyTorch loop, a bare deepspeed.initialize loop and the Hugging Face Trainer, as
-their users write them: same model, tokens, order, batch, numbers, precision, threads, JSON. Our lead is the
-blockwise cross entropy: see the row `pytorch+our-loss`. All step in turn, in short bursts: drift hits all.
+The pipeline's loop, bare PyTorch and DeepSpeed loops (as they come, given our loss, compiled) and the Hugging
+Face Trainer, as their users write them: same model, tokens, order, batch, numbers, precision, threads, JSON.
+All step in turn, in short bursts: drift hits all. The last table says which claims hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 if not os.path.exists("/dev/nvidiactl"):
@@ -22,129 +24,231 @@ if not os.path.exists("/dev/nvidiactl"):
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from processes import Participant, ParticipantError, Task
-from report import Row, disagreement, machine, print_table, ratios
+from report import Row, append_line, claims_of, disagreement, machine, print_claims, print_table, ratios
 from rich.console import Console
-from workload import JSON_FILES, MODELS, REPOSITORY, write_recipe
+from workload import JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
 
-PLAIN = ["ours", "pytorch", "pytorch+our-loss", "trainer"]
-DEEPSPEED = ["ours", "deepspeed", "trainer"]
-SPLITS = ["plain", "0", "1", "2", "3"]
-# Largest relative difference of the final losses among participants. With --data stdlib the peers leave out
-# the last target of each sequence (transformers shifts labels inside): not quite the same problem.
-LOSS_BANDS = {("random", "fp32"): 1e-4, ("random", "bf16"): 1e-2}
+PLAIN = ["pytorch", "pytorch+our-loss", "trainer"]
+DEEPSPEED = ["deepspeed", "deepspeed+our-loss", "trainer"]
+ON_REQUEST = ["pytorch-compiled", "fsdp2-compiled", "trainer-liger"]
+PLAIN_ONLY = {"pytorch", "pytorch+our-loss", "pytorch-compiled", "fsdp2-compiled"}
+DEEPSPEED_ONLY = {"deepspeed", "deepspeed+our-loss"}
+NEEDS = {"trainer-liger": "liger_kernel"}
+# Largest relative difference of the final losses among participants. With real text or packed rows the peers
+# leave out the last target of each row (transformers shifts labels inside): not quite the same problem.
+LOSS_BANDS = {("random", "unpacked", "fp32"): 1e-4, ("random", "unpacked", "bf16"): 1e-2}
 LOSS_BAND = 2e-2
+
+
+@dataclass
+class Entrant:
+    """A participant with what it was given."""
+
+    participant: Participant
+    work: Workload
+
+
+@dataclass(frozen=True)
+class Group:
+    """Participants that step in turn."""
+
+    precision: str
+    ranks: int
+    split: str
+    """`plain`, a ZeRO stage, or a file of ds_configs/."""
+    work: Workload
+
+    def __str__(self) -> str:
+        return f"{self.split}, {self.work.rows}, {self.precision}, {self.ranks} rank{'s' * (self.ranks > 1)}"
 
 
 def main() -> int:
     arguments = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    console = Console(width=None if sys.stdout.isatty() else 150)
     about = machine()
     console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
+    append_line(arguments.append, {"machine": about, "command": sys.argv[1:]})
     deadline = time.monotonic() + 60 * arguments.minutes
-    rows: list[Row] = []
     failures: list[str] = []
+    work = fastest(arguments, failures)
+    rows: list[Row] = []
     for precision, ranks in itertools.product(arguments.precision, arguments.ranks):
         part: list[Row] = []
-        for split in arguments.stages:
+        for split, kind in itertools.product(arguments.stages, arguments.rows):
+            group = Group(precision, ranks, split, replace(work, rows=kind))
             if time.monotonic() > deadline:
-                console.print(f"not measured, out of time: {split}, {precision}, {ranks} ranks")
+                console.print(f"not measured, out of time: {group}")
                 continue
-            with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
-                part += measure_group(arguments, precision, ranks, split, Path(folder), failures)
+            measured = measure_group(arguments, group, failures)
+            failures += check_losses(console, measured, group)
+            part += measured
         if part:
             print_table(console, part, f"{arguments.model}, {precision}, {ranks} rank{'s' * (ranks > 1)}")
-            failures += check_losses(console, part, LOSS_BANDS.get((arguments.data, precision), LOSS_BAND))
         rows += part
         if arguments.output is not None:
             write_results(arguments.output, about, rows, failures)
+    print_claims(console, claims_of(rows, on_gpu=os.path.exists("/dev/nvidiactl")))
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
 
 
-def check_losses(console: Console, rows: list[Row], band: float) -> list[str]:
+def fastest(arguments: argparse.Namespace, failures: list[str]) -> Workload:
+    """The micro batch at which ours is fastest in the first group, of those to sweep."""
+    work = Workload(
+        arguments.model, arguments.data, "unpacked", arguments.sequence_length, arguments.micro_batch_size
+    )
+    if len(arguments.sweep) < 2:
+        return replace(work, micro_batch_size=arguments.sweep[0]) if arguments.sweep else work
+    alone = argparse.Namespace(**{**vars(arguments), "peers": [], "rounds": 1, "sweep": []})
+    rows: list[Row] = []
+    for size in arguments.sweep:
+        sized = replace(work, micro_batch_size=size)
+        group = Group(arguments.precision[0], arguments.ranks[0], arguments.stages[0], sized)
+        rows += measure_group(alone, group, failures)
+    best = max(rows, key=lambda row: row.tokens_per_second, default=None)
+    return work if best is None else replace(work, micro_batch_size=best.micro_batch_size)
+
+
+def check_losses(console: Console, rows: list[Row], group: Group) -> list[str]:
     """Says how well the participants agree; a failure where they do not."""
+    if len({row.micro_batch_size for row in rows}) != 1:
+        return []
+    band = LOSS_BANDS.get((group.work.data, group.work.rows, group.precision), LOSS_BAND)
     spread = disagreement(rows)
-    line = f"losses of all participants agree within {spread:.1e} (allowed {band:.0e})"
-    console.print(line + "\n")
+    line = f"{group}: losses of all participants agree within {spread:.1e} (allowed {band:.0e})"
+    console.print(line)
     return [] if spread <= band else [f"not so: {line}"]
 
 
 def write_results(path: Path, about: dict[str, str], rows: list[Row], failures: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     results = {"machine": about, "command": sys.argv[1:], "failures": failures}
+    claims = claims_of(rows, on_gpu=os.path.exists("/dev/nvidiactl"))
     results |= {"participants": [row.as_dict() for row in rows], "ratios": ratios(rows)}
+    results["claims"] = [vars(claim) for claim in claims]
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def measure_group(
-    arguments: argparse.Namespace, precision: str, ranks: int, split: str, folder: Path, failures: list[str]
+def measure_group(arguments: argparse.Namespace, group: Group, failures: list[str]) -> list[Row]:
+    """All participants of a group, in turn or one at a time. One that fails is told of and left out."""
+    with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
+        tasks = list(group_tasks(arguments, group, Path(folder)))
+        if not arguments.one_at_a_time:
+            return _measure(arguments, group, tasks, failures)
+        return [row for task in tasks for row in _measure(arguments, group, [task], failures)]
+
+
+def _measure(
+    arguments: argparse.Namespace, group: Group, tasks: list[Task], failures: list[str]
 ) -> list[Row]:
-    """One split: all its participants, in turn. One that fails is told of and left out."""
-    alive: list[Participant] = []
+    alive: list[Entrant] = []
     try:
-        for task in group_tasks(arguments, precision, ranks, split, folder):
-            alive.append(Participant(task))
+        for task in tasks:
+            alive.append(Entrant(Participant(task), group.work))
             if not arguments.start_together:
-                _keep(alive, alive[-1:], Participant.warm_up, failures)
-        if arguments.start_together:
-            _keep(alive, list(alive), Participant.warm_up, failures)
+                _warm_up(arguments, alive, alive[-1], failures)
+        for entrant in list(alive) if arguments.start_together else []:
+            _warm_up(arguments, alive, entrant, failures)
         for turn in range(arguments.rounds):
-            order = alive[:: 1 if turn % 2 == 0 else -1]
-            _keep(alive, order, lambda each: each.burst(arguments.steps), failures)
-        rows: list[Row] = []
-        _keep(alive, list(alive), lambda each: rows.append(_row(arguments, split, each)), failures)
-        return rows
+            for entrant in alive[:: 1 if turn % 2 == 0 else -1]:
+                try:
+                    entrant.participant.burst(arguments.steps)
+                    _note_burst(arguments, entrant)
+                except ParticipantError as error:
+                    failures.append(str(error))
+                    alive.remove(entrant)
+        return list(_finished(arguments, alive, failures))
     finally:
-        for participant in alive:
-            participant.close()
+        for entrant in alive:
+            entrant.participant.close()
 
 
-def _keep(
-    alive: list[Participant],
-    chosen: list[Participant],
-    action: Callable[[Participant], None],
-    failures: list[str],
+def _warm_up(
+    arguments: argparse.Namespace, alive: list[Entrant], entrant: Entrant, failures: list[str]
 ) -> None:
-    for participant in chosen:
+    """Until the first burst; at the next smaller micro batch of the sweep where memory did not suffice."""
+    while True:
         try:
-            action(participant)
+            return entrant.participant.warm_up()
         except ParticipantError as error:
             failures.append(str(error))
-            alive.remove(participant)
+            smaller = [size for size in arguments.sweep if size < entrant.work.micro_batch_size]
+            if "out of memory" not in str(error).lower() or not smaller:
+                return alive.remove(entrant)
+            entrant.work = replace(entrant.work, micro_batch_size=max(smaller))
+            task = entrant.participant.task
+            folder = task.folder.with_name(f"{task.folder.name}-{max(smaller)}")
+            write_recipe(task.recipe, entrant.work, task.precision, plain=task.json is None)
+            entrant.participant = Participant(replace(task, folder=folder))
 
 
-def group_tasks(
-    arguments: argparse.Namespace, precision: str, ranks: int, split: str, folder: Path
-) -> list[Task]:
-    """The participants of a split. At several ranks plain `ours` is DeepSpeed's stage 0, against DDP."""
-    tasks = []
-    for peer in PLAIN if split == "plain" else DEEPSPEED:
-        if arguments.only and peer not in arguments.only:
+def _tokens(arguments: argparse.Namespace, entrant: Entrant) -> int:
+    work = entrant.work
+    ranks = entrant.participant.task.world_size
+    return work.sequence_length * work.micro_batch_size * ranks * arguments.steps
+
+
+def _note_burst(arguments: argparse.Namespace, entrant: Entrant) -> None:
+    each = entrant.participant
+    rate = _tokens(arguments, entrant) / each.round_seconds[-1]
+    record = {"burst": each.task.name, "precision": each.task.precision, "ranks": each.task.world_size}
+    append_line(arguments.append, record | {**vars(entrant.work), "tokens_per_second": rate})
+
+
+def _finished(arguments: argparse.Namespace, alive: Iterable[Entrant], failures: list[str]) -> Iterator[Row]:
+    for entrant in alive:
+        each, work = entrant.participant, entrant.work
+        task, tokens = each.task, _tokens(arguments, entrant)
+        try:
+            told = each.finish()
+        except ParticipantError as error:
+            failures.append(str(error))
             continue
-        stage = 0 if split == "plain" and peer == "ours" and ranks > 1 else split
-        json_file = None if stage == "plain" else REPOSITORY / "ds_configs" / JSON_FILES[int(stage)]
-        recipe = folder / f"{peer}.yaml"
-        write_recipe(recipe, arguments.model, arguments.data, precision, plain=json_file is None)
-        home = folder / peer
-        tasks.append(Task(peer, split, precision, ranks, arguments.warmup, home, recipe, json_file))
-    return tasks
+        row = Row(
+            name=task.name,
+            peer=task.peer,
+            split=task.split,
+            precision=task.precision,
+            ranks=task.world_size,
+            model=work.model,
+            rows=work.rows,
+            sequence_length=work.sequence_length,
+            micro_batch_size=work.micro_batch_size,
+            round_tokens_per_second=[tokens / seconds for seconds in each.round_seconds],
+            first_step_seconds=each.first_step_seconds,
+            **told,
+        )
+        append_line(arguments.append, row.as_dict())
+        yield row
 
 
-def _row(arguments: argparse.Namespace, split: str, participant: Participant) -> Row:
-    task = participant.task
-    size = MODELS[arguments.model]
-    tokens = size["sequence_length"] * size["micro_batch_size"] * task.world_size * arguments.steps
-    return Row(
-        name=task.name,
-        peer=task.peer,
-        split=split,
-        precision=task.precision,
-        ranks=task.world_size,
-        round_tokens_per_second=[tokens / seconds for seconds in participant.round_seconds],
-        first_step_seconds=participant.first_step_seconds,
-        **participant.finish(),
-    )
+def group_tasks(arguments: argparse.Namespace, group: Group, folder: Path) -> Iterator[Task]:
+    """The participants of a group, ours first: at several ranks plain ours is DDP twice, PyTorch's and
+    DeepSpeed's stage 0."""
+    is_plain = group.split == "plain"
+    named = JSON_FILES.get(group.split, group.split)
+    files: dict[str, list[str | None]] = {"ours": [None if is_plain else named]}
+    if is_plain and group.ranks > 1:
+        files["ours"] = ["torch_ddp.json", "ddp.json"]
+    peers = arguments.peers if arguments.peers is not None else PLAIN if is_plain else DEEPSPEED
+    left_out = DEEPSPEED_ONLY if is_plain else PLAIN_ONLY
+    files |= {peer: [None if is_plain else named] for peer in peers if peer not in left_out | {"ours"}}
+    for peer, names in files.items():
+        for name in names:
+            recipe = folder / f"{peer}-{name}.yaml"
+            write_recipe(recipe, group.work, group.precision, plain=name is None)
+            yield Task(
+                peer,
+                group.split,
+                group.precision,
+                group.ranks,
+                arguments.warmup,
+                folder / f"{peer}-{name}",
+                recipe,
+                None if name is None else REPOSITORY / "ds_configs" / name,
+                label=str(name) if len(names) > 1 else "",
+            )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -152,21 +256,36 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=MODELS, default="default")
     add("--data", choices=["stdlib", "random"], help="default: stdlib for the default model")
+    add("--rows", choices=["unpacked", "packed"], nargs="+", default=["unpacked"])
+    add("--sequence-length", type=int, help="default: the model's own")
+    add("--sweep", type=int, nargs="+", default=[], metavar="SIZE", help="micro batches: ours picks one")
     add("--ranks", type=int, nargs="+", default=[1, 2])
-    add("--stages", choices=SPLITS, nargs="+", default=["plain", "2"])
+    add("--stages", nargs="+", default=["plain", "2"], help="plain, a ZeRO stage, or a file of ds_configs/")
     add("--precision", choices=["fp32", "bf16"], nargs="+", default=["bf16"])
-    add("--only", choices=sorted({*PLAIN, *DEEPSPEED}), nargs="+")
+    peers = list(dict.fromkeys(PLAIN + DEEPSPEED + ON_REQUEST))
+    add("--peers", choices=peers, nargs="*", help="beside ours; default: all but " + ", ".join(ON_REQUEST))
     add("--steps", type=int, default=5, help="timed optimizer steps a burst")
     add("--rounds", type=int, default=5, help="bursts of each participant")
     add("--warmup", type=int, default=5, help="untimed steps before the first burst, at least 2")
     add("--start-together", action="store_true", help="faster on many cores; blurs `first step`")
+    add("--one-at-a-time", action="store_true", help="where memory does not hold all participants of a group")
     add("--minutes", type=float, default=float("inf"), help="start no further group after this")
-    add("--output", type=Path, help="JSON file of all numbers")
+    add("--output", type=Path, help="JSON file of all numbers, once all are there")
+    add("--append", type=Path, help="JSON lines: each burst and each participant as soon as it is there")
     arguments = parser.parse_args()
     if arguments.warmup < 2:
         parser.error("--warmup: at least 2")
+    for split in arguments.stages:
+        if split not in {"plain", *JSON_FILES} and not (REPOSITORY / "ds_configs" / split).is_file():
+            parser.error(f"--stages {split}: plain, {', '.join(JSON_FILES)} or a file of ds_configs/")
+    for peer in [each for each in arguments.peers or [] if each in NEEDS and find_spec(NEEDS[each]) is None]:
+        print(f"left out: {peer}, which needs the package {NEEDS[peer]}", file=sys.stderr)
+        arguments.peers.remove(peer)
     if arguments.data is None:
         arguments.data = "stdlib" if arguments.model == "default" else "random"
+    size = MODELS[arguments.model]
+    arguments.sequence_length = arguments.sequence_length or size["sequence_length"]
+    arguments.micro_batch_size = size["micro_batch_size"]
     return arguments
 
 

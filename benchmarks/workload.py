@@ -5,16 +5,21 @@ All is the default recipe's but for what MODELS changes, and a constant learning
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "launch" / "recipes" / "python_stdlib.yaml"
-JSON_FILES = {0: "ddp.json", 1: "zero1.json", 2: "zero2.json", 3: "zero3.json"}
+JSON_FILES = {"0": "ddp.json", "1": "zero1.json", "2": "zero2.json", "3": "zero3.json"}
 LOG_EVERY = 10  # optimizer steps between two rows of the log, for every participant
+MEAN_DOCUMENT = 512  # tokens of a packed row of random ones
+SAMPLES = 512
 
+LLAMA: dict[str, Any] = {"architecture": "llama"}
 # Per model: sequence length, micro batch, and the recipe's model section (None: the recipe's own).
 MODELS: dict[str, dict[str, Any]] = {
     "default": {"sequence_length": 256, "micro_batch_size": 8, "vocab_size": 8192, "model": None},
@@ -22,52 +27,84 @@ MODELS: dict[str, dict[str, Any]] = {
         "sequence_length": 32,
         "micro_batch_size": 2,
         "vocab_size": 300,
-        "model": {"architecture": "llama", "num_layers": 2, "num_heads": 4, "hidden_size": 32}
-        | {"intermediate_size": 64},
+        "model": LLAMA | {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64},
+    },
+    # The default recipe's with the vocabulary that GPT-2 has, and Llama 3 more than twice.
+    "llama-50k": {
+        "sequence_length": 256,
+        "micro_batch_size": 4,
+        "vocab_size": 50304,
+        "model": LLAMA | {"num_layers": 4, "num_heads": 8, "hidden_size": 256, "intermediate_size": 688},
     },
     "llama-70m": {
         "sequence_length": 64,
         "micro_batch_size": 1,
         "vocab_size": 8192,
-        "model": {"architecture": "llama", "num_layers": 8, "num_heads": 12, "hidden_size": 768}
-        | {"intermediate_size": 2048},
+        "model": LLAMA | {"num_layers": 8, "num_heads": 12, "hidden_size": 768, "intermediate_size": 2048},
     },
     "gpt2-124m": {
         "sequence_length": 1024,
         "micro_batch_size": 16,
-        "vocab_size": 50304,
+        "vocab_size": 50257,
         "model": {"architecture": "gpt2", "num_layers": 12, "num_heads": 12, "hidden_size": 768}
         | {"extra": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}},
     },
-    "llama-1b": {
-        "sequence_length": 2048,
-        "micro_batch_size": 4,
-        "vocab_size": 32000,
-        "model": {"architecture": "llama", "num_layers": 16, "num_heads": 32, "hidden_size": 2048}
-        | {"num_key_value_heads": 8, "intermediate_size": 8192},
+    "llama-1b": {  # the sizes of Llama 3.2 1B: 1.24 billion parameters
+        "sequence_length": 4096,
+        "micro_batch_size": 2,
+        "vocab_size": 128256,
+        "model": LLAMA
+        | {"num_layers": 16, "num_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
+        | {"intermediate_size": 8192, "extra": {"tie_word_embeddings": True}},
+    },
+    "llama-8b": {  # the sizes of Llama 3 8B: 8.03 billion parameters
+        "sequence_length": 4096,
+        "micro_batch_size": 1,
+        "vocab_size": 128256,
+        "model": LLAMA
+        | {"num_layers": 32, "num_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+        | {"intermediate_size": 14336},
     },
 }
 
 
-def write_recipe(
-    path: Path, model: str, data: str, precision: str, *, plain: bool, save_every: int = 0
-) -> None:
-    """The recipe of one participant. `data` is `stdlib` (the default recipe's text) or `random`."""
+@dataclass(frozen=True)
+class Workload:
+    """A model with the rows it is given.
+
+    Attributes:
+        model: Key of MODELS.
+        data: `stdlib` (the default recipe's text) or `random`.
+        rows: `packed`: several documents to a row, kept apart by position ids; `unpacked`: one, as it were.
+    """
+
+    model: str
+    data: str
+    rows: str
+    sequence_length: int
+    micro_batch_size: int
+
+    @staticmethod
+    def of(model: str, data: str = "random", rows: str = "unpacked") -> Workload:
+        """With the model's own sequence length and micro batch."""
+        size = MODELS[model]
+        return Workload(model, data, rows, size["sequence_length"], size["micro_batch_size"])
+
+
+def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool, save_every: int = 0) -> None:
+    """The recipe of one participant."""
     tree = yaml.safe_load(RECIPE.read_text())
-    size = MODELS[model]
+    size = MODELS[work.model]
     if size["model"] is not None:
         tree["model"] = {"kind": "causal_lm", "vocab_size": size["vocab_size"], **size["model"]}
-        tree["model"]["max_sequence_length"] = size["sequence_length"]
-    if data == "stdlib":
-        tree["data"]["sequence_length"] = size["sequence_length"]
+    tree["model"]["max_sequence_length"] = work.sequence_length
+    if work.data == "stdlib":
+        tree["data"] |= {"sequence_length": work.sequence_length, "separate_documents": work.rows == "packed"}
     else:
-        shape = {"num_samples": 512, "sequence_length": size["sequence_length"]}
-        tree["data"] = {
-            "kind": "workload:random_tokens",
-            "args": shape | {"vocab_size": size["vocab_size"]},
-        }
-        tree["model"]["max_sequence_length"] = size["sequence_length"]
-    tree["batch"] = {"micro_batch_size": size["micro_batch_size"], "gradient_accumulation_steps": 1}
+        shape = {"sequence_length": work.sequence_length, "vocab_size": size["vocab_size"]}
+        kind = f"workload:{'packed' if work.rows == 'packed' else 'random'}_tokens"
+        tree["data"] = {"kind": kind, "args": {"num_samples": SAMPLES, **shape}}
+    tree["batch"] = {"micro_batch_size": work.micro_batch_size, "gradient_accumulation_steps": 1}
     tree["schedule"] = {"kind": "constant"}
     tree["max_steps"] = 1_000_000  # the gate ends the run
     tree["log"] = {"every": LOG_EVERY}
@@ -82,6 +119,25 @@ def write_recipe(
 def random_tokens(split: str, num_samples: int, sequence_length: int, vocab_size: int) -> RandomTokens | None:
     """`data.kind: workload:random_tokens`: the same tokens in every process; nothing to evaluate on."""
     return RandomTokens(num_samples, sequence_length, vocab_size) if split == "train" else None
+
+
+def packed_tokens(split: str, num_samples: int, sequence_length: int, vocab_size: int) -> Any:
+    """`data.kind: workload:packed_tokens`: random documents in the pipeline's own packed rows."""
+    if split != "train":
+        return None
+    import numpy as np
+
+    from pipeline.data.packing import Stream
+
+    random = np.random.default_rng(0)
+    tokens = random.integers(1, vocab_size, num_samples * sequence_length + 1, dtype=np.int64)
+    ends = random.random(len(tokens)) < 1 / min(MEAN_DOCUMENT, sequence_length // 4)
+    tokens[ends] = 0
+    part = SimpleNamespace(tokens=tokens, ends=np.flatnonzero(ends) + 1, loss_mask=None)
+    part.num_tokens = len(tokens)
+    rows = Stream([SimpleNamespace(parts=[part])], sequence_length, True, 0)  # type: ignore[list-item]
+    rows.vocab_size = vocab_size  # type: ignore[attr-defined]
+    return rows
 
 
 class RandomTokens:
@@ -104,7 +160,8 @@ class RandomTokens:
 class PeerDataset:
     """The pipeline's prepared tokens as a user of the peers writes them: one dict a sample, labels = inputs.
 
-    Sample i is the i-th of the pipeline's own order, so reading on from 0 sees what the pipeline sees.
+    Packed rows keep their positions. Sample i is the i-th of the pipeline's own order, so reading on from 0
+    sees what the pipeline sees.
     """
 
     def __init__(self, samples: Any, order: Any):
@@ -117,5 +174,6 @@ class PeerDataset:
         return len(self._order)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        input_ids = self._samples[self._order[index]]["input_ids"]
-        return {"input_ids": input_ids, "labels": input_ids}
+        sample = self._samples[self._order[index]]
+        positions = {"position_ids": sample["position_ids"]} if "position_ids" in sample else {}
+        return {"input_ids": sample["input_ids"], "labels": sample["input_ids"], **positions}

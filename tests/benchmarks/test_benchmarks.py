@@ -41,6 +41,7 @@ def test_all_participants_train_the_same_model(tmp_path):
         "trainer",
         "ours stage 2",
         "deepspeed stage 2",
+        "deepspeed+our-loss stage 2",
         "trainer stage 2",
     }
     losses = [row["loss"] for row in results["participants"]]
@@ -55,5 +56,12 @@ def test_all_participants_train_the_same_model(tmp_path):
         ("ours", "pytorch+our-loss"),
         ("ours", "trainer"),
         ("ours stage 2", "deepspeed stage 2"),
+        ("ours stage 2", "deepspeed+our-loss stage 2"),
         ("ours stage 2", "trainer stage 2"),
+    }
+    assert {claim["what"] for claim in results["claims"]} == {
+        "tokens/s, ours over pytorch+our-loss",
+        "tokens/s, ours stage 2 over deepspeed+our-loss stage 2",
+        "first step, ours over trainer",
+        "first step, ours stage 2 over trainer stage 2",
     }
