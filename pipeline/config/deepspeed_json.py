@@ -12,6 +12,7 @@ from pipeline.config import deepspeed_keys as keys
 from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_check import check, rules
 from pipeline.config.deepspeed_conflicts import refuse_conflicts
+from pipeline.config.half_masters import refuse_half_masters
 from pipeline.config.loading import (
     ConfigFile,
     Tree,
@@ -166,6 +167,7 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     for name in ("bf16", "fp16"):
         if name in filled:
             filled[name]["enabled"] = name == precision
+    refuse_half_masters(file, filled, config.optimizer.kind, precision)
     for dotted in _leftover_autos(filled):
         raise ConfigError(f'{file.at(dotted)}: nothing here can fill this "auto"; write a value')
     return filled

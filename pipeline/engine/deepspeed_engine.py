@@ -20,6 +20,7 @@ import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
+from pipeline.config.half_masters import has_half_states
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
@@ -91,7 +92,12 @@ def build_optimizer(
     """
     if CPU_ADAM in needed_ops(config):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(
-            groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True
+            groups,
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            adamw_mode=True,
+            fp32_optimizer_states=not has_half_states(config),
         )
     return build_torch_optimizer(groups, optimizer)
 

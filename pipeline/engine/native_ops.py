@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
+from pipeline.config.half_masters import has_half_masters
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, one_line
 from pipeline.op_builds import (
@@ -53,7 +54,8 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
         The configuration to hand on: where some rank has no CPU Adam, one that asks for torch's.
 
     Raises:
-        ConfigError: NVMe is asked for and async_io cannot be built.
+        ConfigError: NVMe is asked for and async_io cannot be built, or master weights in half precision and
+            CPU Adam cannot.
     """
     for op in needed_ops(config):
         failure = _build(op)
@@ -65,6 +67,11 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
             raise ConfigError(
                 f"zero_optimization: device nvme: {op.label} cannot be built ({reason}); it needs a C++ "
                 "compiler and libaio (Debian and Ubuntu: apt-get install g++ libaio-dev), or use device cpu"
+            )
+        if has_half_masters(config):
+            raise ConfigError(
+                f"{op.label} cannot be built ({reason}), and nothing else steps master weights in half "
+                "precision in host memory; install a C++ compiler, or drop *_master_weights_and_grads"
             )
         log.warning(
             "%s cannot be built here (%s); torch's fused AdamW does its work, slower", op.label, reason

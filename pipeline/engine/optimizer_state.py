@@ -45,12 +45,15 @@ class SavedState:
         state = optimizer.state[stepped]
         for key in self._keys - state.keys() if has_numbers(optimizer, stepped) else ():
             state[key] = _no_steps(_own(optimizer, stepped), stepped.device)
+        # DeepSpeed's CPU Adam keeps fp32 of what it steps in half precision, where it is not told otherwise.
+        is_fp32 = getattr(_own(optimizer, stepped), "fp32_optimizer_states", False)
+        dtype = torch.float32 if is_fp32 else stepped.dtype
         for kind in sorted(wanted.keys() - state.keys()):
             shape = wanted[kind]
             state[kind] = (
-                torch.zeros_like(stepped, memory_format=torch.preserve_format).detach()
+                torch.zeros_like(stepped, dtype=dtype, memory_format=torch.preserve_format).detach()
                 if shape is None
-                else torch.zeros(shape, dtype=stepped.dtype, device=stepped.device)
+                else torch.zeros(shape, dtype=dtype, device=stepped.device)
             )
 
 
