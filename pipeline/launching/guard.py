@@ -31,6 +31,7 @@ SILENCE = 30.0  # seconds without a word from the launch script, which speaks ev
 TICK = 1.0
 POLL = 0.1
 LAST = 3.0  # that a rank's children, and the launcher above it, have after it
+GENERATIONS = 10  # of processes that one look follows, each started by one that left at once
 RANK_NAMES = (b"RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
@@ -74,9 +75,32 @@ class Guard:
         self._known: list[psutil.Process] = []
 
     def find(self) -> list[psutil.Process]:
-        """Every process of the run, from /proc."""
-        self._known = [process for process in psutil.process_iter() if self._marker in _environment(process)]
+        """Every process of the run, from /proc; none only where none could have hidden from the look.
+
+        A process hides that is started while /proc is read, its parent leaving meanwhile, or that is on its
+        way into another program and has no variables yet: such ones are looked at again.
+        """
+        self._known = []
+        seen: set[int] = set()
+        deadline = time.monotonic() + LAST
+        for _ in range(GENERATIONS):
+            fresh = set(psutil.pids()) - seen
+            if self._known or not fresh:
+                break
+            seen |= fresh
+            while fresh:
+                fresh = {pid for pid in fresh if not self._is_read(pid)}
+                if time.monotonic() > deadline:
+                    break
         return self._known
+
+    def _is_read(self, pid: int) -> bool:
+        """Whether a process could be looked at; it is known from now on where it is the run's."""
+        variables = _environment(pid)
+        if variables is not None and self._marker in variables:
+            with suppress(psutil.Error):
+                self._known.append(psutil.Process(pid))
+        return variables is not None
 
     def is_running(self) -> bool:
         """Whether any process of the run is there; looks for new ones only once the known ones are gone."""
@@ -84,7 +108,7 @@ class Guard:
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks among them: not the launcher above, nor a rank's own children."""
-        marked = [p for p in self.find() if any(v.startswith(RANK_NAMES) for v in _environment(p))]
+        marked = [p for p in self.find() if any(v.startswith(RANK_NAMES) for v in _environment(p.pid) or ())]
         pids = {process.pid for process in marked}
         found = []
         for process in marked:
@@ -124,10 +148,20 @@ class Guard:
         return found
 
 
-def _environment(process: psutil.Process) -> list[bytes]:
-    """The variables a process was started with."""
+def _environment(pid: int) -> list[bytes] | None:
+    """The variables a process was started with; None: it is on its way into a program."""
+    folder = Path(f"/proc/{pid}")
     try:
-        return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        if variables := (folder / "environ").read_bytes():
+            return variables.split(b"\0")
+        # proc(5): a thread of the kernel and a dead process have no memory; what was started without
+        # variables (env -i) has a place for them, of no length. So has, for a moment, one in exec.
+        fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+        memory, start, end = fields[20], fields[47], fields[48]
+        if memory != b"0" and start == end != b"0":
+            time.sleep(POLL / 10)
+            return (folder / "environ").read_bytes().split(b"\0")
+        return [] if memory == b"0" else None
     except OSError:  # gone, or another user's
         return []
 

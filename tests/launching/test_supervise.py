@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from pipeline.errors import LaunchError
+from pipeline.launching.guard import Guard, _environment
 from pipeline.launching.node_agent import local_command, pack
 from pipeline.launching.supervise import Supervisor
 
@@ -55,6 +56,33 @@ def test_a_launcher_that_ends_well_with_ranks_that_did_not(folder, capfd):
     assert supervise(folder, "say 0 0; RANK=1 setsid sleep 60 & exit 0") == 1
     said = capfd.readouterr().err
     assert "ended without a word, as if killed: rank 1 on here" in said
+
+
+@pytest.mark.parametrize("how", ['exec "$0"', '"$0" & exit'], ids=["exec", "fork"])
+def test_a_look_misses_no_process_that_is_just_starting(how, tmp_path):
+    """One that is always on its way into a program, or that always leaves a child behind and is gone."""
+    program = tmp_path / "on-its-way"
+    program.write_text(f"#!/bin/sh\n[ -e {tmp_path}/over ] || {how}\n")
+    program.chmod(0o700)
+    guard = Guard(tmp_path / "environment.json")
+    variables = os.environ | {"PIPELINE_ENVIRONMENT": str(guard.path)}
+    first = subprocess.Popen([program], env=variables)
+    missed = [look for look in range(100) if not guard.find()]
+    (tmp_path / "over").touch()
+    first.wait()
+    guard.kill()
+    assert guard.find() == missed == []
+
+
+def test_what_never_has_variables_is_not_waited_for():
+    """A program that was started without any, and a dead process that nobody has waited for."""
+    bare = subprocess.Popen(["sleep", "60"], env={})
+    dead = subprocess.Popen(["true"])
+    while psutil.Process(dead.pid).status() != "zombie" or psutil.Process(bare.pid).name() != "sleep":
+        pass
+    assert (_environment(bare.pid), _environment(dead.pid)) == ([b""], [])
+    bare.kill()
+    assert (bare.wait(), dead.wait()) == (-9, 0)
 
 
 def test_signals_reach_the_ranks_and_decide_the_exit_code(folder, tmp_path):
