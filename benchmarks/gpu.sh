@@ -1,43 +1,73 @@
 #!/usr/bin/env bash
-# All that needs a CUDA machine, in one call of under ten minutes, without network and without compiled ops:
-#   bash benchmarks/gpu.sh [--quick]
-# Tests marked gpu, then GPT-2 124M and a 1B Llama against the peers, then saves of the former.
-# Results go to $OUT, else to benchmarks/results/.
-# Without a GPU it goes through the same motions with a tiny model.
+# What needs a CUDA machine. One subcommand a call, each under nine minutes: bash benchmarks/gpu.sh check
+#   check  versions and ceilings, the tests marked gpu, waits and kernels a step of every engine
+#   gpt2 | 1b | 8b   tokens/s, MFU, memory: ours, packed and not, beside its peers
+#   ops    attention, cross entropy and AdamW alone, each way to compute them
+#   ckpt   what a save costs the training that goes on
+# Results go to $OUT, else to benchmarks/results/, a line after every participant: a kill loses nothing.
+# Without a GPU (or with TINY=1) it goes through the same motions with a tiny model.
+#
+# A machine without network needs the wheels in .whl/, which git ignores; made on one that has it by
+#   pip wheel --no-deps --no-build-isolation "deepspeed>=0.19.8,<0.20" hjson -w .whl
+#   there="--only-binary=:all: --python-version 3.12 --platform manylinux_2_17_x86_64 -d .whl"
+#   pip download $there pydantic && pip download $there --no-deps liger-kernel
 set -u
 cd "$(dirname "$0")/.."
-results=${OUT:-benchmarks/results}
-python=${PYTHON:-python3}
+results=${OUT:-benchmarks/results} python=${PYTHON:-python3} minutes=${MINUTES:-8}
 mkdir -p "$results"
+if compgen -G ".whl/*.whl" >/dev/null && [ ! -d .site ]; then
+  "$python" -m pip install -q --no-index --no-deps --target .site .whl/*.whl || exit 1
+fi
+export PYTHONPATH="$PWD:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 WANDB_MODE=disabled
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
+
+case ${1:-} in check | gpt2 | 1b | 8b | ops | ckpt) ;; *)
+  echo "bash benchmarks/gpu.sh check|gpt2|1b|8b|ops|ckpt: which one? Given: ${1:-nothing}" >&2
+  exit 2
+  ;;
+esac
+tiny=${TINY:-$("$python" -c "import torch; print(int(not torch.cuda.is_available()))")} || exit 1
 failed=0
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 WANDB_MODE=disabled
-
-measure() {
-  "$python" benchmarks/throughput.py --ranks 1 --precision bf16 --start-together \
-    --model "$1" --output "$results/$1.json" "${@:2}" || failed=1
+measure() { # model, further options: a tiny one in its place, and nothing compiled, where there is no GPU
+  local small=() model=$1
+  [ "$tiny" = 1 ] && model=tiny && small=(--sweep 1 2 --precision fp32 --warmup 2 --steps 2 --rounds 1 --peers trainer)
+  "$python" benchmarks/throughput.py --model "$model" --precision bf16 --ranks 1 --minutes "$minutes" \
+    --append "$results/$1.jsonl" --output "$results/$1.json" "${@:2}" ${small[@]+"${small[@]}"} || failed=1
 }
+run() { "$python" "$@" || failed=1; }
+little=() census=(--model gpt2-124m)
+[ "$tiny" = 1 ] && little=(--tiny) census=(--model tiny --precision fp32)
+[ "$tiny" = 1 ] && [ -z "${SPLITS:-}" ] && SPLITS="plain 2"
 
-has_gpu=$("$python" -c "import torch; print(int(torch.cuda.is_available()))") || exit 1
-if [ "$has_gpu" = 0 ]; then
-  echo "no CUDA device here: a tiny model on the CPU"
-  measure tiny --stages plain 2 --steps 2 --rounds 2
-  exit $failed
-fi
-
-export DS_ACCELERATOR=cuda
-if "$python" -c "import pytest" 2>/dev/null; then
-  timeout 120 "$python" -m pytest -m gpu tests -q
-  code=$?
-  [ $code = 0 ] || [ $code = 5 ] || failed=1 # 5: no such tests
-fi
-
-if [ "${1:-}" = --quick ]; then
-  measure gpt2-124m --stages plain 2 --steps 10 --rounds 2 --minutes 2
-  "$python" benchmarks/checkpoint.py --quick --groups 2-1 --output "$results/checkpoint-quick.json" || failed=1
-else
-  measure gpt2-124m --stages plain 0 1 2 3 --steps 20 --rounds 3 --minutes 3
-  measure llama-1b --stages plain 2 3 0 1 --steps 10 --rounds 3 --minutes 2
-  "$python" benchmarks/checkpoint.py --model gpt2-124m --groups plain-1 2-1 --rounds 3 --output "$results/checkpoint.json" ||
-    failed=1
-fi
+case ${1:-} in
+check)
+  run benchmarks/gpu_facts.py ${little[@]+"${little[@]}"} --output "$results/facts.jsonl"
+  if "$python" -c "import pytest" 2>/dev/null; then
+    timeout 270 "$python" -m pytest tests/gpu -m gpu -q -k "not nvme and not compile" --durations=5 || failed=1
+  fi
+  # shellcheck disable=SC2086
+  run benchmarks/gpu_census.py "${census[@]}" --engines ${SPLITS:-plain 0 1 2 3} --output "$results/census.jsonl"
+  ;;
+gpt2)
+  # shellcheck disable=SC2086
+  measure gpt2-124m --start-together --sweep 16 32 64 --rows packed unpacked --stages ${SPLITS:-plain 2} --steps 30 \
+    --rounds 3 --peers pytorch-compiled deepspeed trainer trainer-liger
+  ;;
+1b)
+  # shellcheck disable=SC2086
+  measure llama-1b --one-at-a-time --sweep 2 4 8 --rows packed unpacked --stages ${SPLITS:-2 plain} --steps 8 --rounds 3 \
+    --peers pytorch-compiled trainer trainer-liger
+  ;;
+8b)
+  # shellcheck disable=SC2086
+  measure llama-8b --one-at-a-time --sweep 1 2 --rows packed unpacked --stages ${SPLITS:-3 plain} --steps 5 --rounds 2 \
+    --peers deepspeed fsdp2-compiled
+  ;;
+ops) run benchmarks/gpu_ops.py ${little[@]+"${little[@]}"} --output "$results/ops.jsonl" ;;
+ckpt)
+  saved=(--model llama-1b --groups plain-1 2-1 --rounds 3)
+  [ "$tiny" = 1 ] && saved=(--quick --groups 2-1)
+  run benchmarks/checkpoint.py "${saved[@]}" --output "$results/checkpoint.json"
+  ;;
+esac
 exit $failed

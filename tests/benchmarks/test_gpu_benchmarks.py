@@ -1,0 +1,118 @@
+"""What gpu.sh runs goes through the same motions on a CPU, with tiny sizes; every way to compute is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def gpu_sh(subcommand, folder):
+    environment = os.environ | {"OUT": str(folder), "PYTHON": sys.executable, "TINY": "1"}
+    return subprocess.run(
+        ["bash", BENCHMARKS / "gpu.sh", subcommand],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_operation_is_measured_or_says_why_not():
+    import gpu_ops
+
+    records = list(gpu_ops.operations(["llama-1b"], tiny=True))
+    measured = {record["way"] for record in records if record.get("ms", 0) > 0}
+    assert {"sdpa, dense mask", "sdpa, causal, MATH", "ours, blockwise", "eager, fp32 logits"} <= measured
+    assert {"fused, one flat tensor", "foreach, 148 tensors"} <= measured
+    ways = {record["way"]: record for record in records}
+    assert {"varlen", "sdpa, causal, CUDNN_ATTENTION", "DeepSpeed, Triton", "torch, linear"} <= set(ways)
+    assert all("ms" in record or ": " in record["cannot"] for record in records)
+    assert ways["sdpa, causal, MATH"]["tflop_per_second"] > 0
+
+
+def test_the_facts_of_the_machine_are_told():
+    import gpu_facts
+
+    facts = dict(gpu_facts.facts(tiny=True))
+    assert facts["machine"]["torch"] == torch.__version__
+    assert facts["copy"]["gb_per_second"] > 0
+    assert set(gpu_facts.PRODUCTS) <= {name.removeprefix("matmul ") for name in facts}
+    assert facts["sdpa dense mask"]["kernels"]
+
+
+def test_a_census_counts_what_the_host_reads():
+    import gpu_census
+
+    def step():
+        value = torch.ones(8, 8).mm(torch.ones(8, 8)).sum()
+        return value.item() + float(value)
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(gpu_census.COUNTED):
+            step()
+    found = gpu_census.summary(profiler.events(), 1.0)
+    assert found["host_reads"] == 2
+    assert found["operators"] > 4
+    assert "aten::mm" in {name for name, _ in found["longest"]}
+
+
+def test_a_subcommand_that_is_none_is_told(tmp_path):
+    done = gpu_sh("everything", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "bash benchmarks/gpu.sh check|gpt2|1b|8b|ops|ckpt: which one? Given: everything"
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("subcommand", "written"),
+    [
+        ("check", ["facts.jsonl", "census.jsonl"]),
+        ("gpt2", ["gpt2-124m.jsonl", "gpt2-124m.json"]),
+        ("1b", ["llama-1b.jsonl", "llama-1b.json"]),
+        ("8b", ["llama-8b.jsonl", "llama-8b.json"]),
+        ("ops", ["ops.jsonl"]),
+        ("ckpt", ["checkpoint.json"]),
+    ],
+)
+def test_a_subcommand_runs_with_a_tiny_model(subcommand, written, tmp_path):
+    done = gpu_sh(subcommand, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
+    if subcommand == "check":
+        census = {record["census"]: record for record in lines(tmp_path / "census.jsonl")}
+        assert set(census) == {"ours", "ours stage 2"}
+        assert all(record["operators"] > 100 for record in census.values())
+    if subcommand in {"gpt2", "1b"}:
+        ended = [record for record in lines(tmp_path / written[0]) if "loss" in record]
+        of_sweep, measured = ended[:2], ended[2:]
+        assert [row["micro_batch_size"] for row in of_sweep] == [1, 2]
+        best = max(of_sweep, key=lambda row: row["tokens_per_second"])["micro_batch_size"]
+        assert {row["micro_batch_size"] for row in measured} == {best}
+        assert {(row["peer"], row["rows"], row["split"]) for row in measured} == {
+            (peer, rows, split)
+            for peer in ("ours", "trainer")
+            for rows in ("packed", "unpacked")
+            for split in ("plain", "2")
+        }
