@@ -211,7 +211,7 @@ def print_table(console: Console, rows: list[Row], title: str) -> None:
             None,
         )
         table.add_row(
-            row.name,
+            row.name + ", packed" * (row.rows == "packed"),
             f"{row.tokens_per_second:,.0f}",
             "" if ratio is None else f"{ratio['median']:.3f}  ({ratio['min']:.3f}-{ratio['max']:.3f})",
             f"{row.peak_memory_gib:.2f}",
