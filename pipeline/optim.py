@@ -158,27 +158,39 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
         group["lr"] = learning_rate * group["lr_factor"]
 
 
-def skip_if_not_finite(optimizer: Optimizer, norm: Tensor) -> Tensor:
-    """Before a step: where the norm is not finite, no parameter and no state of the optimizer will move.
+def clip_or_skip(optimizer: Optimizer, norm: Tensor, max_norm: float) -> Tensor:
+    """Before a step: gradients are clipped to `max_norm`, and where the norm is not finite, no parameter and
+    no state of the optimizer will move.
 
-    Fused kernels read `found_inf` on the device, the attribute that torch's GradScaler sets. What steps on
-    the host is waited for, and has the gradients taken away: torch's optimizers pass over what has none.
+    Fused kernels read `grad_scale` and `found_inf` on the device, the attributes that torch's GradScaler
+    sets. What steps on the host is waited for, and has the gradients taken away: torch's optimizers pass over
+    what has none.
+
+    Args:
+        norm: Of all gradients together, 0-dim.
+        max_norm: 0: nothing is clipped.
 
     Returns:
         1 where the step is skipped, else 0; 0-dim.
     """
     skipped = (~torch.isfinite(norm)).float()
-    if _reads_found_inf(optimizer):
+    if reads_found_inf(optimizer):
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
-    elif bool(skipped):
+        if max_norm > 0:  # as clip_grads_with_norm_ has it
+            optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
+        return skipped
+    if bool(skipped):
         optimizer.zero_grad(set_to_none=True)
+    elif max_norm > 0:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return skipped
 
 
 @contextmanager
 def at_rest(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
     """Inside it a step moves nothing."""
-    if _reads_found_inf(optimizer):
+    if reads_found_inf(optimizer):
         optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
         try:
             yield
@@ -192,5 +204,6 @@ def at_rest(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
         hook.remove()
 
 
-def _reads_found_inf(optimizer: Optimizer) -> bool:
+def reads_found_inf(optimizer: Optimizer) -> bool:
+    """Whether its kernels skip a step by a flag on the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # as GradScaler asks

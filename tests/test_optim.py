@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.config.schema import OptimizerConfig
-from pipeline.engine.torch_engine import clip_and_guard
+from pipeline.engine.guard import clip_and_guard
 from pipeline.errors import ConfigError, ModelError
 from pipeline.optim import at_rest, build_torch_optimizer, parameter_groups, set_learning_rate
 
@@ -177,7 +177,7 @@ def step(model, optimizer, factor: float):
     for p in model.parameters():
         p.grad = torch.full_like(p, 0.1)
     model.norm.bias.grad[0] *= factor
-    _, skipped = clip_and_guard(optimizer, list(model.parameters()), 1.0)
+    _, skipped = clip_and_guard(optimizer, 1.0)
     optimizer.step()
     return bool(skipped)
 

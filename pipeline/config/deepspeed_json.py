@@ -160,10 +160,15 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     if config.optimizer.kind != "adamw":
         filled["zero_allow_untested_optimizer"] = True
         filled["zero_force_ds_cpu_optimizer"] = False  # its kernel is Adam's
+    # On by default; it waits for the device before each forward and after each step.
+    filled.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     zero = filled.setdefault("zero_optimization", {"stage": 0})
-    for key, value in _zero_defaults(config).items():
+    ranks = plan.dp_world_size * filled.get("sequence_parallel_size", 1)
+    for key, value in _zero_defaults(config, ranks, zero.get("stage", 0)).items():
         if zero.get(key) == "auto":
             zero[key] = value
+    if zero.get("reduce_bucket_size") is None:
+        zero.pop("reduce_bucket_size", None)
     for name in ("bf16", "fp16"):
         if name in filled:
             filled[name]["enabled"] = name == precision
@@ -173,14 +178,19 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     return filled
 
 
-def _zero_defaults(config: RunConfig) -> Tree:
-    """Bucket sizes in elements, by the model's width where it is known (the rule Hugging Face uses)."""
-    hidden = getattr(config.model, "hidden_size", None)
+def _zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
+    """Bucket sizes in elements.
+
+    At stages 1 and 2 the engine chooses, by the model's size. Hugging Face's rule for stage 3, the square of
+    the width, would send a small model in pieces that wait for their latency: not below 50 million.
+    """
+    hidden = getattr(config.model, "hidden_size", None) or 0
+    bucket = max(hidden * hidden, 50_000_000)
     return {
-        "overlap_comm": True,
-        "reduce_bucket_size": hidden * hidden if hidden else 500_000_000,
+        "overlap_comm": ranks > 1,  # alone there is nothing to overlap, and it costs two waits a step
+        "reduce_bucket_size": bucket if stage == 3 else None,
         "allgather_bucket_size": 500_000_000,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden) if hidden else 50_000_000,
+        "stage3_prefetch_bucket_size": int(0.9 * bucket),
         "stage3_param_persistence_threshold": 10 * hidden if hidden else 100_000,
         "stage3_max_live_parameters": 1_000_000_000,
         "stage3_max_reuse_distance": 1_000_000_000,

@@ -91,7 +91,8 @@ def _deepspeed() -> Iterator[str]:
     yield _paragraph(
         '`null` is the same as leaving a key out. `"auto"` is filled in here: the batch numbers from the '
         "recipe, `bf16.enabled` and `fp16.enabled` by what the device computes in (bf16 before fp16), ZeRO's "
-        'bucket sizes by the width of the model; an `"auto"` that nothing fills is an error. Keys that '
+        "bucket sizes by the width of the model or its number of parameters, `overlap_comm` where gradients "
+        'are reduced over several ranks; an `"auto"` that nothing fills is an error. Keys that '
         "people write for each other (`_comment`, `//`, `comment`, `$schema`) and sections that are switched "
         "off (`enabled: false`) are passed over, with a line."
     )

@@ -31,6 +31,21 @@ _SEARCH = {
 }
 
 
+# Elements: below, a reduction takes its latency. In so many parts a model is reduced beside its backward.
+_SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 50_000_000, 500_000_000, 8
+
+
+def fit_bucket(config: dict[str, Any], num_parameters: int) -> None:
+    """A bucket for gradients that is no larger than all of them, in place.
+
+    DeepSpeed's, of half a billion elements, is allocated whole in each step, twice with overlap_comm, and a
+    model that fits into it is reduced after the backward.
+    """
+    zero = config["zero_optimization"]
+    chosen = min(max(num_parameters // _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+    zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", chosen)), max(1, num_parameters))
+
+
 class DeepSpeedBase(ABC):
     """An Engine but for its steps, whatever deepspeed.initialize makes of the optimizer."""
 

@@ -17,15 +17,15 @@ from typing import Any, cast
 
 import deepspeed
 import torch
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
 from pipeline.config.half_masters import has_half_states
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
+from pipeline.engine import guard
 from pipeline.engine.changing_buffers import ChangingBuffers
-from pipeline.engine.deepspeed_base import DeepSpeedBase
+from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
 from pipeline.engine.deepspeed_patches import (
     average_over_all_ranks,
     keep_autocast,
@@ -47,9 +47,8 @@ from pipeline.engine.parallel_state import forget_parameter_groups, parallel_sta
 from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import State
-from pipeline.engine.tensor_parallel import clip_and_guard_parts, cut_parameters, first_ranks
+from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts
 from pipeline.engine.tensor_sharding import TensorSharding
-from pipeline.engine.torch_engine import clip_and_guard
 from pipeline.engine.unused import GradientWatch, warn_of_unused
 from pipeline.engine.zero3 import Zero3Sharding, gathered_where_it_fits
 from pipeline.models.generation import GenerationSettings, generate
@@ -68,6 +67,7 @@ def start_deepspeed(job: Job) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if job.device.type == "cpu":
         prepare_for_cpu()
+    deepspeed.utils.nvtx.enable_nvtx = False  # a range around every hook, for a profiler that is not there
     deepspeed.init_distributed(dist_init_required=False)
 
 
@@ -130,21 +130,18 @@ class DeepSpeedEngine(DeepSpeedBase):
         self._split = split
         self._float_dtype = DTYPES[self.precision]
         self._is_autocast = autocast
-        # At stage 0 DeepSpeed neither guards a step in fp32 nor reports a norm, and in half precision it
-        # leaves the other ranks' parts of cut matrices out of the norm: the optimizer's hook does it all.
-        self._own_guard = split.zero_stage == 0 and (split.precision == "fp32" or split.tensor_parallel > 1)
-        if self._own_guard:
-            config["gradient_clipping"] = 0.0
         mpu = parallel_state(split)
         if split.tensor_parallel > 1:
             cast(TensorSharding, sharding).cut(model)
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_optimizer(groups, optimizer, config)
+        self._own_guard = guard.is_own(config, split, self._optimizer)
         self._sequence: SequenceParallel | None = None
         if split.sequence_parallel > 1:
             self._sequence = SequenceParallel(model, split.sequence_parallel)
             self.closing.callback(self._sequence.close)
+        fit_bucket(config, self.num_parameters)
         self._initialize(model, config, mpu)
         if autocast:
             keep_autocast(self._engine, self._float_dtype)
@@ -153,10 +150,12 @@ class DeepSpeedEngine(DeepSpeedBase):
         keep_misaligned_gradients(self._zero_optimizer)
         places_of = cut_parameters if split.tensor_parallel > 1 else whole_parameters
         self._places = places_of(self.module)
-        self._is_part = [is_model_parallel_parameter(p) for p in self._parameters]
+        self._is_counted = [self._counts(p) for p in self._parameters]
         self._norm: Tensor | None = None
-        if self._own_guard:
+        if self._own_guard and split.zero_stage == 0:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
+            if split.precision == "bf16":
+                guard.step_on_device(self._zero_optimizer)
         if self._sequence is not None:
             average_over_all_ranks(self._engine)
         # DeepSpeed trains on in silence where a parameter takes no part.
@@ -200,6 +199,8 @@ class DeepSpeedEngine(DeepSpeedBase):
                 loss = objective(engine, self._part_on_device(cpu_batch, objective))
             check_gradient(loss)
             engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
+            if self._own_guard and self._split.zero_stage > 0 and engine.is_gradient_accumulation_boundary():
+                self._clip_and_guard_partition()
             engine.step()
             losses.append(loss.detached())
         self._buffers.share()
@@ -232,12 +233,20 @@ class DeepSpeedEngine(DeepSpeedBase):
         inputs = objective.inputs(self._engine, batch)
         return to_device(batch, self.device, self._float_dtype, inputs)
 
+    def _counts(self, parameter: Tensor) -> bool:
+        return self._split.tensor_parallel == 1 or is_counted(parameter)
+
     def _clip_and_guard(self, *_: Any) -> None:
-        if self._split.tensor_parallel > 1:
-            found = clip_and_guard_parts(self._optimizer, self._is_part, self._max_grad_norm)
-        else:
-            found = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
-        self._norm, self._skipped = found
+        """Before the inner optimizer's step at stage 0, where every rank has all gradients."""
+        sums = sum_of_parts if self._split.tensor_parallel > 1 else guard.alone
+        self._norm, self._skipped = guard.clip_and_guard(
+            self._optimizer, self._max_grad_norm, self._is_counted, sums
+        )
+
+    def _clip_and_guard_partition(self) -> None:
+        self._norm, self._skipped = guard.clip_and_guard_partition(
+            self._zero_optimizer, self._max_grad_norm, self._counts, self._job.all_reduce_sum
+        )
 
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:

@@ -73,6 +73,14 @@ PATCHES = (
         },
     ),
     Patch(
+        "norm, clipping and guard on the device",
+        "a step reads flags on the host, one a parameter at stage 0 (engine/guard.py takes their place)",
+        {
+            f"{_FP16}.unfused_optimizer:FP16_UnfusedOptimizer.step": "c8a7c52aeb92",
+            f"{_STAGE_2}.step": "ef476af48134",
+        },
+    ),
+    Patch(
         "loss scale at stage 0 in fp16",
         "backward does not multiply the loss by it, step divides the gradients by it: they vanish beside eps",
         {f"{_ENGINE}.backward": "be188e5b297b"},

@@ -19,9 +19,10 @@ from torch import Tensor
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.deepspeed_base import DeepSpeedBase
+from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
 from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
 from pipeline.engine.deepspeed_state import state_of
+from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import kept_buffers
@@ -31,7 +32,7 @@ from pipeline.errors import DataError
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.staging import Layer, LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective, added, refuse_router
-from pipeline.optim import build_torch_optimizer, set_learning_rate, skip_if_not_finite
+from pipeline.optim import build_torch_optimizer, set_learning_rate
 
 INPUT_KEYS = ("input_ids", "position_ids")
 
@@ -70,10 +71,7 @@ class PipelineEngine(DeepSpeedBase):
         # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
         self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
         self._optimizer = build_torch_optimizer(groups, optimizer)
-        zero = config["zero_optimization"]
-        # At ZeRO 1 a bucket is allocated whole in each step, by default half a billion elements.
-        held = sum(p.numel() for group in groups for p in group["params"])
-        zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", held)), held)
+        fit_bucket(config, sum(p.numel() for group in groups for p in group["params"]))
         with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints the memory in use
             self._initialize(module, config)
         self._norm = torch.full((), torch.inf, device=self.device)
@@ -143,14 +141,13 @@ class PipelineEngine(DeepSpeedBase):
 
         DeepSpeed does none of it in fp32, and in fp16 counts tied weights twice.
         """
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        counted = [p.grad for p, is_copy in zip(parameters, self._is_copy, strict=True) if not is_copy]
-        square = torch.nn.utils.get_total_norm([g for g in counted if g is not None]).double().square()
+        self._norm, self._skipped = clip_and_guard(
+            self._optimizer, self._max_grad_norm, (not each for each in self._is_copy), self._over_stages
+        )
+
+    def _over_stages(self, square: Tensor) -> Tensor:
         dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())
-        self._norm = square.sqrt().float()
-        if self._max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, self._norm)
-        self._skipped = skip_if_not_finite(self._optimizer, self._norm)
+        return square
 
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step. The last stage's share is all of it."""

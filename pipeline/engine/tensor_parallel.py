@@ -13,17 +13,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from pipeline.engine.parameter_state import Places, whole_parameters
 from pipeline.engine.state import WHOLE, Place
 from pipeline.errors import ModelError
-from pipeline.optim import skip_if_not_finite
 from pipeline.shards import Box
 
 
@@ -45,30 +44,15 @@ def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
         )
 
 
-def clip_and_guard_parts(
-    optimizer: torch.optim.Optimizer, is_part: list[bool], max_norm: float
-) -> tuple[Tensor, Tensor]:
-    """torch_engine.clip_and_guard over a tensor group: parts are added up, whole parameters count once.
+def is_counted(parameter: Tensor) -> bool:
+    """Whether it is this rank's to count in a norm: parts are added up, whole parameters count once."""
+    return is_model_parallel_parameter(parameter) or groups.get_tensor_model_parallel_rank() == 0
 
-    Args:
-        is_part: Of each of the optimizer's parameters, whether this rank holds a part of it.
 
-    Returns:
-        As clip_and_guard. Collective.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    is_first = groups.get_tensor_model_parallel_rank() == 0
-    counted = [
-        p.grad
-        for p, part in zip(parameters, is_part, strict=True)
-        if p.grad is not None and (part or is_first)
-    ]
-    square = torch.nn.utils.get_total_norm(counted).square()
+def sum_of_parts(square: Tensor) -> Tensor:
+    """Over a tensor group, in place. Collective."""
     dist.all_reduce(square, group=groups.get_tensor_model_parallel_group())
-    norm = square.sqrt()
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm, skip_if_not_finite(optimizer, norm)
+    return square
 
 
 def first_ranks(scores: Tensor) -> Tensor:

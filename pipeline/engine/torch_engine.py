@@ -18,6 +18,7 @@ from pipeline.config.schema import EngineConfig, OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.changing_buffers import ChangingBuffers
+from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import (
     StepResult,
     check_gradient,
@@ -37,7 +38,6 @@ from pipeline.optim import (
     build_torch_optimizer,
     parameter_groups,
     set_learning_rate,
-    skip_if_not_finite,
 )
 from pipeline.shards import Scalars, Shard, ShardSource
 
@@ -112,7 +112,7 @@ class TorchEngine:
         self._look_for_unused()
         self._buffers.share()
         set_learning_rate(self._optimizer, learning_rate)
-        grad_norm, skipped = clip_and_guard(self._optimizer, self._parameters, self._max_grad_norm)
+        grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm)
         self._optimizer.step()
         total = added(losses, objective.means, self.device)
         return StepResult(total.loss_sum, totals[0], grad_norm, skipped, totals[1], None, total.extras)
@@ -252,19 +252,3 @@ def _data_parallel(module: nn.Module, precision: str) -> nn.Module:
 def without_gradient(module: nn.Module) -> list[str]:
     """Names of the parameters that require a gradient and have none."""
     return [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
-
-
-def clip_and_guard(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clips the gradients and has the optimizer skip a non-finite step.
-
-    Returns:
-        The global gradient norm before clipping, and 1 where the step is skipped, else 0; both 0-dim. No host
-        sync where the optimizer's kernels are fused.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm, skip_if_not_finite(optimizer, norm)

@@ -238,7 +238,7 @@ def test_bucket_sizes_follow_the_width_of_the_model(tmp_path):
     path = tmp_path / "split.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, **dict.fromkeys(names, "auto")}}))
     _, filled = resolved(path, "language model")
-    assert [filled["zero_optimization"][name] for name in names] == [4096, 3686, 640]
+    assert [filled["zero_optimization"][name] for name in names] == [50_000_000, 45_000_000, 640]
     _, filled = resolved(path, "cnn")
     assert all(isinstance(filled["zero_optimization"][name], int) for name in names)
 
@@ -253,6 +253,7 @@ def test_a_file_that_says_nothing_is_stage_0_in_fp32(tmp_path):
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 0},
+        "timers": {"throughput": {"enabled": False}},
     }
     assert plan.global_batch_size == 32
     assert precision_of(filled) == "fp32"

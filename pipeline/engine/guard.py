@@ -1,0 +1,125 @@
+"""Between a backward and the optimizer's step: the norm of the gradients, clipping, and whether to step.
+
+All of it on the device, in a few launches; where the optimizer's kernels are fused the host reads nothing.
+DeepSpeed launches several operators a parameter and reads flags; `is_own` says where it still does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import reduce
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config.split import Split
+from pipeline.optim import clip_or_skip, reads_found_inf
+
+Sums = Callable[[Tensor], Tensor]
+
+
+def alone(square: Tensor) -> Tensor:
+    """The sum over this rank."""
+    return square
+
+
+def is_own(config: dict[str, Any], split: Split, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the trainer guards the steps of a DeepSpeed engine, which then does not: its `config` is told.
+
+    DeepSpeed's own way stays in fp16, which searches a scale; at stage 3; where the optimizer reads no flag
+    or its state is offloaded, so that a step needs the host anyhow; and where stage 1 adds gradients of bf16
+    up in fp32, in another optimizer of DeepSpeed's. At stage 0 it knows no norm in fp32, and a wrong one of
+    matrices that are cut.
+    """
+    zero, types = config.get("zero_optimization", {}), config.get("data_types", {})
+    on_device = split.precision != "fp16" and reads_found_inf(optimizer)
+    if split.zero_stage == 0:
+        own = split.precision == "fp32" or split.tensor_parallel > 1 or on_device
+    else:
+        offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+        sums_apart = split.precision == "bf16" and types.get("grad_accum_dtype") == "fp32"
+        own = on_device and not offloaded and split.zero_stage in ((2,) if sums_apart else (1, 2))
+        if own:
+            zero["compute_grad_norm"] = False
+            if split.precision == "bf16":
+                config["bf16"]["check_grad_overflow"] = False
+    if own:
+        config["gradient_clipping"] = 0.0
+    return own
+
+
+def clip_and_guard(
+    optimizer: torch.optim.Optimizer,
+    max_norm: float,
+    counted: Iterable[bool] = repeat(True),
+    sums: Sums = alone,
+) -> tuple[Tensor, Tensor]:
+    """Has the optimizer's next step clip the gradients, or move nothing where they are not finite.
+
+    Args:
+        counted: Of each parameter of the optimizer, whether it is this rank's to count.
+        sums: Adds a 0-dim tensor up over the ranks that hold parts of the model.
+
+    Returns:
+        The global gradient norm before clipping, and 1 where the step is skipped, else 0; both 0-dim.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p, own in zip(parameters, counted, strict=False) if own and p.grad is not None]
+    norm = sums(square_norm(gradients, parameters[0].device)).sqrt().float()
+    return norm, clip_or_skip(optimizer, norm, max_norm)
+
+
+def clip_and_guard_partition(
+    zero: Any, max_norm: float, is_counted: Callable[[Tensor], bool], sums: Sums
+) -> tuple[Tensor, Tensor]:
+    """`clip_and_guard` at ZeRO 1 and 2, after the last backward, over what is this rank's to step.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+    """
+    gradients = [
+        gradient
+        for index, parameters in enumerate(zero.params_in_partition)
+        for gradient, p in zip(_unpadded(zero.averaged_gradients[index]), parameters, strict=False)
+        if is_counted(p)
+    ]
+    norm = sums(square_norm(gradients, zero.single_partition_of_fp32_groups[0].device)).sqrt().float()
+    return norm, clip_or_skip(zero.optimizer, norm, max_norm)
+
+
+def _unpadded(gradients: Iterable[Tensor]) -> Iterable[Tensor]:
+    return (each for each in gradients if not getattr(each, "_zero_padding", False))
+
+
+def square_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of all squares; 0-dim, fp64. A tensor's own is summed in fp32, or in its precision if that is
+    higher.
+    """
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    dtype = reduce(torch.promote_types, {each.dtype for each in gradients}, torch.float32)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square().sum()
+
+
+def step_on_device(zero_optimizer: Any) -> None:
+    """DeepSpeed's optimizer of stage 0 in bf16 leaves norm, clipping and guard to a hook of its inner one.
+
+    By itself it reads a flag a parameter, and launches some twelve operators for each.
+    """
+    halves = [p for group in zero_optimizer.fp16_groups for p in group]
+    masters = [p for group in zero_optimizer.fp32_groups for p in group]
+
+    @torch.no_grad()
+    def step(closure: Any = None) -> None:
+        for p, master in zip(halves, masters, strict=True):
+            master.grad = torch.zeros_like(master) if p.grad is None else torch.empty_like(master)
+        pairs = [(m.grad, p.grad) for p, m in zip(halves, masters, strict=True) if p.grad is not None]
+        torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
+        zero_optimizer.optimizer.step()
+        for master in masters:
+            master.grad = None
+        torch._foreach_copy_(halves, masters)
+
+    zero_optimizer.step = step
