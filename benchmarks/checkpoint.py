@@ -17,11 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not os.path.exists("/dev/nvidiactl"):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from processes import Participant, ParticipantError, Task
+from processes import Participant, ParticipantError, Task, on_cuda
 from report import Claim, machine, print_claims
 from rich.console import Console
 from rich.table import Table
@@ -205,7 +203,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=MODELS, default="llama-70m")
     add("--groups", nargs="+", default=["plain-1", "2-1", "2-2"], help="split-ranks: `plain` or a ZeRO stage")
-    on_gpu = os.path.exists("/dev/nvidiactl")  # many CPUs have no instructions for bf16
+    on_gpu = on_cuda()  # many CPUs have no instructions for bf16
     add("--precision", choices=["fp32", "bf16"], default="bf16" if on_gpu else "fp32")
     add("--steps", type=int, default=16, help="a burst, with one save half-way; even")
     add("--rounds", type=int, default=5, help="bursts of each participant")

@@ -92,6 +92,13 @@ class Gate:
         self._remaining -= 1
 
 
+def on_cuda() -> bool:
+    """Whether participants, which inherit it, compute on a GPU."""
+    from pipeline.distributed.accelerator import choose_accelerator
+
+    return choose_accelerator() == "cuda"
+
+
 def _has_gpu() -> bool:
     import torch
 

@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-if not os.path.exists("/dev/nvidiactl"):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from processes import Participant, ParticipantError, Task
+from processes import Participant, ParticipantError, Task, on_cuda
 from report import Row, append_line, claims_of, disagreement, machine, print_claims, print_table, ratios
 from rich.console import Console
 from workload import JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
@@ -64,6 +62,7 @@ class Group:
 
 def main() -> int:
     arguments = parse_arguments()
+    on_gpu = on_cuda()
     console = Console(width=None if sys.stdout.isatty() else 150)
     about = machine()
     console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
@@ -87,7 +86,7 @@ def main() -> int:
         rows += part
         if arguments.output is not None:
             write_results(arguments.output, about, rows, failures)
-    print_claims(console, claims_of(rows, on_gpu=os.path.exists("/dev/nvidiactl")))
+    print_claims(console, claims_of(rows, on_gpu=on_gpu))
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
@@ -124,7 +123,7 @@ def check_losses(console: Console, rows: list[Row], group: Group) -> list[str]:
 def write_results(path: Path, about: dict[str, str], rows: list[Row], failures: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     results = {"machine": about, "command": sys.argv[1:], "failures": failures}
-    claims = claims_of(rows, on_gpu=os.path.exists("/dev/nvidiactl"))
+    claims = claims_of(rows, on_gpu=on_cuda())
     results |= {"participants": [row.as_dict() for row in rows], "ratios": ratios(rows)}
     results["claims"] = [vars(claim) for claim in claims]
     path.write_text(json.dumps(results, indent=1) + "\n")

@@ -23,8 +23,6 @@ from pipeline.durable import replace_text
 from pipeline.errors import DataError, ModelError
 from pipeline.logs import log_to_console, log_to_file
 
-if not os.path.exists("/dev/nvidiactl"):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed then says nothing of a missing GPU
 # Where the store's process was killed, torch's C++ prints a stack for every call to it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -34,6 +32,7 @@ from pipeline.assemble import assemble
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
 from pipeline.data.digest import check_same_data
+from pipeline.distributed.accelerator import choose_accelerator
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.models.generation import GenerationSettings
@@ -56,6 +55,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     """
     log_to_console(ranks)
     raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
+    choose_accelerator()  # before DeepSpeed is imported, which would choose by itself
     if deepspeed is not None:
         from pipeline.engine.validation import check_configuration
 

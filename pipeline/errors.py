@@ -81,6 +81,18 @@ class NonFiniteLossError(PipelineError):
     """The loss or its gradient stayed infinite or NaN; the parameters were not touched by those steps."""
 
 
+class DeviceMemoryError(PipelineError):
+    """The device, or the host, has no memory left for what the run needs."""
+
+    exit_code = 12
+
+
+class DeviceFailedError(PipelineError):
+    """The device is of no use to this process any more: an assertion or a wrong address in a kernel."""
+
+    exit_code = 14
+
+
 def too_long_a_name(error: OSError) -> PipelineError | None:
     """For a path that no file can have, wherever it was used; None where something else is wrong."""
     if error.errno != errno.ENAMETOOLONG:

@@ -14,16 +14,17 @@ from pipeline.api import Run, join
 from pipeline.checkpoint.catalog import steps_in
 from pipeline.config.settings import Settings
 from pipeline.data.bundle import DataBundle
+from pipeline.device_failures import explain
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks, write_exit_code
 from pipeline.distributed.signals import Terminated, ignore_stop_signals, reports_own_exit
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
-from pipeline.errors import PipelineError, printable, too_long_a_name
+from pipeline.errors import DeviceFailedError, PipelineError, printable, too_long_a_name
 
 
 def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
-    """Trains as the settings say. Exit code: 0 finished, 2 bad input, 128 + n stopped by signal n, 124 hung
-    or lost a rank (see distributed.watchdog).
+    """Trains as the settings say. Exit code: 0 finished, 2 bad input, 12 out of memory, 14 the device failed,
+    128 + n stopped by signal n, 124 hung or lost a rank (see distributed.watchdog).
 
     Args:
         deepspeed: See pipeline.api.join.
@@ -40,7 +41,9 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         return _end(job, ranks, "stopped at once, without a further checkpoint", error.exit_code, error)
     except Exception as error:  # a programmer's mistake keeps its traceback
         mistake = too_long_a_name(error) if isinstance(error, OSError) else None
+        mistake = mistake or explain(error, settings, job)
         if mistake is not None:
+            logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
             return _end(job, ranks, f"error: {mistake}", mistake.exit_code)
         return _end(job, ranks, traceback.format_exc(), 1, error)
 
@@ -104,7 +107,7 @@ def _end(job: Job | None, ranks: Ranks, message: str, code: int, error: BaseExce
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + message.rstrip(), file=sys.stderr, flush=True)
-    if ranks.world_size > 1:
+    if ranks.world_size > 1 or code == DeviceFailedError.exit_code:  # CUDA's destructors would abort
         # The launcher ends every rank with the first that exits: let the one that speaks finish, and do not
         # wait for peers in the process group's destructor.
         if not first:

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-if not os.path.exists("/dev/nvidiactl"):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Threads of two processes on the same cores wait for each other in every operator: several times slower.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))

@@ -26,7 +26,7 @@ LAYERS = [
     ["run_directory", "parts"],
     ["training"],
     ["assemble"],
-    ["trained", "api"],
+    ["trained", "api", "device_failures"],
     ["running"],
     ["cli", "commands"],
     ["__main__"],

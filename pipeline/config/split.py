@@ -46,16 +46,18 @@ class Device:
 
     @classmethod
     def probe(cls) -> Device:
-        """Without torch: by the driver's word on a GPU, else a CPU."""
+        """Without torch: by the drivers' word on a GPU, else a CPU; distributed.accelerator decides."""
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-        if hidden or not Path("/proc/driver/nvidia/version").exists():
+        is_native = any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/kfd"))
+        is_there = is_native or Path("/dev/dxg").exists()  # Windows gives Linux any maker's GPU by it
+        if hidden or not is_there or os.environ.get("DS_ACCELERATOR") == "cpu":
             return cls.cpu()
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         try:
             answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
             return cls("cuda", bf16=min(float(line) for line in answer.split()) >= 8.0, fp16=True)
         except (OSError, subprocess.SubprocessError, ValueError):
-            return cls("cuda", bf16=True, fp16=True)
+            return cls("cuda", bf16=True, fp16=True) if is_native else cls.cpu()
 
     def emulates(self, precision: str) -> bool:
         has = {"fp32": True, "bf16": self.bf16, "fp16": self.fp16}

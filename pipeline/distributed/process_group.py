@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from pipeline.config.schema import DistributedConfig
 from pipeline.config.split import Device
+from pipeline.distributed.accelerator import check_own_devices, device_id, find_device
 from pipeline.distributed.cores import bind_cores
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.progress import Progress
@@ -25,7 +26,6 @@ from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
 from pipeline.distributed.rendezvous import rendezvous
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.distributed.watchdog_store import Failure, claim
-from pipeline.errors import LaunchError
 
 
 @dataclass
@@ -123,19 +123,23 @@ def start_job(
         bound: To its share of the machine's cores.
 
     Raises:
-        LaunchError: more ranks on this machine than visible GPUs; not all ranks came.
+        LaunchError: more ranks on this machine than GPUs, or two with one; not all ranks came.
     """
     threads = cpu_threads(ranks, os.environ)  # of all cores that were allowed
+    device = find_device(ranks)
     if bound:
         bind_cores(ranks.local_rank, ranks.local_world_size)
     torch.set_num_threads(threads)
-    device = _bind_device(ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if not distributed:
         return Job(ranks, device)
     complete_environment(ranks)
     # The backend is named per device so that CPU tensors can be reduced beside CUDA ones.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, everyone = rendezvous(ranks, timeout)
+    if device.type == "cuda":
+        check_own_devices(store, everyone, ranks.rank, device_id(device))
     # Groups that are made without a timeout (DeepSpeed's, DDP's, a device mesh's) take torch's defaults.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
@@ -151,20 +155,6 @@ def start_job(
         device_id=device if device.type == "cuda" else None,
     )
     return Job(ranks, device, store, everyone)
-
-
-def _bind_device(ranks: Ranks) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    visible = torch.cuda.device_count()
-    if ranks.local_rank >= visible:
-        raise LaunchError(
-            f"local rank {ranks.local_rank} has no GPU: {ranks.local_world_size} ranks were started on this "
-            f"machine and {visible} GPUs are visible (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); start as many ranks as GPUs"
-        )
-    torch.cuda.set_device(ranks.local_rank)
-    return torch.device("cuda", ranks.local_rank)
 
 
 def allow_tf32(allowed: bool) -> None:

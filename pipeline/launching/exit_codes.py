@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from pipeline.errors import DeviceFailedError, DeviceMemoryError
+
 HUNG, BAD_INPUT = 124, 2
+OUT_OF_MEMORY, DEVICE_FAILED = DeviceMemoryError.exit_code, DeviceFailedError.exit_code  # ENOMEM, EFAULT
 SIGTERM = 143
 STOPS = {129, 130, 138, SIGTERM}  # with a checkpoint, by a closed terminal, Ctrl-C, SIGUSR1, SIGTERM
 
@@ -19,8 +22,8 @@ def ranks_without_exit_code(records: ExitRecords, ranks: Iterable[int]) -> list[
 
 
 def exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
-    """0 only where every rank has said so; their common code; a hang or bad input whatever came of it; else
-    the launcher's.
+    """0 only where every rank has said so; their common code; a hang, the device's end or bad input whatever
+    came of it; else the launcher's.
 
     Args:
         ranks: Those that were to run; empty where only the launcher knew.
@@ -33,7 +36,7 @@ def exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
     if len(codes) == 1 and not ranks_without_exit_code(records, ranks):
         # Finished, and then the launcher was ended: nothing was lost.
         return codes.pop() or max(launcher, 0)
-    for code in (HUNG, BAD_INPUT):
+    for code in (HUNG, OUT_OF_MEMORY, DEVICE_FAILED, BAD_INPUT):
         if code in codes:
             return code
     return launched or max(codes | {1})

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.split import Device
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import CommandLine, LaunchError, report_errors
 from pipeline.launching.environment import split_arguments
@@ -23,8 +24,6 @@ from pipeline.launching.hostfile import Selection, choose_devices
 from pipeline.launching.multi_node import TRAIN, program
 from pipeline.launching.node_agent import local_command
 from pipeline.launching.supervise import Supervisor
-
-NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +73,7 @@ def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
         raise LaunchError(f"--num_gpus {given.num_gpus}: give 1 or more")
     if given.master_port is not None and not is_port(given.master_port):
         raise LaunchError(f"--master_port {given.master_port}: a port is a whole number from 1 to 65535")
-    has_gpus = NVIDIA.exists()
+    has_gpus = Device.probe().kind == "cuda"
     visible = environment.get("CUDA_VISIBLE_DEVICES") if has_gpus else None
     # On CPUs it is a number of processes, as many as wanted.
     num_gpus = given.num_gpus if has_gpus or given.include or given.exclude else None

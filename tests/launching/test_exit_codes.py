@@ -31,6 +31,8 @@ def words(*codes):
         ((1, 124), 247, 124),
         ((2, None), 241, 2),
         ((0, 3), 0, 3),
+        ((12, None), 241, 12),  # out of memory, and its launcher ended the other
+        ((14, 1), 241, 14),
         ((None, 1), -15, 143),
     ],
 )

@@ -12,6 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+ASSERTED = """CUDA error: device-side assert triggered
+CUDA kernel errors might be asynchronously reported at some other API call.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+"""
+
 
 class Points(Dataset[Any]):
     """Two noisy classes of points in the plane."""
@@ -51,6 +56,10 @@ class Faulty(nn.Module):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.fault == "sleep":
                 time.sleep(600)
+            if self.fault == "allocate":
+                torch.empty(2**62, dtype=torch.uint8)
+            if self.fault == "assert":
+                raise getattr(torch, "AcceleratorError", RuntimeError)(ASSERTED)
             if self.fault == "terminate":
                 os.kill(os.getpid(), signal.SIGTERM)
         logits: Tensor = self.linear(inputs)

@@ -22,6 +22,8 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
+from pipeline.distributed.accelerator import choose_accelerator
+
 # None of them may start a thread, which a fork would leave behind: tests/test_support_forked.py looks.
 PRELOAD = [
     "pipeline.running",
@@ -35,7 +37,7 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 ]
-HAS_GPU = os.path.exists("/dev/nvidiactl")
+HAS_GPU = choose_accelerator() == "cuda"
 # Environment variables that only a module read at its import, in the server, would have heeded.
 READ_AT_IMPORT = ("OMP_", "MKL_", "HF_", "TRANSFORMERS_", "DS_", "CUDA_", "PYTHON", "TORCH_", "LD_")
 

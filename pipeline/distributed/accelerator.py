@@ -1,0 +1,90 @@
+"""What this process computes on: the one place that decides, and that tells DeepSpeed. Makes no CUDA context.
+
+CUDA is what torch calls so: NVIDIA's cards, under WSL2 too, and AMD's. A CUDA build of torch without a card,
+or with none left visible (CUDA_VISIBLE_DEVICES=""), computes on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import LaunchError
+
+
+def choose_accelerator() -> str:
+    """`cuda` or `cpu`: DS_ACCELERATOR where the user has set it, else by what torch sees; then it is set.
+
+    To be called before DeepSpeed is imported, which goes by the variable. torch is made to ask the driver's
+    management library, so that a process may still fork.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def find_device(ranks: Ranks) -> torch.device:
+    """This rank's device.
+
+    Raises:
+        LaunchError: see device_index.
+    """
+    if choose_accelerator() == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", device_index(ranks, visible, os.environ))
+
+
+def device_index(ranks: Ranks, visible: int, environment: Mapping[str, str]) -> int:
+    """The rank's device among those it sees: that of its local rank, or the only one.
+
+    A scheduler may show each task a GPU of its own (srun --gpus-per-task=1): see check_own_devices.
+
+    Raises:
+        LaunchError: there is none, or there are fewer than ranks on this machine.
+    """
+    shown = f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES', 'unset')}"
+    if visible == 0:
+        raise LaunchError(
+            f"DS_ACCELERATOR=cuda, and torch {torch.__version__} sees no GPU ({shown}); unset it, or see "
+            "what python -m pipeline doctor says of driver and torch"
+        )
+    if visible > 1 and ranks.local_rank >= visible:
+        raise LaunchError(
+            f"local rank {ranks.local_rank} has no GPU: {ranks.local_world_size} ranks were started on this "
+            f"machine and {visible} GPUs are visible ({shown}); start as many ranks as GPUs"
+        )
+    return ranks.local_rank if visible > 1 else 0
+
+
+def device_id(device: torch.device) -> str:
+    """By what a GPU is known among all processes of its machine."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_own_devices(store: Store, everyone: Sequence[RankProcess], rank: int, own: str) -> None:
+    """Whether each rank has a device to itself. Waits until all have said which.
+
+    Args:
+        everyone: All ranks, in order.
+        own: This rank's device, by `device_id`.
+
+    Raises:
+        LaunchError: ranks of one machine have the same one; on every rank, and the same.
+    """
+    keys = [f"device/{each.rank}" for each in everyone]
+    store.set(keys[rank], own)
+    holders: dict[tuple[str, str], list[RankProcess]] = {}
+    for each, value in zip(everyone, store.multi_get(keys), strict=True):
+        holders.setdefault((each.machine, value.decode()), []).append(each)
+    for (_, device), sharing in holders.items():
+        if len(sharing) > 1:
+            ranks = ranks_in_words([each.rank for each in sharing])
+            raise LaunchError(
+                f"{ranks} on {sharing[0].host} have one GPU between them ({device}); give each its own: as "
+                "many ranks as GPUs, or srun --gpus-per-task=1"
+            )

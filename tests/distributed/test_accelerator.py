@@ -1,0 +1,87 @@
+"""Which device a rank computes on, by its environment and what is visible; whether it has it to itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from pipeline.distributed.accelerator import check_own_devices, device_index, find_device
+from pipeline.distributed.diagnosis import RankProcess
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import LaunchError
+
+SAYS = """
+import os
+from pipeline.distributed.accelerator import choose_accelerator
+print(choose_accelerator(), os.environ["DS_ACCELERATOR"])
+import torch
+from deepspeed.accelerator import get_accelerator
+print(get_accelerator().device_name(), torch.cuda.is_initialized())
+"""
+
+
+def test_deepspeed_computes_on_what_was_chosen():
+    """Of a CUDA build none of whose cards is visible too: DeepSpeed by itself asks for the packages alone."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    environment.pop("DS_ACCELERATOR", None)
+    command = [sys.executable, "-c", SAYS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["cpu", "cpu", "cpu", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "index"), [(0, 1, 0), (3, 1, 0), (3, 4, 3), (0, 8, 0)], ids=str
+)
+def test_a_rank_takes_the_device_of_its_number_or_the_only_one(local_rank, visible, index):
+    """The only one: srun --gpus-per-task=1 shows each task its own."""
+    assert device_index(Ranks(local_rank, local_rank, 4, 4), visible, {}) == index
+
+
+@pytest.mark.parametrize(
+    ("visible", "said"),
+    [
+        (0, r"DS_ACCELERATOR=cuda, and torch .* sees no GPU \(CUDA_VISIBLE_DEVICES=unset\); unset it"),
+        (2, r"local rank 3 has no GPU: 4 ranks .* and 2 GPUs are visible .*; start as many ranks as GPUs"),
+    ],
+)
+def test_a_rank_without_a_device_is_told_what_to_change(visible, said):
+    with pytest.raises(LaunchError, match=said):
+        device_index(Ranks(3, 3, 4, 4), visible, {})
+
+
+def test_what_the_user_set_wins(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert find_device(Ranks(0, 0, 1, 1)) == torch.device("cpu")
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+        with pytest.raises(LaunchError, match="sees no GPU"):
+            find_device(Ranks(0, 0, 1, 1))
+
+
+def compared(devices):
+    """What each rank, on one machine of two each, is told."""
+    store = HashStore()
+    everyone = [RankProcess(rank, f"node{rank // 2}", 1, f"m{rank // 2}") for rank in range(len(devices))]
+
+    def compare(rank):
+        try:
+            check_own_devices(store, everyone, rank, devices[rank])
+        except LaunchError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        return list(pool.map(compare, range(len(devices))))
+
+
+def test_ranks_that_share_a_device_are_named_by_each():
+    """A machine's devices alone are compared: a copied virtual machine may have the numbers of another."""
+    assert compared(["a", "b", "a", "b"]) == [None] * 4
+    told = compared(["a", "b", "c", "c"])
+    assert set(told) == {told[0]}
+    assert told[0].startswith("ranks 2, 3 on node1 have one GPU between them (c); give each its own")
