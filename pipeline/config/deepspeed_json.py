@@ -163,6 +163,8 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     # On by default; it waits for the device before each forward and after each step.
     filled.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     zero = filled.setdefault("zero_optimization", {"stage": 0})
+    if zero.get("stage") == 3:  # DeepSpeed's own are as large as most models
+        zero.setdefault("sub_group_size", "auto")
     ranks = plan.dp_world_size * filled.get("sequence_parallel_size", 1)
     for key, value in _zero_defaults(config, ranks, zero.get("stage", 0)).items():
         if zero.get(key) == "auto":
@@ -194,7 +196,8 @@ def _zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
         "stage3_param_persistence_threshold": 10 * hidden if hidden else 100_000,
         "stage3_max_live_parameters": 1_000_000_000,
         "stage3_max_reuse_distance": 1_000_000_000,
-        "sub_group_size": 1_000_000_000,
+        # A step adds 4 bytes of each element, the gradient of one group in fp32.
+        "sub_group_size": 100_000_000,
     }
 
 

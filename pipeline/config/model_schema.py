@@ -78,6 +78,9 @@ class CausalLMConfig(ModelSection):
     activation_checkpointing: Literal["none", "full", "selective"] | Annotated[int, Field(gt=0)] = "none"
     """Recompute activations in backward instead of keeping them: those of every block (`full`), of every
     Nth (a number), or of every block but for its matrix products (`selective`)."""
+    activation_budget_gib: float | None = Field(None, gt=0)
+    """With `activation_checkpointing: full`: GiB that a rank's blocks may keep of one micro-batch. Only as
+    many blocks recompute as that asks for, by what the first one is seen to keep."""
     trust_remote_code: bool = False
     """Run Python code that ships with the hub repository named in `pretrained`. `--no-import-paths` refuses
     it."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.errors import ModelError
+from pipeline.models.activation_budget import GIB, ActivationBudget
 
 # What `selective` keeps: matrix products and attention are most of a block's time, and the rest of it is
 # most of its memory.
@@ -26,15 +29,24 @@ EXPENSIVE = {
 }
 
 
-def checkpoint_activations(model: PreTrainedModel, mode: Literal["none", "full", "selective"] | int) -> None:
+def checkpoint_activations(
+    model: PreTrainedModel,
+    mode: Literal["none", "full", "selective"] | int,
+    budget_gib: float | None = None,
+) -> None:
     """Sets it up on the model's blocks. A number N: blocks 0, N, 2N, ... recompute.
+
+    Args:
+        budget_gib: With `full`: what the blocks may keep, so that only as many recompute as must.
 
     Raises:
         ModelError: transformers cannot do this for the architecture.
     """
     if mode == "none":
         return
-    how: dict[str, Any] = {"use_reentrant": False}  # the reentrant kind loses arguments passed by name
+    # The reentrant kind loses arguments passed by name. Where no random number is drawn, none is kept: the
+    # state of the generators is read and set again for every block.
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _draws(model)}
     if mode == "selective":
         how["context_fn"] = _keep_expensive
     # The newer name, where transformers has it; the older one warns there.
@@ -50,6 +62,21 @@ def checkpoint_activations(model: PreTrainedModel, mode: Literal["none", "full",
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for index, block in enumerate(blocks):
         block.gradient_checkpointing = index % every == 0
+    if budget_gib is not None:
+        ActivationBudget(blocks, budget_gib * GIB)
+
+
+def _draws(model: PreTrainedModel) -> bool:
+    """Whether a forward may draw random numbers: code from elsewhere may, transformers' own says so."""
+    if not type(model).__module__.startswith("transformers."):
+        return True
+    numbers = model.config.get_text_config().to_dict().items()
+    said = any(_is_positive(value) for key, value in numbers if re.search("drop|jitter|noise", key))
+    return said or any(module.p > 0 for module in model.modules() if isinstance(module, _DropoutNd))
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 def _keep_expensive() -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -70,7 +70,7 @@ def recompute_activations(model: nn.Module, config: ModelConfig, _: Placement) -
     if isinstance(config, CausalLMConfig) and is_model(model):
         from pipeline.models.activation_checkpointing import checkpoint_activations
 
-        checkpoint_activations(model, config.activation_checkpointing)
+        checkpoint_activations(model, config.activation_checkpointing, config.activation_budget_gib)
     return model
 
 

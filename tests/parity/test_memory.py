@@ -6,16 +6,21 @@ Mixed-precision Adam holds 2 bytes a parameter, 2 of its gradient and 12 of fp32
 from __future__ import annotations
 
 import gc
+import json
 import time
 
 import pytest
 import torch
+from support.launch import ROOT
 from support.memory import held_bytes
-from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
+from support.tiny import CPU, deepspeed_json, make_engine, recipe, settings, token_bundle
 
 from pipeline.assemble import build_loader
 from pipeline.config.batch import plan_batch
+from pipeline.config.settings import load_settings
 from pipeline.distributed.process_group import Job
+from pipeline.models import build_model
+from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.objectives import CausalLM
 
 # A million parameters, so that batches and buckets are small beside them.
@@ -114,6 +119,51 @@ def test_zero3_trains_a_model_whose_state_no_rank_ever_holds(ranks):
     """On four ranks no one holds even half of the 16 bytes a parameter, gathered layers and all."""
     for held in ranks(4).run(most_held_inside, TREE, zero(3, "bf16")):
         assert held < 0.5 * 16
+
+
+def most_held_in_a_step(job: Job, tree, deepspeed) -> tuple[float, float]:
+    """Bytes a parameter between two steps, and the most while it steps group after group."""
+    before, engine, loader = start(job, tree, deepspeed)
+    within: list[int] = []
+    engine.train_step(loader.next_group(), CausalLM(), 1e-3, False)
+    gc.collect()
+    between = held_bytes() - before
+    for register in (engine._optimizer.register_step_pre_hook, engine._optimizer.register_step_post_hook):
+        register(lambda *_: within.append(held_bytes() - before))
+    engine.train_step(loader.next_group(), CausalLM(), 1e-3, False)
+    return between / engine.num_parameters, max(within) / engine.num_parameters
+
+
+class Unfilled(Whole):
+    """A model without values."""
+
+    def construct_empty(self):
+        return torch.device("meta")
+
+
+FILE = ROOT / "ds_configs" / "zero3_one_gpu.json"
+PAIR = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+HELD = {"as shipped": ({}, 16, 4), "states in bf16": (PAIR, 10, 0)}
+
+
+@pytest.mark.daily("as shipped")
+@pytest.mark.slow
+@pytest.mark.parametrize(("half", "held", "gradient"), HELD.values(), ids=HELD)
+def test_a_step_at_zero3_adds_the_gradient_of_one_sub_group(ranks, half, held, gradient):
+    """And a model of 8 billion parameters fits into a GPU of 139 GiB, with 15 GiB for everything else."""
+    shipped = json.loads(FILE.read_text())
+    size, largest = 10_000, MODEL["hidden_size"] * MODEL["intermediate_size"]
+    shipped["zero_optimization"] |= BUCKETS | {"sub_group_size": size}
+    shipped["bf16"] |= {"enabled": True, **half}
+    between, within = ranks(1).run(most_held_in_a_step, TREE, shipped)[0]
+    assert between == pytest.approx(held, rel=0.01)
+    assert within - between <= gradient * (size + largest) / 1.1e6 + 0.05
+
+    chosen = load_settings(ROOT / "launch" / "recipes" / "llama_8b.yaml", FILE)
+    size = chosen.resolve(1, CPU).deepspeed["zero_optimization"]["sub_group_size"]
+    sizes = [p.numel() for p in build_model(chosen.config.model, ModelRequest(Unfilled()), 0).parameters()]
+    assert sum(sizes) == 8_030_261_248, "not Llama 3's 8B"
+    assert sum(sizes) * between + gradient * (size + max(sizes)) < (139 - 15) * 2**30
 
 
 @pytest.mark.daily("bf16")
