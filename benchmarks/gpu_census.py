@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -18,9 +17,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-if not os.path.exists("/dev/nvidiactl"):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from processes import FinishedError, Gate, Participant, ParticipantError, Task
 from report import append_line
