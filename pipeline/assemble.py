@@ -32,6 +32,7 @@ from pipeline.errors import ConfigError
 from pipeline.metrics import Meters, Workload
 from pipeline.models import build_model
 from pipeline.models.flops import flops_per_token
+from pipeline.models.regional_compile import compile_blocks
 from pipeline.models.sharding import ModelRequest, Sharding, Whole
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.transforms import Placement, transform
@@ -157,7 +158,7 @@ def build_engine(
             load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))
         model = transform(model, config.model, placement)
         if resolved.compile:
-            model.compile()
+            compile_blocks(model)
         return model
 
     allow_tf32(resolved.tf32)

@@ -160,10 +160,19 @@ RULES = [
         ),
     ),
     Rule(
-        "`compile` with ZeRO 3 or with tensor, pipeline or sequence parallelism",
-        "they work between the modules of a model, and a compiled graph leaves no place there",
-        "ZeRO 0 to 2",
-        lambda c: c.compile and (c.split.zero_stage == 3 or c.split.dp_world_size < c.split.world_size),
+        "`compile` with tensor or sequence parallelism or with `parallel: dp`",
+        "ranks talk to each other inside of a block there, and nn.DataParallel copies blocks in every step",
+        "ZeRO, ddp or pipeline stages, or no compile",
+        lambda c: (
+            c.compile
+            and (c.split.tensor_parallel * c.split.sequence_parallel > 1 or c.split.parallel == "dp")
+        ),
+    ),
+    Rule(
+        "`compile` with `offload_param` to NVMe",
+        "parameters are read in between the modules of a block, a few at a time",
+        "offload_param to cpu, or no compile",
+        lambda c: c.compile and c.zero("offload_param.device") == "nvme",
     ),
     Rule(
         "`offload_param` without ZeRO 3",

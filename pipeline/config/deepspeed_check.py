@@ -218,6 +218,6 @@ def _expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-# Keys whose "auto" is filled in by decide_precision.
-AUTO = {"bf16.enabled", "fp16.enabled", "tf32.enabled"}
-_NEVER_AUTO = {"compile.enabled", "pipeline.partition", "zero_optimization.stage"}
+# Keys whose "auto" the device decides.
+AUTO = {"bf16.enabled", "compile.enabled", "fp16.enabled", "tf32.enabled"}
+_NEVER_AUTO = {"pipeline.partition", "zero_optimization.stage"}

@@ -107,7 +107,7 @@ def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
         **tree["torch"],
         "precision": "auto" if bf16 == "auto" else "bf16" if bf16 else "fp32",
         "tf32": get_dotted(tree, "tf32.enabled") in (True, "auto"),
-        "compile": bool(get_dotted(tree, "compile.enabled")),
+        "compile": "auto" if (asked := get_dotted(tree, "compile.enabled")) is None else asked,
     }
     theirs = {"precision": "bf16.enabled", "tf32": "tf32.enabled", "compile": "compile.enabled"}
     theirs |= {key: f"torch.{key}" for key in tree["torch"]}

@@ -87,7 +87,11 @@ class Settings:
                 parallel = "ddp" if world_size > 1 else "single"
             split = Split(world_size, precision, parallel)
             resolved = Resolved(
-                plan_batch(self.config.batch, world_size), None, split, engine.tf32, engine.compile
+                plan_batch(self.config.batch, world_size),
+                None,
+                split,
+                engine.tf32,
+                _compiles(engine.compile, split, device, False),
             )
         else:
             precision = decide_precision(self.split, device)
@@ -95,7 +99,8 @@ class Settings:
             plan = plan_batch(self.config.batch, split.dp_world_size)
             filled = resolve_deepspeed(self.split, self.config, plan, precision)
             tf32 = get_dotted(self.deepspeed, "tf32.enabled") in (True, "auto")
-            compiled = get_dotted(self.deepspeed, "compile.enabled") is True
+            swaps = get_dotted(self.deepspeed, "zero_optimization.offload_param.device") == "nvme"
+            compiled = _compiles(get_dotted(self.deepspeed, "compile.enabled"), split, device, swaps)
             resolved = Resolved(plan, filled, split, tf32, compiled)
         choice = Choice(self.config, resolved.deepspeed or {}, split, device, resolved.compile)
         refuse_impossible(choice, self.split)
@@ -117,6 +122,14 @@ class Settings:
                 with suppress(ConfigError):
                     return self.resolve(world_size, Device.cpu())
             raise
+
+
+def _compiles(asked: bool | str | None, split: Split, device: Device, swaps: bool) -> bool:
+    """Left open: on a GPU. Few runs on a CPU gain what the compiler takes there."""
+    if isinstance(asked, bool):
+        return asked
+    talks_inside = split.tensor_parallel * split.sequence_parallel > 1
+    return device.kind == "cuda" and split.parallel != "dp" and not (talks_inside or swaps)
 
 
 def load_settings(

@@ -50,7 +50,7 @@ from pipeline.engine.state import State
 from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts
 from pipeline.engine.tensor_sharding import TensorSharding
 from pipeline.engine.unused import GradientWatch, warn_of_unused
-from pipeline.engine.zero3 import Zero3Sharding, gathered_where_it_fits
+from pipeline.engine.zero3 import Zero3Sharding, gather_by_block, gathered_where_it_fits
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.sharding import Sharding, Whole
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
@@ -142,6 +142,8 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._sequence = SequenceParallel(model, split.sequence_parallel)
             self.closing.callback(self._sequence.close)
         fit_bucket(config, self.num_parameters)
+        if split.zero_stage == 3:
+            gather_by_block(model, config)
         self._initialize(model, config, mpu)
         if autocast:
             keep_autocast(self._engine, self._float_dtype)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from pipeline.data.batches import IGNORE_INDEX
@@ -34,8 +34,8 @@ class FirstCalls:
     def around(self, model: Any) -> Iterator[Losses | None]:
         """Inside, what does not fit is an error that names it. Waits for the device, in first calls alone.
 
-        Exactly torch's own layers are looked at: a subclass may take something else. Nothing, where the model
-        is compiled: a hook would be compiled in.
+        Exactly torch's own layers are looked at: a subclass may take something else. Not those in a compiled
+        block, and nothing where a user's code compiles: a hook would be compiled in.
 
         Args:
             model: The user's own, without wrappers: DeepSpeed's says that it is in training all the time.
@@ -55,22 +55,32 @@ class FirstCalls:
         if any(layer._compiled_call_impl is not None for layer in layers.values()):
             yield None
             return
-        names = {id(layer): name for name, layer in layers.items()}
-
-        def look(layer: nn.Module, given: tuple[Any, ...]) -> None:
-            if id(layer) in names and given and isinstance(given[0], Tensor):
-                told = _misfit(layer, given[0])
-                if told is not None:
-                    raise ModelError(
-                        f"model: {_named(layer, names[id(layer)])} is given {_of(given[0])}; {told}"
-                    )
-
-        hook = register_module_forward_pre_hook(look)
+        blocks = [layer for layer in layers.values() if "forward" in vars(layer)]  # compiled, each as one
+        inside = {id(layer) for block in blocks for layer in block.modules()}
+        hooks = [
+            layer.register_forward_pre_hook(partial(_look, name))
+            for name, layer in layers.items()
+            if id(layer) not in inside
+        ]
+        losses = Losses(self._told_scores)
+        for block in blocks:  # what is compiled under a mode would be compiled once more without it
+            hooks.append(block.register_forward_pre_hook(lambda *_: losses.__exit__(None, None, None)))
+            hooks.append(block.register_forward_hook(lambda *_: _enter(losses), always_call=True))
         try:
-            with Losses(self._told_scores) as losses:
+            with losses:
                 yield losses
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
+
+
+def _look(name: str, layer: nn.Module, given: tuple[Any, ...]) -> None:
+    if given and isinstance(given[0], Tensor) and (told := _misfit(layer, given[0])) is not None:
+        raise ModelError(f"model: {_named(layer, name)} is given {_of(given[0])}; {told}")
+
+
+def _enter(mode: TorchFunctionMode) -> None:
+    mode.__enter__()
 
 
 class Losses(TorchFunctionMode):

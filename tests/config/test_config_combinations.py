@@ -19,6 +19,7 @@ QUANTIZED = "ds.zero_optimization.zero_quantized_weights"
 OFFLOAD, KV = "ds.zero_optimization.offload_optimizer", "model.num_key_value_heads"
 KIND, GROUPS = "optimizer.kind", "optimizer.groups"
 ACCUMULATION, BF16 = "ds.data_types.grad_accum_dtype", "ds.bf16.enabled"
+COMPILE, PARAMETERS_ON = "ds.compile.enabled", "ds.zero_optimization.offload_param"
 NVME = {OPTIMIZER: "nvme", f"{OFFLOAD}.nvme_path": "/tmp"}
 CNN = {"model.kind": "cnn", "data.kind": "digits"}
 
@@ -38,7 +39,12 @@ EXAMPLES = [
     (8, {STAGES: 8, STAGE: 1}, {STAGES: 4}),
     (1, {ACCUMULATION: "fp32", BF16: True, STAGE: 0}, {STAGE: 1}),
     (2, {ACCUMULATION: "fp32", BF16: True, STAGE: 1, SEQUENCE: 2}, {STAGE: 2}),
-    (1, {"ds.compile.enabled": True, STAGE: 3}, {STAGE: 2}),
+    (2, {COMPILE: True, TENSOR: 2, STAGE: 1}, {TENSOR: 1}),
+    (
+        1,
+        {COMPILE: True, STAGE: 3, PARAMETERS: "nvme", f"{PARAMETERS_ON}.nvme_path": "/tmp"},
+        {COMPILE: "auto"},
+    ),
     (1, {PARAMETERS: "cpu", STAGE: 2}, {STAGE: 3}),
     (1, {OPTIMIZER: "cpu", STAGE: 0}, {STAGE: 1}),
     (1, {**NVME, STAGE: 2}, {OPTIMIZER: "cpu"}),

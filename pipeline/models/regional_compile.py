@@ -1,0 +1,131 @@
+"""The repeated blocks of a model, compiled once for all of them; the rest of it stays as it is.
+
+What hangs on modules (DeepSpeed's hooks, DistributedDataParallel's buckets) stays outside of what is compiled
+and is called block by block. What cannot be compiled runs as it is written, with one line.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._functorch import config as functorch
+
+from pipeline.errors import one_line
+from pipeline.models.batch_norm import is_synchronised
+from pipeline.models.blocks import has_experts, is_sharded, repeated_blocks, sharded_as_one
+
+log = logging.getLogger(__name__)
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Has the repeated blocks compute by one compiled function each kind, from their next call on.
+
+    Blocks of a mixture of experts stay as they are: what an expert is given differs in size from batch to
+    batch. So do those whose batch normalisation asks other ranks, and those that ZeRO 3 gathers in parts.
+    """
+    # DDP's buckets lie between blocks, none inside; and a backward that cannot be compiled has to be known in
+    # the forward, where the block can still run as it is written.
+    dynamo.optimize_ddp = False
+    if hasattr(functorch, "force_non_lazy_backward_lowering"):
+        functorch.force_non_lazy_backward_lowering = True
+    wholes = sharded_as_one(model) if is_sharded(model) else repeated_blocks(model)
+    kinds = [blocks for blocks in wholes if _is_compilable(model, blocks)]
+    for blocks in kinds:
+        forward = _Shared(blocks, backend).forward
+        for block in blocks:
+            block.forward = types.MethodType(forward, block)
+    if not kinds:
+        log.info("compile: no blocks of the model are alike and can be compiled; it runs as it is written")
+
+
+def _is_compilable(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    is_wrapped = any("forward" in vars(block) for block in blocks)
+    talks = any(is_synchronised(layer) for layer in blocks[0].modules())
+    return not (is_wrapped or talks or has_experts(model))
+
+
+class _Shared:
+    """The forward of blocks that differ in their values alone."""
+
+    def __init__(self, blocks: Sequence[nn.Module], backend: str | Callable[..., Any]):
+        kind = type(blocks[0])
+        self._name = f"the {len(blocks)} {kind.__name__} blocks"
+        self._as_written: Callable[..., Any] = kind.forward
+        # Two, since what evaluation brings (a last, smaller batch) is to change nothing for training.
+        self._compiled = {
+            is_training: torch.compile(_copied(self._as_written, f"{kind.__name__}_{word}"), backend=backend)
+            for is_training, word in ((True, "training"), (False, "evaluation"))
+        }
+        # By (training, with gradients): the blocks that were called, and may cause no compilation any more.
+        self._called: dict[tuple[bool, bool], set[int]] = {}
+
+        @functools.wraps(self._as_written)
+        def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
+            return self._call(block, args, named)
+
+        self.forward = forward
+
+    def _call(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not self._compiled:
+            return self._as_written(block, *args, **named)
+        mode = (block.training, torch.is_grad_enabled())
+        if not mode[1]:  # transformers makes the first block's input require a gradient even here
+            args = tuple(each.detach() if isinstance(each, Tensor) else each for each in args)
+        frames, breaks, start = counters["frames"]["total"], _breaks(), time.perf_counter()
+        try:
+            result = self._compiled[block.training](block, *args, **named)
+        except TorchDynamoException as error:
+            self._compiled.clear()
+            log.warning("compile: %s run as they are written: %s", self._name, _reason(error))
+            return self._as_written(block, *args, **named)
+        called = self._called.setdefault(mode, set())
+        if counters["frames"]["total"] != frames:
+            word = "training" if block.training else "evaluation"
+            how = f"for {word} ({time.perf_counter() - start:.0f} s)"
+            if id(block) in called:
+                log.warning("compile: %s are compiled again %s: %s", self._name, how, _cause())
+            elif not called:
+                why = "".join(f", in pieces: {_short(each)}" for each in list(_breaks() - breaks)[:1])
+                log.info("compile: %s are compiled once %s%s", self._name, how, why)
+        called.add(id(block))
+        return result
+
+
+def _copied(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Calls `forward`, by code of its own: torch keeps what it compiled, and limits how often, by code."""
+
+    def run(block: nn.Module, *args: Any, **named: Any) -> Any:
+        return forward(block, *args, **named)
+
+    return types.FunctionType(run.__code__.replace(co_name=name), globals(), name, None, run.__closure__)
+
+
+def _breaks() -> Counter[str]:
+    """Why torch did not compile something as one piece, and how often; of the whole process."""
+    return Counter(counters["graph_break"])
+
+
+def _cause() -> str:
+    """What the last compilation found changed."""
+    told = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
+    return _short(told[-1].partition(": ")[2]) if told else "torch does not say why"
+
+
+def _reason(error: BaseException) -> str:
+    inner = getattr(error, "inner_exception", None) or error.__cause__ or error
+    return f"{type(inner).__name__}: {one_line(inner)}"
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:200]

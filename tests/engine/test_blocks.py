@@ -1,0 +1,85 @@
+"""Blocks under engines: compiled once between whatever hooks there are, gathered at once by ZeRO 3."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from parity.splits import TWO_STAGES, zero
+from support.tiny import BANDS, make_engine, recipe, token_bundle, train_curve
+from torch import nn
+
+from pipeline import assemble
+from pipeline.distributed.process_group import Job
+from pipeline.engine.zero3 import _learning
+from pipeline.models.regional_compile import compile_blocks
+
+MODEL = recipe()["model"] | {"num_layers": 4}
+SPLITS = {
+    "ddp": {"torch": {"parallel": "ddp", "bucket_cap_mb": 0.01}},  # a block's gradients are 40 kB
+    **{f"ZeRO {stage}": zero(stage) for stage in range(4)},
+    "pipeline 2": zero(1) | TWO_STAGES,
+}
+
+
+def compiled_curve(job: Job, model: dict[str, Any], split: dict[str, Any]) -> tuple[Any, int]:
+    """The curve, and how often something was compiled; the graphs run as they are."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "compile_blocks", partial(compile_blocks, backend=keep))
+        curve = train_curve(job, recipe(model=model), split | {"compile": {"enabled": True}}, 3)
+    return curve, len(graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.daily("none-ddp", "full-ZeRO 3")
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_all_blocks_are_compiled_once_and_no_number_changes(ranks, mode, split):
+    """DDP's buckets, smaller than a block, would cut it; so would a hook inside."""
+    model = MODEL | {"activation_checkpointing": mode}
+    expected = ranks(2).run(train_curve, recipe(model=model), SPLITS[split], 3)
+    for (curve, number), wanted in zip(
+        ranks(2).run(compiled_curve, model, SPLITS[split]), expected, strict=True
+    ):
+        assert number == 1
+        for column, band in enumerate(BANDS["fp32"]):
+            pairs = zip(curve, wanted, strict=True)
+            assert max(abs(a[column] / b[column] - 1) for a, b in pairs) < band
+
+
+def hooked(job: Job) -> list[str]:
+    engine = make_engine(job, recipe(), zero(3), token_bundle())
+    names = [name for name, module in engine.module.named_modules() if module._forward_pre_hooks]
+    engine.close()
+    return names
+
+
+def test_zero_3_has_its_hooks_on_whole_blocks(ranks):
+    (names,) = ranks(1).run(hooked)
+    assert [name for name in names if "layers." in name] == ["model.layers.0", "model.layers.1"]
+    assert {"lm_head", "model.embed_tokens", "model.norm"} < set(names)
+
+
+def test_a_block_has_an_input_by_position_that_requires_a_gradient():
+    class Block(nn.Module):
+        def forward(self, hidden, mask=None):
+            return hidden
+
+    x, mask = torch.ones(2), torch.ones(2, dtype=torch.bool)
+    block, learns = Block(), torch.ones(2, requires_grad=True)
+    assert _learning(block, (learns,), {"mask": mask}) is None
+    (given, beside), named = _learning(block, (x, mask), {})
+    assert (given.requires_grad, x.requires_grad, beside is mask, named) == (True, False, True, {})
+    (given,), named = _learning(block, (), {"hidden": learns, "mask": mask})
+    assert given is learns
+    assert list(named) == ["mask"]
+    with torch.no_grad():
+        assert _learning(block, (x,), {}) is None
