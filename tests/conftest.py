@@ -6,7 +6,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Threads of two processes on the same cores wait for each other in every operator: several times slower.
@@ -17,16 +19,25 @@ if shutil.which("g++"):
     os.environ.setdefault("CXX", str(Path(__file__).parent / "support" / "compiler" / "g++"))
 os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests of the sink set their own
 
-import hypothesis
 import pytest
 from support.ranks import RankPool
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from support.scheduling import Scheduling
+    from xdist.remote import Producer
 
 NODES = Path(__file__).parent / "multinode"
 
-hypothesis.settings.register_profile("busy machine", deadline=None)  # by default 200 ms an example
-hypothesis.settings.load_profile("busy machine")
+if find_spec("hypothesis"):  # a machine with a GPU may have little besides torch
+    import hypothesis
+
+    hypothesis.settings.register_profile("busy machine", deadline=None)  # by default 200 ms an example
+    hypothesis.settings.load_profile("busy machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.has_plugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): pytest-timeout's, which is not here")
 
 
 @pytest.hookimpl(tryfirst=True)  # before markers choose
@@ -47,16 +58,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (item.path.parent != NODES, item.path not in long))
 
 
-class Scheduling(LoadScopeScheduling):
-    """A file's tests to one worker; those of nodes, which there is one set of, to one too."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "nodes" if file.startswith("tests/multinode/") else file
-
-
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    from support.scheduling import Scheduling
+
     return Scheduling(config, log)
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any, NamedTuple
@@ -119,11 +120,14 @@ def write_stacks(folder: Path, rank: int, headline: str) -> None:
 
 
 def _recorded(only_active: bool) -> dict[str, Any]:
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:  # a torch without it
-        return {}
-    try:
-        recorded: dict[str, Any] = json.loads(dump(True, only_active))
-    except (RuntimeError, ValueError):
-        return {}
-    return recorded
+    """What both recorders hold, NCCL's first: it has one of its own, which CUDA builds alone can read."""
+    merged: dict[str, Any] = {}
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is None:
+            continue
+        with suppress(RuntimeError, ValueError):
+            recorded = json.loads(dump(True, only_active))
+            entries = [*merged.get("entries", []), *recorded.pop("entries", [])]
+            merged = recorded | merged | {"entries": entries}
+    return merged

@@ -26,6 +26,7 @@ print(get_accelerator().device_name(), torch.cuda.is_initialized())
 """
 
 
+@pytest.mark.nightly
 def test_deepspeed_computes_on_what_was_chosen():
     """Of a CUDA build none of whose cards is visible too: DeepSpeed by itself asks for the packages alone."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}

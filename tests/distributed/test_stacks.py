@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
 import threading
@@ -9,8 +10,11 @@ import traceback
 from traceback import FrameSummary as Frame
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
 
-from pipeline.distributed.stacks import InFlight, main_frames, thread_position, write_stacks
+from pipeline.distributed.stacks import InFlight, in_flight_now, main_frames, thread_position, write_stacks
 
 PACKAGES = f"{sysconfig.get_paths()['purelib']}"
 
@@ -90,3 +94,60 @@ def test_every_thread_is_written(tmp_path):
     assert "hang: rank 3\n" in text
     assert "test_every_thread_is_written" in text
     assert "a_thread_that_waits" in text
+
+
+# As a CUDA build writes it (torch's FlightRecorder.hpp): NCCL's work is in a recorder of its own.
+NCCL = {
+    "version": "2.10",
+    "nccl_version": "2.28.9",
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "entries": [
+        {
+            "record_id": number,
+            "pg_id": 0,
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": number + 1,
+            "p2p_seq_id": 0,
+            "op_id": number + 1,
+            "profiling_name": f"nccl:{name}",
+            "time_created_ns": 1790000000000000000,
+            "input_sizes": [[4]],
+            "input_dtypes": ["Float"],
+            "output_sizes": [[4]],
+            "output_dtypes": ["Float"],
+            "state": state,
+            "time_discovered_started_ns": None,
+            "time_discovered_completed_ns": None,
+            "retired": state == "completed",
+            "timeout_ms": 1800000,
+            "is_p2p": False,
+        }
+        for number, (name, state) in enumerate(
+            [("broadcast", "completed"), ("all_reduce", "started"), ("_allgather_base", "scheduled")]
+        )
+    ],
+}
+
+
+def recorded_by_both(job, folder):
+    """What a rank sees that has left a gloo collective, and is in one of NCCL's."""
+    dist.all_reduce(torch.ones(3))
+    _distributed_c10d._dump_nccl_trace_json = lambda collectives, only_active: json.dumps(NCCL).encode()
+    try:
+        if job.ranks.rank == 0:
+            write_stacks(folder, 0, "hang")
+        return in_flight_now()
+    finally:
+        del _distributed_c10d._dump_nccl_trace_json
+
+
+def test_what_nccl_is_in_is_known_beside_what_gloo_is(ranks, tmp_path):
+    assert (
+        ranks(2).run(recorded_by_both, tmp_path)
+        == [[InFlight("all_reduce", 2), InFlight("_allgather_base", 3)]] * 2
+    )
+    written = json.loads((tmp_path / "rank-00000.collectives.json").read_text())
+    names = [entry["profiling_name"] for entry in written["entries"]]
+    assert names[:3] == ["nccl:broadcast", "nccl:all_reduce", "nccl:_allgather_base"]
+    assert "gloo:all_reduce" in names
+    assert written["nccl_version"] == "2.28.9"

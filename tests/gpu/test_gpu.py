@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
+import torch.distributed as dist
 from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import cases
+from support.launch import DIGITS, ROOT, TORCHRUN, TRAIN, write_recipe
 from support.ranks import RankPool
 
 from pipeline.distributed.process_group import describe_device
+from pipeline.distributed.stacks import _recorded
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader
 from pipeline.peak_flops import peak_flops
 
@@ -45,3 +53,67 @@ def test_a_stop_is_believed_two_steps_later_on_every_rank():
 def test_the_device_is_known():
     assert describe_device(torch.device("cuda", 0)).fp16
     assert peak_flops("NVIDIA H200", "bf16") == pytest.approx(989.5e12)
+
+
+def recorded_all_reduce(job):
+    dist.all_reduce(torch.ones(3, device=job.device))
+    torch.cuda.synchronize()
+    return [entry["profiling_name"] for entry in _recorded(only_active=False)["entries"]]
+
+
+def test_hang_verdicts_know_what_nccl_is_in(gpu):
+    assert "nccl:all_reduce" in gpu.run(recorded_all_reduce)[0]
+
+
+def test_two_ranks_have_no_gpu_between_them(tmp_path):
+    """Each by itself sees one GPU and takes it, as under srun --gpus-per-task=1, but here it is the same."""
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    training = [TRAIN, "--config", str(write_recipe(tmp_path, **DIGITS))]
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node", "2", *training]
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": index}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert "ranks 0, 1 on" in done.stderr
+    assert "have one GPU between them" in done.stderr
+    assert "Traceback" not in done.stderr.partition("torch.distributed.elastic")[0]
+
+
+DIES = """
+import torch
+
+class Dies(torch.nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.linear = how, torch.nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        if self.how == "memory":
+            torch.empty(2**44, dtype=torch.uint8, device=inputs.device)
+        else:
+            self.linear.weight[torch.full((3,), 7, device=inputs.device)].sum().item()
+        return self.linear(inputs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("memory", 12, r"out of memory on cuda:0 .* asked for 16\S+ \S+, of \S+ GiB in all"),
+        ("index", 14, "cuda:0 failed"),
+    ],
+)
+def test_a_run_that_dies_of_the_device_says_so_in_one_line(tmp_path, how, code, said):
+    """With CUDA's own words, of which the CPU's tests know copies alone."""
+    (tmp_path / "dies.py").write_text(DIES)
+    recipe = write_recipe(
+        tmp_path,
+        model={"kind": "dies:Dies", "args": {"how": how}},
+        data={"kind": "support.faults:points"},
+        objective={"kind": "classification"},
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, TRAIN, "--config", str(recipe)]
+    variables = os.environ | {"PYTHONPATH": paths, "DS_ACCELERATOR": "cuda"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert done.returncode == code, done.stderr
+    assert re.search(said, done.stderr)
+    assert "Traceback" not in done.stderr

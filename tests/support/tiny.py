@@ -54,8 +54,8 @@ class MaskedTokens(Dataset[Any]):
         return sample
 
     def find(self, input_ids: Tensor) -> list[int]:
-        """The index of each row (B, T)."""
-        return [int((self.tokens[:, :-1] == row).all(dim=1).nonzero()) for row in input_ids]
+        """The index of each row (B, T), wherever it lies."""
+        return [int((self.tokens[:, :-1] == row).all(dim=1).nonzero()) for row in input_ids.cpu()]
 
 
 def _positions(num_samples: int, length: int, generator: torch.Generator) -> Tensor:
