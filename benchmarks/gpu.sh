@@ -60,7 +60,7 @@ gpt2)
   ;;
 8b)
   # shellcheck disable=SC2086
-  measure llama-8b --one-at-a-time --sweep 1 2 --rows packed unpacked --stages ${SPLITS:-3 plain} --steps 5 --rounds 2 \
+  measure llama-8b --one-at-a-time --sweep 1 2 --rows packed unpacked --stages ${SPLITS:-zero3_one_gpu.json plain} --steps 5 --rounds 2 \
     --peers deepspeed fsdp2-compiled
   ;;
 ops) run benchmarks/gpu_ops.py ${little[@]+"${little[@]}"} --output "$results/ops.jsonl" ;;

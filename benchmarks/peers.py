@@ -58,7 +58,10 @@ class Script:
 
     def model(self) -> nn.Module:
         config = self.settings.config
-        return build_model(config.model, model_request(config, self.data, Whole()), config.seed)
+        model = build_model(config.model, model_request(config, self.data, Whole()), config.seed)
+        if getattr(config.model, "activation_checkpointing", "none") != "none":
+            model.gradient_checkpointing_enable()  # all blocks, as transformers offers it
+        return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
         numbers = self.settings.config.optimizer

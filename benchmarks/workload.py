@@ -57,13 +57,13 @@ MODELS: dict[str, dict[str, Any]] = {
         | {"num_layers": 16, "num_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
         | {"intermediate_size": 8192, "extra": {"tie_word_embeddings": True}},
     },
-    "llama-8b": {  # the sizes of Llama 3 8B: 8.03 billion parameters
+    "llama-8b": {  # the sizes of Llama 3 8B: 8.03 billion parameters; kept and recomputed as in llama_8b.yaml
         "sequence_length": 4096,
         "micro_batch_size": 1,
         "vocab_size": 128256,
         "model": LLAMA
         | {"num_layers": 32, "num_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-        | {"intermediate_size": 14336},
+        | {"intermediate_size": 14336, "activation_checkpointing": "full", "activation_budget_gib": 4},
     },
 }
 

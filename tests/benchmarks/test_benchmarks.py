@@ -65,3 +65,41 @@ def test_all_participants_train_the_same_model(tmp_path):
         "first step, ours over trainer",
         "first step, ours stage 2 over trainer stage 2",
     }
+
+
+@pytest.mark.parametrize("rows", ["packed", "unpacked"])
+def test_every_model_has_a_valid_recipe_for_either_kind_of_rows(rows, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(THROUGHPUT.parent))
+    from workload import MODELS, Workload, packed_tokens, write_recipe
+
+    from pipeline.config.settings import load_settings
+
+    for model in MODELS:
+        data = "stdlib" if model == "default" else "random"
+        write_recipe(tmp_path / "recipe.yaml", Workload.of(model, data, rows), "bf16", plain=True)
+        config = load_settings(tmp_path / "recipe.yaml", None, []).config
+        assert config.batch.micro_batch_size == MODELS[model]["micro_batch_size"]
+        if data == "stdlib":
+            assert config.data.separate_documents == (rows == "packed")
+        else:
+            assert config.data.kind == f"workload:{'packed' if rows == 'packed' else 'random'}_tokens"
+    batch = packed_tokens("train", 8, 64, 100).__getitems__([0, 3])
+    assert batch["input_ids"].shape == batch["position_ids"].shape == (2, 64)
+    assert (batch["position_ids"] == 0).sum() > 2  # more documents than rows
+
+
+def test_at_several_ranks_ours_is_measured_under_both_kinds_of_ddp(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(THROUGHPUT.parent))
+    from argparse import Namespace
+
+    from throughput import Group, group_tasks
+    from workload import Workload
+
+    def names(ranks, split, peers=None):
+        group = Group("bf16", ranks, split, Workload.of("tiny"))
+        return [task.name for task in group_tasks(Namespace(peers=peers, warmup=2), group, tmp_path)]
+
+    both = ["ours (torch_ddp.json)", "ours (ddp.json)"]
+    assert names(2, "plain") == [*both, "pytorch", "pytorch+our-loss", "trainer"]
+    assert names(1, "plain", ["pytorch-compiled", "deepspeed"]) == ["ours", "pytorch-compiled"]
+    assert names(1, "2", ["pytorch-compiled", "deepspeed"]) == ["ours stage 2", "deepspeed stage 2"]
