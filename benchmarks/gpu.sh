@@ -10,7 +10,8 @@
 # A machine without network needs the wheels in .whl/, which git ignores; made on one that has it by
 #   pip wheel --no-deps --no-build-isolation "deepspeed>=0.19.8,<0.20" hjson -w .whl
 #   there="--only-binary=:all: --python-version 3.12 --platform manylinux_2_17_x86_64 -d .whl"
-#   pip download $there pydantic && pip download $there --no-deps liger-kernel
+#   pip download $there pydantic xxhash psutil rich filelock && pip download $there --no-deps liger-kernel
+# which are 8 MB beside the torch, transformers, accelerate and numpy of that machine.
 set -u
 cd "$(dirname "$0")/.."
 results=${OUT:-benchmarks/results} python=${PYTHON:-python3} minutes=${MINUTES:-8}

@@ -107,7 +107,11 @@ def summary(events: Any, seconds: float) -> dict[str, Any]:
     """
     from torch.autograd import DeviceType
 
-    on_device = [event for event in events if event.device_type == DeviceType.CUDA]
+    on_device = [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
     operators = [event for event in events if event.name.startswith("aten::")]
     spent: Counter[str] = Counter()
     for event in on_device:

@@ -67,7 +67,12 @@ def kernels_of(action: Callable[[], Any]) -> list[str]:
     if not on_gpu:
         ordered = sorted(averages, key=lambda each: -each.self_cpu_time_total)
         return [each.key for each in ordered if each.key.startswith("aten::")]
-    kernels = [each for each in averages if each.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        each
+        for each in averages
+        if each.device_type == torch.autograd.DeviceType.CUDA
+        and not getattr(each, "is_user_annotation", False)
+    ]
     return [each.key for each in sorted(kernels, key=lambda each: -each.self_device_time_total)]
 
 
