@@ -11,7 +11,6 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
 from pipeline.metrics import Meters, Workload
-from pipeline.peak_flops import peak_flops
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
@@ -141,18 +140,3 @@ def test_more_workers_are_asked_for_where_there_are_some(caplog):
         run_steps(meter, clock, 20, 0.5, 0.5)
         meter.summary()
     assert "loader.num_workers=8" in caplog.text
-
-
-def test_peaks_are_found_by_the_devices_name():
-    assert peak_flops("NVIDIA H200", "bf16") == 989.5e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", "fp16") == 989.5e12
-    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
-    assert peak_flops("NVIDIA H200", "fp32", tf32=True) == 989.5e12 / 2
-    assert peak_flops("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12
-    assert peak_flops("NVIDIA GB200", "bf16") == 2500e12
-    assert peak_flops("NVIDIA B200", "bf16") == 2250e12
-    assert peak_flops("NVIDIA GH200 480GB", "bf16") == 989.5e12
-    assert peak_flops("NVIDIA L40", "bf16") == 181e12
-    assert peak_flops("NVIDIA L40S", "bf16") == 362e12
-    assert peak_flops("cpu", "bf16") is None

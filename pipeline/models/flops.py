@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def flops_per_token(model: nn.Module, sequence_length: int | None) -> float | None:
+def flops_per_token(model: nn.Module, sequence_length: int | None, causal: bool = False) -> float | None:
     """FLOPs of forward and backward a token of a row: 6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B).
 
-    N counts every parameter that a token meets: of a mixture of experts, those the router chooses. The second
-    term is attention over the row. Recomputation under activation checkpointing is left out. (torch's
-    FlopCounterMode would count it, and cannot run transformers' models on the meta device: their masks read
-    values.)
+    N counts the elements of every matrix that a token is multiplied by: a head once, tied or not, no table that
+    is looked up in, and of a mixture of experts those that the router chooses. d is heads times their width,
+    whatever the keys' heads are. Attention is over the row, of several documents or one, or over a layer's
+    window where that is shorter. Recomputation under activation checkpointing is left out.
 
     Args:
         model: Any part of it, under any split: only its transformers config is read.
         sequence_length: T, tokens in a row; None: rows are no text.
+        causal: Count the keys that a token sees, half of the row on average, in place of the whole row.
 
     Returns:
         None where the model has no such config.
@@ -37,20 +38,48 @@ def flops_per_token(model: nn.Module, sequence_length: int | None) -> float | No
     heads = getattr(text, "num_attention_heads", None)
     if heads is None or type(config) not in AutoModelForCausalLM._model_mapping:
         return None
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-    active = _active_parameters(config, text)
-    return 6.0 * active + 12.0 * text.num_hidden_layers * width * sequence_length
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    # Multi-head latent attention has other widths for keys and values.
+    widths = (getattr(text, "qk_head_dim", None) or width) + (getattr(text, "v_head_dim", None) or width)
+    keys = sum(_keys(window, sequence_length, causal) for window in _windows(text))
+    return 6.0 * _matrix_elements(config, text) + 6.0 * heads * widths * keys
 
 
-def _active_parameters(config: PreTrainedConfig, text: Any) -> float:
-    """How many parameters a token meets, from the shapes of the whole model: a split holds parts of them."""
+def _windows(text: Any) -> list[float]:
+    """How far back each layer looks: infinity, a window, or 0 where it keeps a state in place of keys."""
+    window = getattr(text, "sliding_window", None) or float("inf")
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:  # a window without kinds of layers is every layer's
+        return [window] * text.num_hidden_layers
+    chunk = getattr(text, "attention_chunk_size", None) or float("inf")
+    of_kind = {"full_attention": float("inf"), "sliding_attention": window, "chunked_attention": chunk}
+    return [of_kind.get(kind, 0.0) for kind in kinds]
+
+
+def _keys(window: float, length: int, causal: bool) -> float:
+    """Keys a token meets: of the row or the window; `causal`: the mean over a row that fills up."""
+    most = min(window, length)
+    return most - most**2 / (2 * length) if causal else most
+
+
+def _matrix_elements(config: PreTrainedConfig, text: Any) -> float:
+    """Of what a token is multiplied by, from the shapes of the whole model: a split holds parts of them."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
+    tables = {id(module.weight) for module in whole.modules() if isinstance(module, nn.Embedding)}
+    head = whole.get_output_embeddings()
+    if head is not None:
+        tables.discard(id(head.weight))
     experts = next((n for key in _NUM_EXPERTS if (n := getattr(text, key, None))), 1)
-    share = getattr(text, "num_experts_per_tok", experts) / experts
-    return sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in whole.named_parameters())
+    chosen = next((n for key in _CHOSEN if (n := getattr(text, key, None))), experts)
+    return sum(
+        p.numel() * (chosen / experts if ".experts." in name else 1.0)
+        for name, p in whole.named_parameters()
+        if p.dim() > 1 and not name.endswith("bias") and id(p) not in tables
+    )
 
 
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k")

@@ -4,7 +4,18 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 
 from pipeline.models.flops import flops_per_token
 
@@ -18,27 +29,78 @@ SHAPE = {
     "vocab_size": 256,
     "max_position_embeddings": 4096,  # no row is that long
 }
+KINDS = ["sliding_attention", "full_attention"]
+LATENT = SHAPE | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 
 
 @pytest.mark.parametrize(
     "config",
     [
         LlamaConfig(**SHAPE),
-        LlamaConfig(**SHAPE, head_dim=32),
+        LlamaConfig(**SHAPE, tie_word_embeddings=True),
+        GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, bos_token_id=1, eos_token_id=1),
+        Qwen3Config(**SHAPE, head_dim=32),
         MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2),
+        Qwen2MoeConfig(
+            **SHAPE,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=64,
+        ),
+        DeepseekV3Config(**LATENT),
     ],
-    ids=["llama", "wide heads", "experts"],
+    ids=["llama", "tied", "gpt2", "wide heads", "experts", "shared expert", "latent attention"],
 )
 def test_as_many_as_torch_counts(config: PretrainedConfig):
     how = {"attn_implementation": "eager"}  # torch does not count fused attention on a CPU
-    if config.model_type == "mixtral":
+    if config.model_type in ("mixtral", "qwen2_moe", "deepseek_v3"):
         how["experts_implementation"] = "eager"
     model = AutoModelForCausalLM.from_config(config, **how)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.randint(256, (1, T)), use_cache=False).logits.sum().backward()
-    lookup = 6 * model.get_input_embeddings().weight.numel()  # in N by convention, and no multiplication
-    counted = counter.get_total_flops() / T + lookup
-    assert flops_per_token(model, T) == pytest.approx(counted, rel=0.01)  # norms are no matrix products
+    assert flops_per_token(model, T) == pytest.approx(counter.get_total_flops() / T, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (LlamaConfig(**SHAPE), [T, T]),
+        (MistralConfig(**SHAPE, sliding_window=32), [32, 32]),
+        (MistralConfig(**SHAPE, sliding_window=4096), [T, T]),
+        (Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=32, layer_types=KINDS), [32, T]),
+        (Qwen3Config(**SHAPE, head_dim=16, sliding_window=32, use_sliding_window=False), [T, T]),
+    ],
+    ids=["no window", "every layer", "longer than a row", "one layer of two", "switched off"],
+)
+def test_a_window_that_is_shorter_than_the_row_bounds_attention(config: PretrainedConfig, windows: list[int]):
+    """torch counts masked scores too: eager attention computes them all."""
+    model = AutoModelForCausalLM.from_config(config)
+    matrices = flops_per_token(model, T) - 12 * 64 * sum(windows)
+    assert matrices == pytest.approx(flops_per_token(model, T, causal=True) - 12 * 64 * seen(windows))
+    assert matrices == pytest.approx(flops_per_token(model, 2 * T) - 12 * 64 * sum(further(windows)))
+
+
+def seen(windows: list[int]) -> float:
+    """The mean number of keys before a token, over the row, of all layers; as an integral: no own key."""
+    return sum(sum(min(i + 0.5, window) for i in range(T)) / T for window in windows)
+
+
+def further(windows: list[int]) -> list[int]:
+    return [2 * window if window == T else window for window in windows]
 
 
 def test_what_has_no_such_shape_has_no_figure():
