@@ -54,6 +54,9 @@ def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
     return {
         "loss": loss,
         "flops_per_token": flops_per_token(trained.model, trained.probe["input_ids"].shape[1]),
+        "causal_flops_per_token": flops_per_token(
+            trained.model, trained.probe["input_ids"].shape[1], causal=True
+        ),
         "peak_memory_gib": memory,
     }
 

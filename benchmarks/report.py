@@ -38,6 +38,8 @@ class Row:
     loss: float
     """Of the trained model, on one fixed batch."""
     flops_per_token: float | None
+    causal_flops_per_token: float | None
+    """The same with the half of attention that is not masked."""
     peak_memory_gib: float
     """Largest of any rank: allocated on a GPU, resident on a CPU."""
 
@@ -48,17 +50,24 @@ class Row:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs over the dense peak of one GPU a rank; None on a device without a known peak."""
+        return self._share_of_peak(self.flops_per_token)
+
+    def _share_of_peak(self, flops: float | None) -> float | None:
         import torch
 
         from pipeline.peak_flops import peak_flops
 
         peak = peak_flops(device_name(), self.precision) if torch.cuda.is_available() else None
-        if peak is None or self.flops_per_token is None:
+        if peak is None or flops is None:
             return None
-        return self.tokens_per_second / self.ranks * self.flops_per_token / peak
+        return self.tokens_per_second / self.ranks * flops / peak
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+        causal = self._share_of_peak(self.causal_flops_per_token)
+        return asdict(self) | {
+            "tokens_per_second": self.tokens_per_second,
+            **{"mfu": self.mfu, "causal_mfu": causal},
+        }
 
     @property
     def group(self) -> tuple[str, str, str, str, int, int]:

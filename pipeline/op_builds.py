@@ -39,11 +39,19 @@ class NativeOp:
     folders: tuple[str, ...]
     """Below torch's extensions directory, in the order they are built."""
     duration: str
+    needs_nvcc: bool = False
 
 
 CPU_ADAM = NativeOp("DeepSpeed's CPU Adam", "CPUAdamBuilder", ("cpu_adam",), "one or two minutes")
 ASYNC_IO = NativeOp(
     "DeepSpeed's async_io", "AsyncIOBuilder", ("pin_memory", "async_io"), "three to five minutes"
+)
+QUANTIZER = NativeOp(
+    "DeepSpeed's quantiser (ZeRO++)",
+    "QuantizerBuilder",
+    ("quantizer",),
+    "one or two minutes",
+    needs_nvcc=True,
 )
 
 
@@ -57,6 +65,8 @@ def needed_ops(config: Mapping[str, Any]) -> list[NativeOp]:
         ops.append(CPU_ADAM)
     if "nvme" in (optimizer, parameters):
         ops.append(ASYNC_IO)
+    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
+        ops.append(QUANTIZER)
     return ops
 
 

@@ -56,7 +56,7 @@ PEAKS: dict[str, Peaks] = {
     "MI210": (181, 181, None, 45.3),
     "MI100": (92.3, 184.6, None, 46.1),
 }
-# GeForce since Ampere: TF32 at the rate of fp32, 16-bit formats summed in fp32 at twice that. fp32 in TFLOP/s.
+# GeForce since Ampere, fp32 in TFLOP/s: TF32 has the same rate, 16-bit formats summed in fp32 twice that.
 GEFORCE = {
     "3060": 12.7, "3060 Ti": 16.2, "3070": 20.3, "3070 Ti": 21.7, "3080": 29.8, "3080 Ti": 34.1, "3090": 35.6,
     "3090 Ti": 40.0, "4060": 15.1, "4060 Ti": 22.1, "4070": 29.1, "4070 SUPER": 35.5, "4070 Ti": 40.1,

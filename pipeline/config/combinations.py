@@ -205,16 +205,13 @@ RULES = [
         lambda c: c.has_several_optimizers and c.cuts_matrices,
     ),
     Rule(
-        "`offload_optimizer.ratio` below 1, `super_offload` or `zenflow` with `optimizer.kind: sgd`",
+        "`offload_optimizer.ratio` below 1 with `optimizer.kind: sgd`",
         "DeepSpeed steps with Adam there, whatever it was given",
-        "none of these keys, or optimizer.kind: adamw",
+        "ratio 1.0, or optimizer.kind: adamw",
         lambda c: (
             c.config.optimizer.kind == "sgd"
-            and (
-                (c.offloads("optimizer") and c.zero("offload_optimizer.ratio") not in (None, 1))
-                or bool(c.zero("offload_optimizer.super_offload"))
-                or bool(c.zero("zenflow"))
-            )
+            and c.offloads("optimizer")
+            and c.zero("offload_optimizer.ratio") not in (None, 1)
         ),
     ),
     Rule(
@@ -225,12 +222,6 @@ RULES = [
             c.zero("offload_optimizer.device") == "nvme"
             and bool(c.zero("offload_optimizer.pipeline_read") or c.zero("offload_optimizer.pipeline_write"))
         ),
-    ),
-    Rule(
-        "`offload_optimizer.super_offload` without a GPU",
-        "it moves work between a GPU and its host",
-        "offload_optimizer without it",
-        lambda c: bool(c.zero("offload_optimizer.super_offload")) and c.device.kind == "cpu",
     ),
     Rule(
         "ZeRO++ (`zero_hpz_partition_size`, `zero_quantized_*`) without ZeRO 3",
@@ -267,8 +258,7 @@ def _hpz(choice: Choice) -> int:
 
 
 def _quantizes(choice: Choice) -> bool:
-    keys = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
-    return any(choice.zero(key) for key in keys)
+    return any(choice.zero(f"zero_quantized_{what}") for what in ("weights", "gradients"))
 
 
 def refuse_impossible(choice: Choice, file: ConfigFile | None) -> None:

@@ -140,6 +140,8 @@ def _nested(dotted: str) -> str:
 def _says_nothing(dotted: str, value: Any) -> bool:
     """Whether a key that is not read here asks for nothing: switched off, or what DeepSpeed does anyway."""
     if isinstance(value, dict):
+        if dotted in keys.ON_IF_THERE:
+            return False
         if "enabled" in value:
             return value["enabled"] in (False, "auto")
         default = {key: rules().get(f"{dotted}.{key}", {}).get("default") for key in value}

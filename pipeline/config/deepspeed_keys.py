@@ -66,21 +66,36 @@ NOT_HERE = {
     "data_efficiency": "the recipe's data section decides what is read, and in what order",
     "dataloader_drop_last": "the recipe's data section decides what is read, and in what order",
     "datastates_ckpt": "this trainer writes checkpoints itself; set checkpoint.every in the recipe",
+    "dump_state": "--dry-run prints what is filled in, and the section wandb keeps it",
     "expert_parallel": "this trainer does not split experts yet",
     "gradient_allreduce_op": "every token counts once, which needs DeepSpeed's mean over ranks",
     "hybrid_engine": "it serves RLHF generation, which this trainer does not do",
+    "memory_breakdown": "every row of metrics.jsonl has the peak of memory",
     "managed_gradient_accumulation": "set batch.gradient_accumulation_steps in the recipe",
     "pipeline.activation_checkpoint_interval": "set model.activation_checkpointing in the recipe",
     "tensorboard": "set log.tensorboard in the recipe",
     "torch_autocast": "use bf16 or fp16",
     "wandb": "set the wandb section of the recipe",
+    "weight_quantization": "it serves inference; quantise after training, with the exported weights",
+    "zero_optimization.legacy_stage1": "DeepSpeed has one stage 1; drop it",
+    "zero_optimization.offload_optimizer.super_offload": "DeepSpeed keeps its moments where no checkpoint "
+    "sees them; use offload_optimizer: {device: cpu} without it",
+    "zero_optimization.zenflow": "DeepSpeed saves nothing of the updates it puts off, so no run could go on; "
+    "use offload_optimizer: {device: cpu} without it",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights would be held in 8 bits, which "
+    "a checkpoint does not keep; use zero_quantized_weights, which quantises what is sent",
 }
+
+# Sections of DeepSpeed's that are on where they stand, whatever is in them.
+ON_IF_THERE = {"zero_optimization.zenflow"}
 
 # What many files have, and nothing here reads: taken, with a line.
 IGNORED = {
+    "steps_per_print": "the recipe's log.every says which steps are told",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed does not read it",
     "zero_optimization.elastic_checkpoint": "a checkpoint here starts on any number of ranks",
     "zero_optimization.load_from_fp32_weights": "a checkpoint here always has the fp32 weights",
+    "zero_optimization.pipeline_loading_checkpoint": "it is for DeepSpeed's own checkpoints",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "a checkpoint here always has "
     "whole tensors, and the command export writes them in 16 bits",
 }
@@ -141,10 +156,6 @@ LIMITS: dict[str, dict[str, Any]] = {
     "zero_optimization.offload_optimizer.buffer_count": _POSITIVE,
     "zero_optimization.offload_param.buffer_count": _POSITIVE,
     "zero_optimization.offload_param.buffer_size": _POSITIVE,
-    "zero_optimization.zenflow.select_interval": {"type": "integer"},
-    "zero_optimization.zenflow.full_warm_up_rounds": {"minimum": 0},
-    "zero_optimization.zenflow.select_strategy": {"enum": ["auto", "step", "epoch"]},
-    "zero_optimization.zenflow.update_interval": {"type": "integer", "minimum": 1},
 }
 
 # JSON key -> the recipe's key for the same number.

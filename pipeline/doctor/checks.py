@@ -12,7 +12,7 @@ from pipeline.doctor.probe import Answered
 from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
 from pipeline.doctor.session import SilentError
 from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON
-from pipeline.op_builds import ASYNC_IO, CPU_ADAM, NativeOp
+from pipeline.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER, NativeOp
 
 GIB = 1 << 30
 MEMORY_A_RANK = (1 * GIB, 2 * GIB)
@@ -224,19 +224,22 @@ def _ops(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
 
 def _op(seen: Seen, op: NativeOp, host: str, there: Ops) -> Fault | None:
     """What is missing on a machine to build an op."""
-    # torch's AdamW takes the place of CPU Adam; nothing that of async_io.
-    is_asked_for = seen.wanted.ops is not None and op is ASYNC_IO
+    # torch's AdamW takes the place of CPU Adam; nothing that of the others.
+    is_asked_for = seen.wanted.ops is not None and op is not CPU_ADAM
     status: Status = "fail" if is_asked_for else "warning"
     if set(op.folders) <= set(there["built"]):
         return None
     if there["compiler"] is None:
-        return Fault(host, status, "no C++ compiler: no offloading", seen.on_host("apt-get install g++"))
+        return Fault(host, status, f"no C++ compiler for {op.label}", seen.on_host("apt-get install g++"))
     if there["ninja"] is None:
         install = seen.on_host(f"{sys.executable} -m pip install ninja")
-        return Fault(host, status, "no ninja: no offloading", install)
-    if is_asked_for and not there["libaio"]:
+        return Fault(host, status, f"no ninja to build {op.label}", install)
+    if is_asked_for and op is ASYNC_IO and not there["libaio"]:
         install = seen.on_host("apt-get install libaio-dev")
         return Fault(host, status, "no libaio: no offloading to NVMe", install)
+    if op is QUANTIZER and there["nvcc"] is None:
+        install = seen.on_host("printenv CUDA_HOME") + "; install CUDA with nvcc, in torch's version"
+        return Fault(host, status, "no nvcc: no quantised ZeRO++", install)
     return None
 
 

@@ -79,6 +79,7 @@ class Ops(TypedDict):
     compiler: str | None
     ninja: str | None
     libaio: bool
+    nvcc: str | None
     built: list[str]
     locks: list[Lock]
 
@@ -198,10 +199,12 @@ def read_ops() -> Ops:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
     roots = [Path(given)] if given else sorted(cache.glob("*"))
     beside_python = Path(sys.executable).parent / "ninja"
+    cuda = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
     prefixes = [Path("/usr"), Path("/usr/local"), Path(sys.prefix)]
     return Ops(
         compiler=shutil.which(os.environ.get("CXX", "c++")),
         ninja=shutil.which("ninja") or (str(beside_python) if beside_python.exists() else None),
+        nvcc=shutil.which("nvcc", path=str(cuda / "bin")) or shutil.which("nvcc"),
         libaio=any((prefix / "include/libaio.h").exists() for prefix in prefixes),
         built=sorted({library.stem for root in roots for library in root.glob("*/*.so")}),
         locks=[

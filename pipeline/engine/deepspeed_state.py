@@ -25,7 +25,6 @@ from pipeline.engine.optimizer_state import (
 )
 from pipeline.engine.parameter_state import ParameterState, Places, buffer_shards, frozen
 from pipeline.engine.state import Place, State, shared_out
-from pipeline.errors import CheckpointError
 from pipeline.shards import WEIGHT, Scalars, Shard, ShardSource
 
 
@@ -179,11 +178,6 @@ class Zero3State(_FlatState):
     def _frozen(self, p: Any, place: Place, to_fill: bool) -> Iterator[Shard]:
         """A parameter without a master: its share in the run's precision."""
         start, length = self._share(p)
-        if hasattr(p.ds_tensor, "ds_quant_scale"):
-            raise CheckpointError(
-                f"zero_quantized_nontrainable_weights: {place.name} lies quantized in memory, which a "
-                "checkpoint does not keep; leave the key out"
-            )
         is_swapped = p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
         if is_swapped:
             p.nvme_swapper.swap_in([p], async_op=False)

@@ -23,6 +23,8 @@ from typing import Any
 
 import deepspeed.ops.op_builder
 import torch
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
 from filelock import FileLock, Timeout
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
@@ -34,6 +36,7 @@ from pipeline.op_builds import (
     ALIVE,
     ASYNC_IO,
     OUT_OF_SIGHT,
+    QUANTIZER,
     Holder,
     NativeOp,
     find_holder,
@@ -54,8 +57,8 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
         The configuration to hand on: where some rank has no CPU Adam, one that asks for torch's.
 
     Raises:
-        ConfigError: NVMe is asked for and async_io cannot be built, or master weights in half precision and
-            CPU Adam cannot.
+        ConfigError: what is asked for cannot do without an op that cannot be built: NVMe, quantised ZeRO++,
+            master weights in half precision in host memory.
     """
     for op in needed_ops(config):
         failure = _build(op)
@@ -67,6 +70,12 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
             raise ConfigError(
                 f"zero_optimization: device nvme: {op.label} cannot be built ({reason}); it needs a C++ "
                 "compiler and libaio (Debian and Ubuntu: apt-get install g++ libaio-dev), or use device cpu"
+            )
+        if op is QUANTIZER:
+            raise ConfigError(
+                f"zero_optimization: zero_quantized_weights, zero_quantized_gradients: {op.label} cannot be "
+                f"built ({reason}); install CUDA {torch.version.cuda or ''} with nvcc and set CUDA_HOME to "
+                "its folder, or use zero_hpz_partition_size alone"
             )
         if has_half_masters(config):
             raise ConfigError(
@@ -105,6 +114,8 @@ def _build(op: NativeOp) -> str | None:
                 builder = getattr(deepspeed.ops.op_builder, op.builder)()
                 if not builder.is_compatible(verbose=False):  # else found only after pin_memory is built
                     return "something it links with is missing"
+                if op.needs_nvcc and not installed_ops.get(builder.name) and (fault := _cuda_fault()):
+                    return fault
                 builder.load(verbose=False)
     except Exception as error:  # DeepSpeed, torch, ninja and the linker each raise their own
         cause = error.__cause__ or error
@@ -113,6 +124,22 @@ def _build(op: NativeOp) -> str | None:
         told.cancel()
     if (seconds := time.monotonic() - started) > _TELL_AFTER:
         log.info("built in %.0f s", seconds)
+    return None
+
+
+def _cuda_fault() -> str | None:
+    """Why no CUDA source can be compiled for this torch, which looks only when it installs; None: it can.
+
+    An nvcc of another major version compiles, and links with a runtime that torch has not loaded.
+    """
+    if torch.version.cuda is None:
+        return None if torch.version.hip else "this torch is built without CUDA"
+    try:
+        major, minor = installed_cuda_version()
+    except MissingCUDAException as error:
+        return one_line(error, 120)
+    if major != int(torch.version.cuda.split(".")[0]):
+        return f"nvcc is of CUDA {major}.{minor}, torch of {torch.version.cuda}"
     return None
 
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def flops_per_token(model: nn.Module, sequence_length: int | None, causal: bool = False) -> float | None:
     """FLOPs of forward and backward a token of a row: 6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B).
 
-    N counts the elements of every matrix that a token is multiplied by: a head once, tied or not, no table that
-    is looked up in, and of a mixture of experts those that the router chooses. d is heads times their width,
-    whatever the keys' heads are. Attention is over the row, of several documents or one, or over a layer's
-    window where that is shorter. Recomputation under activation checkpointing is left out.
+    N counts the elements of every matrix that a token is multiplied by: a head once, tied or not, no table
+    that is looked up in, and of a mixture of experts those that the router chooses. d is heads times their
+    width, whatever the keys' heads are. Attention is over the row, of several documents or one, or over a
+    layer's window where that is shorter. Recomputation under activation checkpointing is left out.
 
     Args:
         model: Any part of it, under any split: only its transformers config is read.

@@ -119,6 +119,23 @@ REMOVED = [
     split("the csv monitor", {"csv_monitor": {"enabled": True}}, "metrics.jsonl"),
     split("nebula", {"nebula": {"enabled": True}}, "checkpoint.every in the recipe"),
     split("expert parallelism", {"expert_parallel": {"size": 2}}, "does not split experts"),
+    split(
+        "zenflow", {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "no run could go on"
+    ),
+    split(
+        "super offload",
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        "where no checkpoint sees them",
+    ),
+    split(
+        "weights in 8 bits", {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}}, "export"
+    ),
+    split(
+        "frozen weights in 8 bits",
+        {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+        "use zero_quantized_weights",
+    ),
+    split("memory told by DeepSpeed", {"memory_breakdown": True}, "every row of metrics.jsonl"),
     split("deep compile", {"compile": {"deepcompile": True}}, "compile.deepcompile"),
 ]
 

@@ -34,6 +34,7 @@ def row(report):
         first_step_seconds=4.0,
         loss=10.0,
         flops_per_token=None,
+        causal_flops_per_token=None,
         peak_memory_gib=1.0,
     )
 

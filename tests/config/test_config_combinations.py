@@ -52,7 +52,6 @@ EXAMPLES = [
     (1, {GROUPS: [{"patterns": ["*_proj.*"], "kind": "muon"}], STAGE: 2}, {STAGE: 0}),
     (1, {KIND: "sgd", OPTIMIZER: "cpu", f"{OFFLOAD}.ratio": 0.5, STAGE: 3}, {f"{OFFLOAD}.ratio": 1.0}),
     (1, {**NVME, f"{OFFLOAD}.pipeline_read": True, STAGE: 3}, {f"{OFFLOAD}.pipeline_read": False}),
-    (1, {OPTIMIZER: "cpu", f"{OFFLOAD}.super_offload": True, STAGE: 3}, {f"{OFFLOAD}.super_offload": False}),
     (2, {HPZ: 2, STAGE: 2}, {STAGE: 3}),
     (3, {HPZ: 2, STAGE: 3}, {HPZ: 3}),
     (1, {QUANTIZED: True, STAGE: 3}, {QUANTIZED: False}),

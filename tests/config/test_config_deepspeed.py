@@ -124,8 +124,15 @@ def test_what_deepspeed_dropped_is_refused_with_what_to_use_instead(load, tmp_pa
 
 @pytest.mark.parametrize("key", keys.NOT_HERE)
 def test_what_is_not_read_here_is_refused_with_what_to_use_instead(load, tmp_path, key):
-    assert (
-        fails_with(load, tmp_path, {key: {}}) == f"split.json:1: {key}: not read here; {keys.NOT_HERE[key]}"
+    message = fails_with(load, tmp_path, nested(key, {}))
+    assert message == f"split.json:1: {key}: not read here; {keys.NOT_HERE[key]}"
+
+
+def test_a_section_that_is_on_where_it_stands_is_never_taken_for_switched_off(load, tmp_path):
+    """Every other one with DeepSpeed's own defaults in it asks for nothing."""
+    assert load({"checkpoint": {"load_universal": False}}) == {}
+    assert "zenflow: not read" in fails_with(
+        load, tmp_path, nested("zero_optimization.zenflow.offload", False)
     )
 
 
@@ -148,7 +155,7 @@ def test_null_says_nothing(load):
 
 
 def test_a_byte_order_mark_is_passed_over(load):
-    assert load('\ufeff{"steps_per_print": 1}') == {"steps_per_print": 1}
+    assert load('\ufeff{"log_level": "info"}') == {"log_level": "info"}
 
 
 # --- "auto" -------------------------------------------------------------------------------------------
@@ -221,7 +228,6 @@ def test_there_is_a_file_for_every_stage():
     [
         "aio.block_size",
         "fp16.loss_scale",
-        "steps_per_print",
         "zero_optimization.offload_optimizer.device",
         "zero_optimization.offload_optimizer.ratio",
     ],

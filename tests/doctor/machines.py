@@ -37,7 +37,14 @@ def well(names: list[str], gpus: int = 0) -> dict[str, Any]:
                 for path in ("runs", "/tmp", "/dev/shm")
             ],
             "folders": [{"path": "runs", "problem": None}],
-            "ops": {"compiler": "/c++", "ninja": "/ninja", "libaio": True, "built": [], "locks": []},
+            "ops": {
+                "compiler": "/c++",
+                "ninja": "/ninja",
+                "libaio": True,
+                "nvcc": "/nvcc",
+                "built": [],
+                "locks": [],
+            },
             "network": {
                 "hostname": name,
                 "boot_id": f"boot of {name}",

@@ -12,7 +12,7 @@ from pipeline.doctor.checks import check_clocks, check_machines, silence
 from pipeline.doctor.rows import Row, is_red
 from pipeline.doctor.session import SilentError
 from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON
-from pipeline.op_builds import ASYNC_IO, CPU_ADAM
+from pipeline.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER
 
 
 def test_well_machines_are_green():
@@ -99,15 +99,18 @@ def test_a_run_that_needs_no_op_is_asked_for_none():
         ((CPU_ADAM,), {"native ops": "ok", "build locks": "warning"}),
         ((ASYNC_IO,), {"native ops": "fail", "build locks": "ok"}),
         ((CPU_ADAM, ASYNC_IO), {"native ops": "fail", "build locks": "warning"}),
+        ((QUANTIZER,), {"native ops": "fail", "build locks": "ok"}),
     ],
 )
 def test_a_run_is_asked_for_the_ops_it_needs(ops, statuses):
     facts = well(["a", "b"])
-    facts["b"]["ops"] |= {"locks": [LOCKED], "libaio": False}
+    facts["b"]["ops"] |= {"locks": [LOCKED], "libaio": False, "nvcc": None}
     rows = {row.check: row for row in check_machines(seen(facts, ops=ops))}
     assert {check: rows[check].status for check in statuses} == statuses
     if ASYNC_IO in ops:
         assert rows["native ops"].fix == "ssh b apt-get install libaio-dev"
+    if QUANTIZER in ops:
+        assert rows["native ops"].found == "no nvcc: no quantised ZeRO++"
 
 
 def test_what_a_machine_does_not_answer_is_red():

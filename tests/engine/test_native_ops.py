@@ -31,6 +31,12 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
         ({"offload_optimizer": {"device": "cpu"}}, ["cpu_adam"]),
         ({"offload_optimizer": {"device": "nvme"}}, ["cpu_adam", "async_io"]),
         ({"offload_param": {"device": "nvme"}}, ["async_io"]),
+        ({"zero_hpz_partition_size": 2}, []),
+        ({"zero_quantized_weights": True}, ["quantizer"]),
+        (
+            {"zero_quantized_gradients": True, "offload_optimizer": {"device": "cpu"}},
+            ["cpu_adam", "quantizer"],
+        ),
     ],
 )
 def test_only_what_the_split_uses_is_built(zero, ops):
@@ -253,6 +259,41 @@ def test_a_lock_says_who_took_it(small_op, tmp_path, monkeypatch):
     assert _build(op) is None
     assert (tmp_path / "copy").read_text() == signature()
     assert sorted(path.name for path in lock.parent.parent.glob("small.*")) == ["small.pipeline-lock"]
+
+
+def asked_to_quantise(job: Job, cuda: str | None, home: str | None) -> str:
+    """What a split with quantised ZeRO++ is told, with a torch of this CUDA and this CUDA_HOME."""
+    import torch.utils.cpp_extension
+
+    from pipeline.engine.native_ops import prepare_native_ops
+    from pipeline.errors import ConfigError
+
+    before = torch.version.cuda, torch.utils.cpp_extension.CUDA_HOME
+    torch.version.cuda, torch.utils.cpp_extension.CUDA_HOME = cuda, home
+    try:
+        prepare_native_ops(deepspeed_json(3, zero_quantized_weights=True), job)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        torch.version.cuda, torch.utils.cpp_extension.CUDA_HOME = before
+    return "it was built"
+
+
+def test_a_quantiser_that_cannot_be_built_is_told_before_there_is_a_model(ranks, tmp_path):
+    """DeepSpeed would compile it in the first forward, with whatever nvcc there is."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 11.8, V11.8.89\n")
+    nvcc.chmod(0o755)
+    for cuda, home, reason in (
+        (None, None, "this torch is built without CUDA"),
+        ("13.0", None, "CUDA_HOME does not exist, unable to compile CUDA op(s)"),
+        ("13.0", str(tmp_path), "nvcc is of CUDA 11.8, torch of 13.0"),
+    ):
+        (told,) = ranks(1).run(asked_to_quantise, cuda, home)
+        assert told.startswith("zero_optimization: zero_quantized_weights, zero_quantized_gradients: ")
+        assert f"cannot be built ({reason}); install CUDA {cuda or ''}" in told
+        assert told.endswith("or use zero_hpz_partition_size alone")
 
 
 def test_without_libaio_the_run_ends_with_what_to_install(tmp_path):

@@ -53,6 +53,12 @@ def large_and_lazy():
     return nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyLinear(3))
 
 
+def with_experts():
+    from deepspeed.moe.layer import MoE
+
+    return nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2))
+
+
 def called_once():
     model = nn.LazyLinear(2)
     model(torch.zeros(1, 3))
@@ -136,6 +142,7 @@ def test_its_weights_depend_on_the_seed_alone():
         ("test_models_own:line", {}, "model.args do not fit test_models_own:line: missing a required"),
         ("test_models_own:line", {"widht": 3, "width": 3}, "got an unexpected keyword argument 'widht'"),
         ("test_models_own:none_at_all", {}, "returned a dict, not an nn.Module"),
+        ("test_models_own:with_experts", {}, "(1.deepspeed_moe.experts.deepspeed_experts.0.weight), whose"),
     ],
 )  # fmt: skip
 def test_what_leads_to_no_model_is_one_line(kind, args, message):
