@@ -27,6 +27,7 @@ from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import Engine, Evaluates, count_parameters
+from pipeline.engine.profile import profile_asked_for
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
 from pipeline.metrics import Meters, Workload
@@ -69,7 +70,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     held_out = build_eval_loader(config, resolved.plan, data, engine)
     logs, evaluations = Cadence(config.log.every, max_steps), Cadence(config.eval.every, max_steps)
     owes = eval_loss is None and (start.global_step == 0 or evaluations.due(start.global_step))
-    meters = build_meters(config, resolved, engine, objective, job)
+    meters = build_meters(config, resolved, engine, objective, job, directory)
     sinks = build_sinks(
         config,
         run_dir=directory,
@@ -262,7 +263,7 @@ def build_store(config: RunConfig, resolved: Resolved, job: Job, directory: Path
 
 
 def build_meters(
-    config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job
+    config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job, directory: Path
 ) -> Meters:
     """What is measured of the run."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
@@ -281,4 +282,6 @@ def build_meters(
     if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
         stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
     lowest = lowest_loss_scale(resolved.deepspeed)
-    return Meters(workload, job, time.perf_counter, lowest, stragglers)
+    clock = time.perf_counter
+    profile = profile_asked_for(resolved.deepspeed, engine, clock, directory, job.ranks.is_main_process)
+    return Meters(workload, job, clock, lowest, stragglers, profile)

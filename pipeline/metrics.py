@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.span import Span
 from pipeline.distributed.stragglers import Stragglers
-from pipeline.engine.interface import StepResult
+from pipeline.engine.interface import Profile, StepResult
 from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.objectives import Batch, LossSum, Objective
 
@@ -58,12 +59,14 @@ class Meters:
         clock: Callable[[], float],
         lowest_scale: float | None = None,
         stragglers: Stragglers | None = None,
+        profile: Profile | None = None,
     ):
         """What is measured of which run.
 
         Args:
             lowest_scale: The fp16 loss scale below which DeepSpeed does not go, or the fixed one.
             stragglers: Compares the ranks; None: they do not all do the same work, or there is one.
+            profile: What DeepSpeed's profilers were asked for.
         """
         self._workload = workload
         self._job = job
@@ -72,6 +75,7 @@ class Meters:
         self._data_wait = Span(clock, job.device)
         self._forward = Span(clock, job.device)
         self._stragglers = stragglers
+        self._profile = profile
         self._starvation = Starvation(workload.num_workers)
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
@@ -92,7 +96,8 @@ class Meters:
     def timed(self, objective: Objective) -> Objective:
         """The objective, its forwards measured: with the wait for data the part of a step that a rank spends
         alone, where its forward enters no collective."""
-        return objective if self._stragglers is None else TimedObjective(objective, self._forward)
+        is_timed = self._stragglers is not None or self._profile is not None
+        return TimedObjective(objective, self._forward) if is_timed else objective
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -125,7 +130,8 @@ class Meters:
         assert result is not None, "summary before the first step"
         data_seconds = self._data_wait.take()
         shares = {"loss": result.loss_sum, **result.extras}
-        sums, own = self._from_all(shares, data_seconds + self._forward.take())
+        forward_seconds = self._forward.take()
+        sums, own = self._from_all(shares, data_seconds + forward_seconds)
         row = {"train/loss": float(mean_loss(sums["loss"], result.global_count))}
         row |= {f"train/{name}": mean for name, mean in further_means(sums, self._workload.means).items()}
         if result.grad_norm is not None:
@@ -138,6 +144,8 @@ class Meters:
             row["train/skipped_in_a_row"] = skips
         rates = self._rates(data_seconds)
         row.update(rates | self._saves)
+        if self._profile is not None:
+            row.update(self._profile.row(self._steps, forward_seconds))
         if self._stragglers is not None:
             row.update(self._stragglers.row(own))
             line = self._stragglers.look(self._steps, own, rates["perf/step_time_seconds"])
@@ -191,43 +199,6 @@ class Meters:
         else:
             rates["memory/peak_resident_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return rates
-
-
-class Span:
-    """Seconds between two places in the code, as the device sees them.
-
-    On a GPU it works on while the host reads data, and only what it waits between two events of its own is
-    lost; in a forward it is what it computes, and waits for the host.
-    """
-
-    def __init__(self, clock: Callable[[], float], device: torch.device):
-        self._clock = clock
-        self._is_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Around what is measured."""
-        if self._is_gpu:
-            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            events[0].record()
-            yield
-            events[1].record()
-            self._events.append(events)
-        else:
-            before = self._clock()
-            yield
-            self._seconds += self._clock() - before
-
-    def take(self) -> float:
-        """What was measured since the last call. Waits for the device."""
-        for before, after in self._events:
-            after.synchronize()
-            self._seconds += before.elapsed_time(after) / 1000
-        seconds, self._seconds = self._seconds, 0.0
-        self._events.clear()
-        return seconds
 
 
 class Starvation:

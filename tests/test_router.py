@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def train_rows(job: Job, tree, deepspeed) -> list[tuple[float, float, float]]:
     _, resolved = resolve(tree, deepspeed, job.ranks.world_size)
     engine, objective = make_engine(job, tree, deepspeed, data), build_objective(config)
     loader = build_loader(config, resolved.plan, data, engine)
-    meters = build_meters(config, resolved, engine, objective, job)
+    meters = build_meters(config, resolved, engine, objective, job, Path())
     rows = []
     for step in range(STEPS):
         seed_step(config.seed, step, engine.seed_rank)

@@ -215,6 +215,15 @@ RULES = [
         ),
     ),
     Rule(
+        "`wall_clock_breakdown` or `flops_profiler` with pipeline stages",
+        "a stage runs the forward and backward of several micro-batches in turns",
+        "perf/step_time_seconds, and pipeline.partition: time",
+        lambda c: (
+            c.split.pipeline_stages > 1
+            and bool(c.deepspeed.get("wall_clock_breakdown") or _profiles_flops(c.deepspeed))
+        ),
+    ),
+    Rule(
         "`pipeline_read` or `pipeline_write` with NVMe",
         "DeepSpeed 0.19 runs out of its own buffers there",
         "neither key",
@@ -250,6 +259,10 @@ def _shares_evenly(degree: int, heads: int | None) -> bool:
 
 def _sums_in_fp32(choice: Choice) -> bool:
     return get_dotted(choice.deepspeed, "data_types.grad_accum_dtype") == "fp32"
+
+
+def _profiles_flops(deepspeed: Tree) -> bool:
+    return bool(get_dotted(deepspeed, "flops_profiler.enabled"))
 
 
 def _hpz(choice: Choice) -> int:

@@ -19,6 +19,7 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import first_update_kept, forget_model, go_on_at_the_minimum
 from pipeline.engine.parallel_state import EngineGroups
+from pipeline.engine.profile import without_profilers
 from pipeline.engine.state import State, restore
 from pipeline.shards import Scalars, Shard, ShardSource
 
@@ -67,7 +68,11 @@ class DeepSpeedBase(ABC):
         """Puts DeepSpeed around the model and `_optimizer`. Collective."""
         with first_update_kept(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=self._optimizer, config=config, mpu=mpu, dist_init_required=False
+                model=model,
+                optimizer=self._optimizer,
+                config=without_profilers(config),
+                mpu=mpu,
+                dist_init_required=False,
             )
         self.closing.callback(forget_model, self._engine)
         self.closing.callback(self._engine.destroy)

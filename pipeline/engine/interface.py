@@ -38,6 +38,19 @@ class StepResult:
     """This rank's share of the objective's further sums, as `loss_sum` is."""
 
 
+class Profile(Protocol):
+    """What is measured of an engine for the rows of the log, where it was asked for."""
+
+    def row(self, steps: int, forward_seconds: float) -> dict[str, float]:
+        """What was measured since the last row, a step.
+
+        Args:
+            steps: How many there were.
+            forward_seconds: What model and objective took in all of them.
+        """
+        ...
+
+
 class Evaluates(Protocol):
     """What can be evaluated. Collective: all ranks enter `eval_step` together."""
 
