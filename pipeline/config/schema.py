@@ -196,8 +196,9 @@ class DistributedConfig(Closed):
     straggler_share: float = Field(0.25, gt=0)
     """A rank whose own part of a step (reading data, the forward) takes longer than the median rank's by
     this share is named."""
-    bind_cores: bool = False
-    """Bind each rank to its share of the machine's cores, those next to its GPU first."""
+    bind_cores: bool | None = None
+    """Bind each rank to its share of the cores that it may use, those next to its GPU first. Default: where
+    several ranks may use the same ones, and neither the launcher nor OMP_PROC_BIND or the like bound them."""
 
 
 class RunConfig(Closed):

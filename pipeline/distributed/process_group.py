@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from pipeline.config.schema import DistributedConfig
 from pipeline.config.split import Device
 from pipeline.distributed.accelerator import check_own_devices, device_id, find_device
-from pipeline.distributed.cores import bind_cores
+from pipeline.distributed.cores import count_cores, settle_cores
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
@@ -114,25 +114,23 @@ class Job:
 
 
 def start_job(
-    ranks: Ranks, *, distributed: bool, timeout: timedelta = timedelta(minutes=30), bound: bool = False
+    ranks: Ranks, *, distributed: bool, timeout: timedelta = timedelta(minutes=30), bound: bool | None = False
 ) -> Job:
     """Binds this process to its device and joins the process group.
 
     Args:
         timeout: Of every process group: this one, and those that others make later.
-        bound: To its share of the machine's cores.
+        bound: To its share of the cores that it may use; None: where it shares them with other ranks and
+            nobody told OpenMP where to compute.
 
     Raises:
         LaunchError: more ranks on this machine than GPUs, or two with one; not all ranks came.
     """
-    threads = cpu_threads(ranks, os.environ)  # of all cores that were allowed
     device = find_device(ranks)
-    if bound:
-        bind_cores(ranks.local_rank, ranks.local_world_size)
-    torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not distributed:
+        torch.set_num_threads(cpu_threads(count_cores(), 1, os.environ))
         return Job(ranks, device)
     complete_environment(ranks)
     # The backend is named per device so that CPU tensors can be reduced beside CUDA ones.
@@ -140,6 +138,7 @@ def start_job(
     store, everyone = rendezvous(ranks, timeout)
     if device.type == "cuda":
         check_own_devices(store, everyone, ranks.rank, device_id(device))
+    settle_cores(store, everyone, ranks.rank, bound)
     # Groups that are made without a timeout (DeepSpeed's, DDP's, a device mesh's) take torch's defaults.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]

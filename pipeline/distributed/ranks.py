@@ -274,8 +274,8 @@ def write_exit_code(rank: int, world_size: int, code: int) -> None:
         path.with_suffix(".part").replace(path)
 
 
-def cpu_threads(ranks: Ranks, environment: Mapping[str, str]) -> int:
-    """Threads for this rank: OMP_NUM_THREADS where the user set it, else cores / ranks on this machine.
+def cpu_threads(num_cores: int, num_sharers: int, environment: Mapping[str, str]) -> int:
+    """Threads for this rank: OMP_NUM_THREADS where the user set it, else cores / ranks that share them.
 
     Two ranks with every core each run at half the speed of one. torchrun sets OMP_NUM_THREADS=1 by itself;
     that is not the user's word.
@@ -284,5 +284,4 @@ def cpu_threads(ranks: Ranks, environment: Mapping[str, str]) -> int:
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment and stated == "1"
     if stated.isdigit() and int(stated) > 0 and not by_torchrun:
         return int(stated)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks.local_world_size)
+    return max(1, num_cores // num_sharers)

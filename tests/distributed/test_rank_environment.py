@@ -255,7 +255,7 @@ def test_a_rank_tells_its_end_once(tmp_path, environment, monkeypatch):
     ],
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(stated, local_world_size, expected):
-    assert cpu_threads(Ranks(0, 0, local_world_size, local_world_size), stated) == expected
+    assert cpu_threads(CORES, local_world_size, stated) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import subprocess
@@ -72,6 +73,16 @@ def prepared(job: Job, deepspeed) -> None:
     from pipeline.engine.native_ops import prepare_native_ops
 
     prepare_native_ops(deepspeed, job)
+
+
+def test_no_collective_of_training_would_use_the_op_that_is_not_built():
+    """The shared-memory all-reduce: where this fails, measure whether to build it."""
+    from deepspeed.comm.torch import TorchBackend
+
+    members = {name: inspect.getsource(each) for name, each in vars(TorchBackend).items() if callable(each)}
+    assert [name for name, source in members.items() if "torch.ops.deepspeed." in source] == [
+        "inference_all_reduce"
+    ]
 
 
 def locked_long_ago(extensions: Path) -> Path:
