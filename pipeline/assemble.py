@@ -59,8 +59,8 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     loader = build_loader(config, resolved.plan, data, engine)
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
     max_steps = config.max_steps or math.ceil(samples / resolved.plan.global_batch_size)
-    slow = resolved.slow_precision(describe_device(job.device))
-    for line in filter(None, (remark(config.schedule, max_steps), slow, little_data(loader))):
+    tell_of_precision(resolved, job)
+    for line in filter(None, (remark(config.schedule, max_steps), little_data(loader))):
         log.warning("%s", line)
     if job.ranks.is_main_process:
         write_description(engine.module, data.tokenizer, directory / "model")
@@ -106,6 +106,15 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,
     )
+
+
+def tell_of_precision(resolved: Resolved, job: Job) -> None:
+    """What this device makes of the run's precision, where that is worth a line."""
+    device = describe_device(job.device)
+    if (slow := resolved.slow_precision(device)) is not None:
+        log.warning("%s", slow)
+    if (told := resolved.told_of_bf16(device)) is not None:
+        log.info("%s", told)
 
 
 def go_on(

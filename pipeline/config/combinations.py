@@ -220,7 +220,9 @@ RULES = [
         "perf/step_time_seconds, and pipeline.partition: time",
         lambda c: (
             c.split.pipeline_stages > 1
-            and bool(c.deepspeed.get("wall_clock_breakdown") or _profiles_flops(c.deepspeed))
+            and any(
+                get_dotted(c.deepspeed, key) for key in ("wall_clock_breakdown", "flops_profiler.enabled")
+            )
         ),
     ),
     Rule(
@@ -259,10 +261,6 @@ def _shares_evenly(degree: int, heads: int | None) -> bool:
 
 def _sums_in_fp32(choice: Choice) -> bool:
     return get_dotted(choice.deepspeed, "data_types.grad_accum_dtype") == "fp32"
-
-
-def _profiles_flops(deepspeed: Tree) -> bool:
-    return bool(get_dotted(deepspeed, "flops_profiler.enabled"))
 
 
 def _hpz(choice: Choice) -> int:

@@ -51,6 +51,15 @@ class Resolved:
         cure = "engine.precision=fp32" if self.deepspeed is None else f"ds.{precision}.enabled=false"
         return f"this CPU has no instructions for {precision} and is faster in fp32: {cure}"
 
+    def told_of_bf16(self, device: Device) -> str | None:
+        """What to say of a CPU that has instructions for bf16: which they are, or that they lie idle."""
+        if self.split.precision == "bf16" and device.bf16_by:
+            return f"bf16 is multiplied by this CPU's {device.bf16_by}"
+        if self.split.precision == "fp32" and device.bf16_by == "AMX":
+            told = "engine.precision=bf16" if self.deepspeed is None else "ds.bf16.enabled=true"
+            return f"this CPU multiplies bf16 by AMX, several times as fast as fp32: {told}"
+        return None
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -11,6 +11,7 @@ import pytest
 from deepspeed.runtime import config as installed
 
 from pipeline.config import deepspeed_keys as keys
+from pipeline.config import split
 from pipeline.config.batch import plan_batch
 from pipeline.config.deepspeed_check import SCHEMA, rules
 from pipeline.config.deepspeed_json import (
@@ -347,3 +348,33 @@ def test_the_tables_do_not_contradict_each_other():
     assert set(keys.NOT_HERE) | set(keys.IGNORED) <= described
     assert {key.partition(".")[0] for key in keys.RECIPE_OWNS} <= described
     assert not set(keys.RECIPE_OWNS) & set(keys.AS_BUILT)
+
+
+# --- what a CPU has for bf16 ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "bf16", "told"),
+    [
+        ("avx512f avx512_bf16 amx_bf16 amx_tile", True, "bf16 is multiplied by this CPU's AMX"),
+        ("avx512f avx512_bf16", True, "bf16 is multiplied by this CPU's AVX-512"),
+        (
+            "avx512_bf16 amx_bf16",
+            False,
+            "this CPU multiplies bf16 by AMX, several times as fast as fp32: ds.bf16",
+        ),
+        ("avx512_bf16", False, None),
+        ("avx2 fma", True, None),
+        ("avx2 fma", False, None),
+    ],
+)
+def test_what_multiplies_bf16_is_told(tmp_path, monkeypatch, flags, bf16, told):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {flags} sse2\n")
+    monkeypatch.setattr(split, "CPU_INFO", tmp_path / "cpuinfo")
+    (tmp_path / "split.json").write_text(json.dumps({"bf16": {"enabled": bf16}}))
+    (tmp_path / "recipe.yaml").write_text("max_steps: 3\nmodel: {kind: cnn}\ndata: {kind: digits}\n")
+    device = Device.cpu()
+    found = load_settings(tmp_path / "recipe.yaml", tmp_path / "split.json", []).resolve(1, device)
+    said = found.told_of_bf16(device)
+    assert said == told or said.startswith(told)
+    assert (found.slow_precision(device) is None) == (not bf16 or device.bf16)
