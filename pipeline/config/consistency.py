@@ -78,6 +78,12 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
             "model.activation_budget_gib: it says how many blocks recompute all; set "
             f"model.activation_checkpointing: full (it is {model.activation_checkpointing})",
         )
+    if model.activation_offload and model.activation_checkpointing == "none":
+        yield (
+            ("model.activation_offload", "model.activation_checkpointing"),
+            "model.activation_offload: it is for the inputs of blocks that recompute; set "
+            "model.activation_checkpointing: full",
+        )
     if model.architecture is not None and model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
         yield (
             ("model.architecture",),

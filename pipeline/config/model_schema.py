@@ -81,6 +81,9 @@ class CausalLMConfig(ModelSection):
     activation_budget_gib: float | None = Field(None, gt=0)
     """With `activation_checkpointing: full`: GiB that a rank's blocks may keep of one micro-batch. Only as
     many blocks recompute as that asks for, by what the first one is seen to keep."""
+    activation_offload: bool = False
+    """With `activation_checkpointing`: the input of each block that recomputes waits for backward in host
+    memory. For long sequences: what a GPU keeps of one no longer grows with the blocks."""
     trust_remote_code: bool = False
     """Run Python code that ships with the hub repository named in `pretrained`. `--no-import-paths` refuses
     it."""

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.errors import ModelError
 from pipeline.models.activation_budget import GIB, ActivationBudget
+from pipeline.models.activation_offload import InputsOnHost
 
 # What `selective` keeps: matrix products and attention are most of a block's time, and the rest of it is
 # most of its memory.
@@ -33,11 +34,13 @@ def checkpoint_activations(
     model: PreTrainedModel,
     mode: Literal["none", "full", "selective"] | int,
     budget_gib: float | None = None,
+    offload: bool = False,
 ) -> None:
     """Sets it up on the model's blocks. A number N: blocks 0, N, 2N, ... recompute.
 
     Args:
         budget_gib: With `full`: what the blocks may keep, so that only as many recompute as must.
+        offload: The inputs of blocks that recompute wait in host memory.
 
     Raises:
         ModelError: transformers cannot do this for the architecture.
@@ -62,6 +65,10 @@ def checkpoint_activations(
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for index, block in enumerate(blocks):
         block.gradient_checkpointing = index % every == 0
+    if offload:
+        inputs = InputsOnHost()
+        for block in blocks:
+            block._gradient_checkpointing_func = inputs.wrap(block._gradient_checkpointing_func)
     if budget_gib is not None:
         ActivationBudget(blocks, budget_gib * GIB)
 

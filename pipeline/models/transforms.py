@@ -70,7 +70,9 @@ def recompute_activations(model: nn.Module, config: ModelConfig, _: Placement) -
     if isinstance(config, CausalLMConfig) and is_model(model):
         from pipeline.models.activation_checkpointing import checkpoint_activations
 
-        checkpoint_activations(model, config.activation_checkpointing, config.activation_budget_gib)
+        checkpoint_activations(
+            model, config.activation_checkpointing, config.activation_budget_gib, config.activation_offload
+        )
     return model
 
 
