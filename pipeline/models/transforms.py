@@ -1,4 +1,4 @@
-"""What is done to every model between its weights and torch.compile: an ordered list of steps.
+"""What is done to every model between its weights and compilation: an ordered list of steps.
 
 A step takes the model with the whole model's names and gives it back, changed or wrapped. Under ZeRO 3 its
 parameters lie in shards; AutoTP cuts it later. Pipeline stages have taken their layers from it already, so a
@@ -65,6 +65,15 @@ def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
     return model
 
 
+def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: Placement) -> nn.Module:
+    """GPT-2's GELU, which transformers writes out in eight operations, is torch's one: the same function."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "NewGELUActivation":
+                setattr(module, name, nn.GELU(approximate="tanh"))
+    return model
+
+
 def recompute_activations(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
     """`model.activation_checkpointing`."""
     if isinstance(config, CausalLMConfig) and is_model(model):
@@ -100,6 +109,7 @@ def prepare_precision(model: nn.Module, _: ModelConfig, placement: Placement) ->
 # In this order.
 TRANSFORMS: tuple[Transform, ...] = (
     freeze,
+    compute_gelu_at_once,
     recompute_activations,
     keep_documents_apart,
     synchronise_statistics,

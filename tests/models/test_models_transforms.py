@@ -56,6 +56,21 @@ def test_all_frozen_is_an_error_that_names_the_patterns():
         frozen(["lm_head.*", "model.*"])
 
 
+def test_gpt2s_gelu_is_one_operation_and_the_same_function():
+    config = CausalLMConfig(architecture="gpt2", **SIZES)
+    model = build_model(config, ModelRequest(Whole()), 0)
+    written_out = model.transformer.h[0].mlp.act
+    transform(model, config, HERE)
+    at_once = [block.mlp.act for block in model.transformer.h]
+    assert [(type(each), each.approximate) for each in at_once] == [(nn.GELU, "tanh")] * 2
+    x = torch.linspace(-8, 8, 999, requires_grad=True)
+    given, expected = at_once[0](x), written_out(x)
+    torch.testing.assert_close(given, expected)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each.sum(), x)[0] for each in (given, expected)), rtol=1e-5, atol=2e-6
+    )
+
+
 def test_a_step_that_is_added_to_the_list_is_done_in_its_place(monkeypatch):
     seen = []
 
