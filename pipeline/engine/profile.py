@@ -61,6 +61,7 @@ class EngineProfile:
     def __init__(self) -> None:
         self._spans: dict[str, Span] = {}
         self._collectives: dict[str, dict[int, list[Any]]] | None = None
+        self._timers: dict[str, Any] = {}
         self._forward: dict[str, float] = {}
 
     def time_steps(self, engine: Any, clock: Callable[[], float], device: torch.device) -> None:
@@ -77,8 +78,8 @@ class EngineProfile:
         """
         from deepspeed.comm import comm
 
-        comm.comms_logger.comms_dict.clear()  # what building the engine took
-        self._collectives = comm.comms_logger.comms_dict
+        self._collectives, self._timers = comm.comms_logger.comms_dict, comm.timers.get_timers()
+        self._restart()  # without what building the engine took
         return functools.partial(comm.configure, enabled=False)
 
     def profile_forward(self, engine: Any, config: Mapping[str, Any], table: Path) -> None:
@@ -126,16 +127,21 @@ class EngineProfile:
             row[f"perf/{name}_time_seconds"] = span.take() / steps
         for name, sizes in (self._collectives or {}).items():
             key = f"perf/comm_{name.partition(' | ')[0]}"  # `debug` adds the caller
-            noted = [(size, times, sum(milliseconds)) for size, (times, milliseconds, *_) in sizes.items()]
             for unit, sum_of in (
-                ("calls", sum(times for _, times, _ in noted)),
-                ("mib", sum(size * times for size, times, _ in noted) / MIB),
-                ("seconds", sum(milliseconds for *_, milliseconds in noted) / 1000),
+                ("calls", sum(times for times, *_ in sizes.values())),
+                ("mib", sum(size * times for size, (times, *_) in sizes.items()) / MIB),
+                # Of each call DeepSpeed notes what its timer has counted by then, of all calls.
+                ("seconds", max(max(noted) for _, noted, *_ in sizes.values()) / 1000),
             ):
                 row[f"{key}_{unit}"] = row.get(f"{key}_{unit}", 0.0) + sum_of / steps
+        self._restart()
+        return row
+
+    def _restart(self) -> None:
         if self._collectives is not None:
             self._collectives.clear()
-        return row
+            for timer in self._timers.values():
+                timer.reset()
 
 
 def _measured(method: Callable[..., Any], span: Span) -> Callable[..., Any]:
