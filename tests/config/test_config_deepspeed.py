@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.runtime import config as installed
+from support import tiny
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config import split
@@ -378,3 +379,23 @@ def test_what_multiplies_bf16_is_told(tmp_path, monkeypatch, flags, bf16, told):
     said = found.told_of_bf16(device)
     assert said == told or said.startswith(told)
     assert (found.slow_precision(device) is None) == (not bf16 or device.bf16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "json", "compiled"),
+    [
+        ("cuda", {"zero_optimization": {"stage": 3}}, True),
+        ("cuda", {"zero_optimization": {"stage": 1}, "compile": {"enabled": "auto"}}, True),
+        ("cuda", {"torch": {"parallel": "ddp"}}, True),
+        ("cuda", None, True),
+        ("cuda", {"zero_optimization": {"stage": 3}, "compile": {"enabled": False}}, False),
+        ("cuda", {"torch": {"parallel": "ddp"}, "compile": {"enabled": False}}, False),
+        ("cuda", {"tensor_parallel": {"autotp_size": 2}}, False),
+        ("cuda", {"sequence_parallel_size": 2}, False),
+        ("cuda", {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, False),
+        ("cpu", {"zero_optimization": {"stage": 3}}, False),
+        ("cpu", {"torch": {"parallel": "ddp"}, "compile": {"enabled": True}}, True),
+    ],
+)
+def test_blocks_are_compiled_on_a_gpu_where_the_split_allows_it(kind, json, compiled):
+    assert tiny.settings(tiny.recipe(), json).resolve(2, Device(kind, True, True)).compile is compiled
