@@ -215,14 +215,15 @@ RULES = [
         ),
     ),
     Rule(
-        "`wall_clock_breakdown` or `flops_profiler` with pipeline stages",
-        "a stage runs the forward and backward of several micro-batches in turns",
-        "perf/step_time_seconds, and pipeline.partition: time",
+        "`flops_profiler` with `compile`, or it or `wall_clock_breakdown` with pipeline stages",
+        "a compiled block shows no modules, and stages do the passes of several micro-batches in turns",
+        "no compile and no stages for the steps that are profiled",
         lambda c: (
-            c.split.pipeline_stages > 1
-            and any(
-                get_dotted(c.deepspeed, key) for key in ("wall_clock_breakdown", "flops_profiler.enabled")
+            (
+                bool(get_dotted(c.deepspeed, "flops_profiler.enabled"))
+                and (c.compile or c.split.pipeline_stages > 1)
             )
+            or (bool(c.deepspeed.get("wall_clock_breakdown")) and c.split.pipeline_stages > 1)
         ),
     ),
     Rule(

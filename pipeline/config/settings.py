@@ -108,8 +108,12 @@ class Settings:
             plan = plan_batch(self.config.batch, split.dp_world_size)
             filled = resolve_deepspeed(self.split, self.config, plan, precision)
             tf32 = get_dotted(self.deepspeed, "tf32.enabled") in (True, "auto")
-            swaps = get_dotted(self.deepspeed, "zero_optimization.offload_param.device") == "nvme"
-            compiled = _compiles(get_dotted(self.deepspeed, "compile.enabled"), split, device, swaps)
+            needs_modules = (
+                get_dotted(self.deepspeed, "zero_optimization.offload_param.device") == "nvme"
+                or get_dotted(self.deepspeed, "flops_profiler.enabled") is True
+            )
+            asked = get_dotted(self.deepspeed, "compile.enabled")
+            compiled = _compiles(asked, split, device, needs_modules)
             resolved = Resolved(plan, filled, split, tf32, compiled)
         choice = Choice(self.config, resolved.deepspeed or {}, split, device, resolved.compile)
         refuse_impossible(choice, self.split)
@@ -133,12 +137,12 @@ class Settings:
             raise
 
 
-def _compiles(asked: bool | str | None, split: Split, device: Device, swaps: bool) -> bool:
+def _compiles(asked: bool | str | None, split: Split, device: Device, needs_modules: bool) -> bool:
     """Left open: on a GPU. Few runs on a CPU gain what the compiler takes there."""
     if isinstance(asked, bool):
         return asked
     talks_inside = split.tensor_parallel * split.sequence_parallel > 1
-    return device.kind == "cuda" and split.parallel != "dp" and not (talks_inside or swaps)
+    return device.kind == "cuda" and split.parallel != "dp" and not (talks_inside or needs_modules)
 
 
 def load_settings(

@@ -51,7 +51,11 @@ EXAMPLES = [
     (1, {KIND: "adafactor", STAGE: 1}, {KIND: "sgd"}),
     (1, {GROUPS: [{"patterns": ["*_proj.*"], "kind": "muon"}], STAGE: 2}, {STAGE: 0}),
     (1, {KIND: "sgd", OPTIMIZER: "cpu", f"{OFFLOAD}.ratio": 0.5, STAGE: 3}, {f"{OFFLOAD}.ratio": 1.0}),
-    (2, {STAGES: 2, STAGE: 1, "ds.wall_clock_breakdown": True}, {STAGES: 1}),
+    (
+        1,
+        {"ds.flops_profiler.enabled": True, "ds.compile.enabled": True, STAGE: 1},
+        {"ds.compile.enabled": False},
+    ),
     (1, {**NVME, f"{OFFLOAD}.pipeline_read": True, STAGE: 3}, {f"{OFFLOAD}.pipeline_read": False}),
     (2, {HPZ: 2, STAGE: 2}, {STAGE: 3}),
     (3, {HPZ: 2, STAGE: 3}, {HPZ: 3}),

@@ -351,6 +351,15 @@ def test_the_tables_do_not_contradict_each_other():
     assert not set(keys.RECIPE_OWNS) & set(keys.AS_BUILT)
 
 
+def test_a_profile_of_modules_leaves_them_uncompiled(tmp_path):
+    """On a GPU, where they are compiled unless somebody says otherwise."""
+    (tmp_path / "recipe.yaml").write_text("max_steps: 3\nmodel: {kind: cnn}\ndata: {kind: digits}\n")
+    for profiled in (False, True):
+        (tmp_path / "split.json").write_text(json.dumps({"flops_profiler": {"enabled": profiled}}))
+        found = load_settings(tmp_path / "recipe.yaml", tmp_path / "split.json", [])
+        assert found.resolve(1, Device("cuda", True, True)).compile is not profiled
+
+
 # --- what a CPU has for bf16 ---------------------------------------------------------------------------
 
 
