@@ -37,8 +37,9 @@ def evaluate(
     for name, batch, is_real in loader:
         job.progress.at("evaluation")
         if stop is not None:
-            flags = torch.tensor(float(STOP_FLAG * stop.requested), dtype=torch.float64)
-            if flag_reader.read(job.all_reduce_sum(flags.to(engine.device, non_blocking=True))).stop:
+            flag = float(STOP_FLAG * stop.requested)
+            flags = torch.full((), flag, dtype=torch.float64, device=engine.device)  # a copy would wait
+            if flag_reader.read(job.all_reduce_sum(flags)).stop:
                 return None
         loss = engine.eval_step(batch, objective)
         if not is_real:  # a rank that ran out of samples still takes part in the forward's collectives

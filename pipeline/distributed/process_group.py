@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -66,6 +67,18 @@ class Job:
         if self.is_distributed:
             dist.all_reduce(tensor)
         return tensor
+
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As all_reduce_sum, beside what comes next: what it gives waits for the sum. Collective."""
+        if not self.is_distributed:
+            return lambda: tensor
+        work = dist.all_reduce(tensor, async_op=True)
+
+        def arrived() -> torch.Tensor:
+            work.wait()
+            return tensor
+
+        return arrived
 
     def barrier(self) -> None:
         """Waits for every rank. Collective."""

@@ -184,11 +184,11 @@ class DeepSpeedEngine(DeepSpeedBase):
         engine = self._engine
         if not self.module.training:  # engine.training stays True through engine.eval()
             engine.train()
-        totals = self._job.all_reduce_sum(
+        # Ranks that come late are waited for behind the forward, not before it.
+        arrived = self._job.begin_sum(
             count_and_flags(micro_batches, objective, flags, self.device, self._copies)
         )
         averaged_over = self.dp_world_size * self._split.sequence_parallel
-        scale = backward_scale(totals[0], averaged_over).float()
         own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
@@ -196,10 +196,13 @@ class DeepSpeedEngine(DeepSpeedBase):
             to_device = partial(self._part_on_device, objective=objective)
             objective.prepare_step(GlobalBatch(engine, micro_batches, to_device, self._job.all_reduce_sum))
         losses: list[LossSum] = []
-        for cpu_batch in micro_batches:
+        for index, cpu_batch in enumerate(micro_batches):
             with self._autocast():
                 loss = objective(engine, self._part_on_device(cpu_batch, objective))
             check_gradient(loss)
+            if index == 0:
+                totals = arrived()
+                scale = backward_scale(totals[0], averaged_over).float()
             engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
             if self._own_guard and self._split.zero_stage > 0 and engine.is_gradient_accumulation_boundary():
                 self._clip_and_guard_partition()

@@ -92,8 +92,8 @@ class TorchEngine:
         """
         if not self.module.training:
             self._replicas.train()
-        totals = self._job.all_reduce_sum(count_and_flags(micro_batches, objective, flags, self.device))
-        scale = backward_scale(totals[0], self.dp_world_size).float()
+        # Ranks that come late are waited for behind the forward, not before it.
+        arrived = self._job.begin_sum(count_and_flags(micro_batches, objective, flags, self.device))
         self._optimizer.zero_grad(set_to_none=True)
         with self._autocast():
             to_device = partial(self._on_device, objective=objective)
@@ -107,6 +107,9 @@ class TorchEngine:
                 with self._autocast():
                     loss = objective(self._replicas if self._ddp is None else self._ddp.wrapper, batch)
                 check_gradient(loss)
+                if index == 0:
+                    totals = arrived()
+                    scale = backward_scale(totals[0], self.dp_world_size).float()
                 (loss.minimised * scale).backward()
             losses.append(loss.detached())
         self._look_for_unused()
@@ -177,6 +180,7 @@ class _Reducing:
             bucket_cap_mb=config.bucket_cap_mb,
             find_unused_parameters=config.find_unused_parameters,
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # before each forward, also those that never change; see ChangingBuffers
         )
         # DDP refuses a hook whose annotations are postponed; a lambda has none. What its C++ holds is never
         # collected: it may hold no way back to itself.
