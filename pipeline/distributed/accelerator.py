@@ -7,7 +7,7 @@ or with none left visible (CUDA_VISIBLE_DEVICES=""), computes on the CPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -27,6 +27,15 @@ def choose_accelerator() -> str:
     return os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
+def choose_allocation(environment: MutableMapping[str, str]) -> None:
+    """Segments that grow, where the user chose nothing: blocks of changing sizes leave no holes in them.
+
+    Before the first allocation on the device, when torch reads it.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def find_device(ranks: Ranks) -> torch.device:
     """This rank's device.
 
@@ -35,6 +44,7 @@ def find_device(ranks: Ranks) -> torch.device:
     """
     if choose_accelerator() == "cpu":
         return torch.device("cpu")
+    choose_allocation(os.environ)
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", device_index(ranks, visible, os.environ))
 

@@ -158,6 +158,8 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
             if split.precision == "bf16":
                 guard.step_on_device(self._zero_optimizer)
+        if split.zero_stage == 3 and split.tensor_parallel == 1:
+            guard.one_norm_of_all(self._zero_optimizer, self._job.all_reduce_sum)
         if self._sequence is not None:
             average_over_all_ranks(self._engine)
         # DeepSpeed trains on in silence where a parameter takes no part.

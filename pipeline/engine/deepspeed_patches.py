@@ -78,6 +78,7 @@ PATCHES = (
         {
             f"{_FP16}.unfused_optimizer:FP16_UnfusedOptimizer.step": "c8a7c52aeb92",
             f"{_STAGE_2}.step": "ef476af48134",
+            f"{_STAGE_3}._get_norm_groups": "e3d6efe8d05e",
         },
     ),
     Patch(

@@ -89,6 +89,22 @@ def clip_and_guard_partition(
     return norm, clip_or_skip(zero.optimizer, norm, max_norm)
 
 
+def one_norm_of_all(zero: Any, sums: Sums) -> None:
+    """ZeRO 3 takes a norm a parameter and a collective a group, and copies a number from the host for each.
+
+    It clips and guards as before. Not for matrices that are cut, nor where the gradients lie in host memory.
+    """
+
+    def norms() -> list[Tensor]:
+        gradients = [
+            each for index in range(len(zero.fp16_groups)) for each in zero.averaged_gradients[index]
+        ]
+        return [sums(square_norm(gradients, zero.device)).sqrt().float()]
+
+    if not zero.offload_optimizer:
+        zero._get_norm_groups = norms
+
+
 def _unpadded(gradients: Iterable[Tensor]) -> Iterable[Tensor]:
     return (each for each in gradients if not getattr(each, "_zero_padding", False))
 

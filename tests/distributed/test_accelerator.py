@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from pipeline.distributed.accelerator import check_own_devices, device_index, find_device
+from pipeline.distributed.accelerator import (
+    check_own_devices,
+    choose_allocation,
+    device_index,
+    find_device,
+)
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import LaunchError
@@ -34,6 +39,15 @@ def test_deepspeed_computes_on_what_was_chosen():
     command = [sys.executable, "-c", SAYS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.split() == ["cpu", "cpu", "cpu", "False"], done.stderr
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_user_chose(name):
+    chosen, untouched = {}, {name: "max_split_size_mb:64"}
+    choose_allocation(chosen)
+    choose_allocation(untouched)
+    assert chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert untouched == {name: "max_split_size_mb:64"}
 
 
 @pytest.mark.parametrize(
