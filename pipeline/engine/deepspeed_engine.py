@@ -154,18 +154,23 @@ class DeepSpeedEngine(DeepSpeedBase):
         self._places = places_of(self.module)
         self._is_counted = [self._counts(p) for p in self._parameters]
         self._norm: Tensor | None = None
-        if self._own_guard and split.zero_stage == 0:
-            self._optimizer.register_step_pre_hook(self._clip_and_guard)
-            if split.precision == "bf16":
-                guard.step_on_device(self._zero_optimizer)
-        if split.zero_stage == 3 and split.tensor_parallel == 1:
-            guard.one_norm_of_all(self._zero_optimizer, self._job.all_reduce_sum)
+        self._guard_steps()
         if self._sequence is not None:
             average_over_all_ranks(self._engine)
         # DeepSpeed trains on in silence where a parameter takes no part.
         self._buffers = ChangingBuffers(self.module)
         self._watch: GradientWatch | None = GradientWatch(self.module.named_parameters())
         self._groups.keep()
+
+    def _guard_steps(self) -> None:
+        """What DeepSpeed does in a step and the trainer does by itself, or otherwise; see guard.is_own."""
+        stage = self._split.zero_stage
+        if self._own_guard and stage == 0:
+            self._optimizer.register_step_pre_hook(self._clip_and_guard)
+            if self._split.precision == "bf16":
+                guard.step_on_device(self._zero_optimizer)
+        if stage == 3 and self._split.tensor_parallel == 1:
+            guard.one_norm_of_all(self._zero_optimizer, self._job.all_reduce_sum)
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate."""
