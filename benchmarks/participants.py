@@ -47,6 +47,11 @@ def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
     trained = LOOPS[task.peer](task, settings, gate)
     with torch.no_grad():
         loss = float(trained.loss_of(trained.probe))
+    if task.peer.startswith("trainer"):
+        # At ZeRO 3 it leaves that on for every model that is made afterwards, also one to count the FLOPs of.
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
     if torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated() / 2**30
     else:
