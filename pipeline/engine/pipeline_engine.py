@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any
@@ -31,7 +32,7 @@ from pipeline.engine.state import Place, State
 from pipeline.errors import DataError
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.staging import Layer, LayeredModel, model_output
-from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective, added, refuse_router
+from pipeline.objectives import TARGET_KEYS, Batch, HeadAlone, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_torch_optimizer, set_learning_rate
 
 INPUT_KEYS = ("input_ids", "position_ids")
@@ -63,7 +64,7 @@ class PipelineEngine(DeepSpeedBase):
         self.seed_rank = job.ranks.rank  # stages must not draw the same dropout
         self._stages = split.pipeline_stages
         config, self._own_norm = _for_stages(config, self.precision)
-        self._last = _LastStage()
+        self._last = _LastStage(HeadAlone(model.head, model_output))
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = Stages(model, bounds, self._last)
         self._whole_names = model.names()
@@ -118,6 +119,7 @@ class PipelineEngine(DeepSpeedBase):
         for cpu_batch in micro_batches:
             batch = to_device(cpu_batch, self.device, None)
             ids = batch["input_ids"]
+            self._last.coming.append(batch)
             yield (ids, batch["position_ids"]) if "position_ids" in batch else ids, batch
 
     def _expect_shapes(self, micro_batches: Sequence[Batch]) -> None:
@@ -180,20 +182,32 @@ class PipelineEngine(DeepSpeedBase):
 
 
 class _LastStage:
-    """The loss function that PipelineEngine calls with the last stage's logits and the batch."""
+    """What the last stage does with hidden states: the scaled loss of the batch that is next; else logits.
 
-    def __init__(self) -> None:
+    It is part of the stage's forward: DeepSpeed takes the gradient of a forward's output for the first of a
+    backward.
+    """
+
+    def __init__(self, head: HeadAlone) -> None:
         self.losses: list[LossSum] = []
+        self.coming: deque[Batch] = deque()
+        """Batches that were loaded: stages take them in that order."""
+        self._head = head
         self._objective: Objective | None = None
         self._scale = torch.ones(())
 
     def begin(self, objective: Objective, scale: Tensor) -> None:
         """Before each step: what to minimise, and what to multiply its sums by."""
         self._objective, self._scale, self.losses = objective, scale, []
+        self.coming.clear()
 
-    def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
-        assert self._objective is not None
-        loss = self._objective(lambda *_, **__: model_output(logits), batch)
+    def __call__(self, hidden: Tensor) -> Tensor:
+        with self._head.given(hidden):
+            if not self.coming:
+                logits: Tensor = self._head().logits
+                return logits
+            assert self._objective is not None
+            loss = self._objective(self._head, self.coming.popleft())
         self.losses.append(loss.detached())
         return loss.minimised * self._scale
 

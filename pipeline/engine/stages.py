@@ -31,7 +31,6 @@ from pipeline.models.staging import (
     LayeredModel,
     LogitsOnly,
     cut_into_layers,
-    tied_head,
     without_values,
 )
 from pipeline.optim import assigned, grouped
@@ -164,20 +163,22 @@ class StageSharding:
 class Stages(TiedPipelineModule):
     """This rank's stage of the model."""
 
-    def __init__(self, model: LayeredModel, bounds: list[int], loss: Callable[[Tensor, Any], Tensor]):
+    def __init__(self, model: LayeredModel, bounds: list[int], last: Callable[[Tensor], Tensor]):
         """Builds the process groups of the pipeline. Collective.
 
         Args:
             bounds: Stage s holds layers bounds[s] up to bounds[s + 1].
-            loss: Called on the last stage with its logits and the batch.
+            last: What the last stage does with hidden states, in place of the head.
         """
         self.parts = bounds
         layers: list[Any] = list(model.layers)
         if model.is_tied:
-            layers[0] = _Shared(layers[0], None)
-            layers[-1] = _Shared(model.layers[0], tied_head)
-        super().__init__(layers, num_stages=len(bounds) - 1, loss_fn=loss)
+            layers[0] = layers[-1] = _Shared(layers[0])
+        super().__init__(layers, num_stages=len(bounds) - 1)
         self._layer_specs: list[Any] = []  # they hold the other stages' layers
+        self._last = last
+        if self.stage_id == self.num_stages - 1:
+            self.forward_funcs.pop()
         self.config = model.config
         self.generation_config = model.generation_config
 
@@ -187,7 +188,7 @@ class Stages(TiedPipelineModule):
         hidden = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()
-        return output
+        return self._last(hidden) if self.stage_id == self.num_stages - 1 else output
 
     def generate(self, input_ids: Tensor, use_cache: bool, **how: Any) -> Tensor:
         """As transformers' `generate` of the whole model, without its cache. Collective over stages."""
@@ -229,8 +230,8 @@ class Stages(TiedPipelineModule):
 class _Shared(TiedLayerSpec):
     """A layer whose weight another stage holds too, already built. DeepSpeed adds up both gradients."""
 
-    def __init__(self, module: nn.Module, forward: Callable[[Any, Any], Any] | None):
-        super().__init__("words", type(module), forward_fn=forward, tied_weight_attr="part.weight")
+    def __init__(self, module: nn.Module):
+        super().__init__("words", type(module), tied_weight_attr="part.weight")
         self._module = module
 
     def build(self, log: bool = False) -> nn.Module:

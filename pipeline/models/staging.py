@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -69,11 +68,6 @@ class Head(Layer):
     def forward(self, inputs: Carried) -> Tensor:
         logits: Tensor = self.part(_unpack(inputs)[0])
         return logits
-
-
-def tied_head(words: Layer, inputs: Carried) -> Tensor:
-    """Hidden states -> logits (B, T, V), by the token embedding."""
-    return F.linear(_unpack(inputs)[0], words.part.weight)  # type: ignore[arg-type]
 
 
 class Around:
@@ -134,6 +128,13 @@ class LayeredModel:
     num_parameters: int
     config: Any
     generation_config: Any
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output layer."""
+        head = self.layers[-1].part
+        assert isinstance(head, nn.Linear)
+        return head
 
     def names(self) -> list[str]:
         """Of the whole model's weights; a tied one once."""

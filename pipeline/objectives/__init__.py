@@ -10,6 +10,7 @@ from pipeline.importing import import_object
 from pipeline.objectives.cross_entropies import CausalLM, Classification
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.objectives.model_call import ModelCall
+from pipeline.objectives.output_head import HeadAlone
 from pipeline.objectives.own import Custom, ModelLoss
 from pipeline.objectives.router import refuse_router
 
@@ -18,6 +19,7 @@ __all__ = [
     "Batch",
     "CausalLM",
     "GlobalBatch",
+    "HeadAlone",
     "LossSum",
     "Objective",
     "added",

@@ -16,14 +16,13 @@ from pipeline.data.batches import IGNORE_INDEX, shown
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels, wrong_label
+from pipeline.objectives.linear_cross_entropy import CPU_BLOCK, GPU_BLOCK
 from pipeline.objectives.model_call import Caller, ModelCall
+from pipeline.objectives.output_head import OutputHeads, loss_in
 from pipeline.objectives.outputs import logits_of
 from pipeline.objectives.router import balance_sum, router_logits_of, router_of, tokens_per_expert
 
 LABELS = ("labels", "label", "targets", "target")
-# fp32 elements a block: 1 MiB stays in a core's cache; a GPU wants few, large kernels (256 MiB).
-CPU_BLOCK = 1 << 18
-GPU_BLOCK = 1 << 26
 
 
 class CausalLM(Caller):
@@ -34,6 +33,8 @@ class CausalLM(Caller):
 
     Where the config of a mixture of experts asks for `output_router_logits`, the routers' load-balancing loss
     over the counted tokens of the global batch is minimised too; see router.py.
+
+    Where the model's logits are the outputs of its last layer as they are, none are made: see output_head.py.
     """
 
     unit = "tokens"
@@ -42,6 +43,7 @@ class CausalLM(Caller):
     def __init__(self, call: ModelCall | None = None):
         super().__init__(call)
         self._told = FirstCount()
+        self._heads = OutputHeads()
         self._of_global_batch: Callable[[Tensor], Tensor] = lambda tokens_E: tokens_E
 
     def count(self, batch: Batch) -> Tensor:
@@ -49,15 +51,12 @@ class CausalLM(Caller):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         labels_BT = self._labels(batch)
-        output = self._call(model, batch)
-        logits_BTV = logits_of(output)
-        if logits_BTV.shape[:-1] != labels_BT.shape:
-            raise ModelError(
-                f"objective causal_lm wants logits (samples, tokens, vocabulary): the model returned "
-                f"{tuple(logits_BTV.shape)} for labels {tuple(labels_BT.shape)}"
-            )
-        check_labels(batch, "shift_labels" if "shift_labels" in batch else "labels", logits_BTV.shape[-1])
-        loss_sum = cross_entropy_sum(logits_BTV.flatten(0, 1), labels_BT.flatten())
+        head = self._heads.of(model)
+        if head is not None:
+            self._check(batch, head.out_features)
+        with loss_in(head, labels_BT) as told:
+            output = self._call(model, batch)
+        loss_sum = logits_of(output).sum() if told.is_taken else self._loss_sum(batch, output)
         counted_BT = labels_BT != IGNORE_INDEX
         count = counted_BT.sum()
         router, layers = router_of(model), router_logits_of(output)
@@ -67,6 +66,20 @@ class CausalLM(Caller):
         balance = balance_sum(layers, counted_BT, router, tokens_E)
         extras = {"router_aux_loss": balance.detach(), "routed_tokens": count}
         return LossSum(loss_sum, count, extras, router.coefficient * balance)
+
+    def _loss_sum(self, batch: Batch, output: Any) -> Tensor:
+        labels_BT, logits_BTV = self._labels(batch), logits_of(output)
+        if logits_BTV.shape[:-1] != labels_BT.shape:
+            raise ModelError(
+                f"objective causal_lm wants logits (samples, tokens, vocabulary): the model returned "
+                f"{tuple(logits_BTV.shape)} for labels {tuple(labels_BT.shape)}"
+            )
+        self._check(batch, logits_BTV.shape[-1])
+        return cross_entropy_sum(logits_BTV.flatten(0, 1), labels_BT.flatten())
+
+    @staticmethod
+    def _check(batch: Batch, vocabulary: int) -> None:
+        check_labels(batch, "shift_labels" if "shift_labels" in batch else "labels", vocabulary)
 
     def prepare_step(self, batch: GlobalBatch) -> None:
         """See Objective.prepare_step: where a mixture's tokens go.
@@ -83,7 +96,8 @@ class CausalLM(Caller):
         tokens_E: Tensor | None = None
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for micro_batch in micro_batches:
-                layers = router_logits_of(self._call(batch.model, micro_batch))
+                with loss_in(self._heads.of(batch.model), self._labels(micro_batch)):
+                    layers = router_logits_of(self._call(batch.model, micro_batch))
                 if not layers:
                     return
                 counted_BT = self._labels(micro_batch) != IGNORE_INDEX
