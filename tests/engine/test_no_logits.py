@@ -1,0 +1,71 @@
+"""No engine's step makes the logits of a micro-batch, in training or evaluation; fp16 does."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.tiny import VOCABULARY, deepspeed_json, recipe, resolve, token_bundle
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from pipeline.assemble import build_engine, build_loader
+from pipeline.distributed.process_group import Job
+from pipeline.objectives import build_objective, linear_cross_entropy
+
+pytestmark = pytest.mark.slow
+
+ROWS = 16  # of a chunk; a micro-batch has 48 tokens, some 25 of which count
+
+
+class Rows(TorchDispatchMode):
+    """The most tokens that an operator returned values for the whole vocabulary of."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in tree_iter(result):
+            # A weight's transpose has 32 rows.
+            if isinstance(each, torch.Tensor) and each.dim() and each.shape[-1] == VOCABULARY:
+                rows = each.numel() // VOCABULARY
+                self.most = max(self.most, rows if rows != 32 else 0)
+        return result
+
+
+def most_rows(job: Job, splits) -> dict[str, int]:
+    """Of each split: in a step and an evaluation, on this rank."""
+    data, found = token_bundle(packed=True), {}
+    for name, split in splits.items():
+        config, resolved = resolve(recipe(), split, job.ranks.world_size)
+        engine, objective = build_engine(config, resolved, job, data), build_objective(config)
+        loader = build_loader(config, resolved.plan, data, engine)
+        group = loader.next_group()
+        with patch.object(linear_cross_entropy, "CPU_CHUNK", ROWS * VOCABULARY), Rows() as rows:
+            engine.train_step(group, objective, 1e-3, 0)
+            engine.eval_step(group[0], objective)
+        found[name] = rows.most
+        loader.close()
+        engine.close()
+    return found
+
+
+SPLITS = {
+    "ddp": {"torch": {"parallel": "ddp"}},
+    **{f"ZeRO {stage}": deepspeed_json(stage, "bf16") for stage in (0, 1, 2, 3)},
+    "stages": deepspeed_json(1, "bf16") | {"pipeline": {"stages": 2}},
+    "sequence": deepspeed_json(2, "bf16") | {"sequence_parallel_size": 2},
+}
+
+
+def test_no_logits_on_two_ranks(ranks):
+    by_rank = ranks(2).run(most_rows, SPLITS)
+    for name in SPLITS:
+        # Stages: only the last one has any.
+        assert max(found[name] for found in by_rank) == ROWS, name
+
+
+def test_logits_in_fp16(ranks):
+    (found, _) = ranks(2).run(most_rows, {"fp16": deepspeed_json(2, "fp16")})
+    assert found["fp16"] == 48
