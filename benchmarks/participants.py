@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from collections.abc import Callable
@@ -41,9 +42,9 @@ def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    json = task.json
+    file = task.json
     overrides = [f"ds.bf16.enabled={str(task.precision == 'bf16').lower()}", "ds.fp16.enabled=false"]
-    settings = load_settings(task.recipe, json, overrides if json else [])
+    settings = load_settings(task.recipe, file, overrides if file else [])
     trained = LOOPS[task.peer](task, settings, gate)
     with torch.no_grad():
         loss = float(trained.loss_of(trained.probe))
@@ -54,6 +55,9 @@ def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
         unset_hf_deepspeed_config()
     if torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated() / 2**30
+        if (rows := task.folder / "metrics.jsonl").exists():  # ours: each row's peak is its own
+            of_rows = (json.loads(line) for line in rows.read_text().splitlines())
+            memory = max([memory, *(row.get("memory/peak_allocated_gib", 0.0) for row in of_rows)])
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {

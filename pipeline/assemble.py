@@ -37,6 +37,7 @@ from pipeline.models.regional_compile import compile_blocks
 from pipeline.models.sharding import ModelRequest, Sharding, Whole
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.transforms import Placement, transform
+from pipeline.models.vocabulary import num_words
 from pipeline.models.weights import load_weights
 from pipeline.objectives import Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
@@ -231,6 +232,7 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
         dp_world_size=engine.dp_world_size,
         seed=config.seed,
         num_workers=config.loader.num_workers,
+        num_words=num_words(engine.module) if isinstance(config.model, CausalLMConfig) else None,
     )
 
 
@@ -261,6 +263,7 @@ def build_eval_loader(
         max_samples=config.eval.max_samples,
         num_workers=config.loader.num_workers,
         pin_memory=engine.device.type == "cuda",
+        num_words=num_words(engine.module) if isinstance(config.model, CausalLMConfig) else None,
     )
 
 

@@ -6,7 +6,6 @@ The device is waited for in `summary` alone, on log steps.
 from __future__ import annotations
 
 import logging
-import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pipeline.distributed.span import Span
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import Profile, StepResult
 from pipeline.engine.normalize import further_means, mean_loss
+from pipeline.memory_meter import MemoryMeter
 from pipeline.objectives import Batch, LossSum, Objective
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Meters:
         self._job = job
         self._lowest_scale = lowest_scale
         self._clock = clock
+        self._memory = MemoryMeter(job.device)
         self._data_wait = Span(clock, job.device)
         self._forward = Span(clock, job.device)
         self._stragglers = stragglers
@@ -194,11 +195,7 @@ class Meters:
         if work.flops_per_sample and work.peak_flops:
             flops = rates["perf/samples_per_second"] * work.flops_per_sample
             rates["perf/mfu"] = flops / work.world_size / work.peak_flops
-        if self._job.device.type == "cuda":
-            rates["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        else:
-            rates["memory/peak_resident_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        return rates
+        return rates | self._memory.take()
 
 
 class Starvation:

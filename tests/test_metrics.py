@@ -10,6 +10,7 @@ import torch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
+from pipeline.memory_meter import memory_row
 from pipeline.metrics import Meters, Workload
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -140,3 +141,18 @@ def test_more_workers_are_asked_for_where_there_are_some(caplog):
         run_steps(meter, clock, 20, 0.5, 0.5)
         meter.summary()
     assert "loader.num_workers=8" in caplog.text
+
+
+def test_peaks_and_retries_of_memory_are_those_since_the_last_row():
+    """Two readings of torch.cuda.memory_stats: peaks are reset after each, and counts go on."""
+    first = {
+        "allocated_bytes.all.peak": 3 * 2**30,
+        "reserved_bytes.all.peak": 2**32,
+        "num_alloc_retries": 2,
+    }
+    assert memory_row(first, {}) == {
+        "memory/peak_allocated_gib": 3.0,
+        "memory/peak_reserved_gib": 4.0,
+        "memory/alloc_retries": 2,
+    }
+    assert memory_row(first | {"num_alloc_retries": 5}, first)["memory/alloc_retries"] == 3

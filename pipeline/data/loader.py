@@ -77,6 +77,7 @@ class TrainLoader:
         seed: Fixes the random numbers that the data set draws.
         num_workers: Processes that fetch ahead; 0 fetches in this one.
         is_ahead: Whether to fetch ahead; by default on anything but a CPU.
+        num_words: That the model knows: `input_ids` are held to it. None: they are not.
     """
 
     def __init__(
@@ -93,13 +94,14 @@ class TrainLoader:
         seed: int,
         num_workers: int,
         is_ahead: bool | None = None,
+        num_words: int | None = None,
     ) -> None:
         assert order.num_samples == len(dataset)  # type: ignore[arg-type]
         assert 0 <= dp_rank < dp_world_size
         self.samples_per_epoch = order.samples_per_epoch
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
         self.samples_seen = 0
-        self._fetch = Fetch([dataset], collate, seed, is_training=True)
+        self._fetch = Fetch([dataset], collate, seed, is_training=True, num_words=num_words)
         self._draws_from = partial(
             training_draws,
             order,
@@ -209,6 +211,7 @@ class EvalLoader:
         max_samples: Samples of a data set over all ranks at the most, the first ones; None: all.
         num_workers: Processes that fetch ahead; they stay between two passes.
         pin_memory: Copy batches to page-locked memory.
+        num_words: See TrainLoader.
 
     Raises:
         DataError: a data set is empty.
@@ -226,6 +229,7 @@ class EvalLoader:
         max_samples: int | None,
         num_workers: int,
         pin_memory: bool,
+        num_words: int | None = None,
     ) -> None:
         assert datasets
         self.names = tuple(datasets)
@@ -238,7 +242,7 @@ class EvalLoader:
         )
         # One reader of all sets: each with workers of its own would leave a crowd of idle processes.
         self._batches = read_batches(
-            Fetch(list(datasets.values()), collate, 0, is_training=False),
+            Fetch(list(datasets.values()), collate, 0, is_training=False, num_words=num_words),
             self._sampler,
             num_workers,
             pin_memory=pin_memory,

@@ -59,6 +59,11 @@ class Evaluates(Protocol):
     """Ranks with the same one take the same samples."""
     dp_world_size: int
 
+    @property
+    def module(self) -> nn.Module:
+        """The user's model, or this rank's part of it, without any wrapper."""
+        ...
+
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """This rank's share of one micro-batch's loss and counts, without gradients, dropout off."""
         ...
@@ -72,11 +77,6 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
     """Ranks with the same one draw the same random numbers: those that compute the same activations."""
     num_parameters: int
     """Of the whole model, wherever its parts lie."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's model, or this rank's part of it, without any wrapper."""
-        ...
 
     def train_step(
         self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int

@@ -25,6 +25,13 @@ def vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(found)
 
 
+def num_words(model: nn.Module) -> int | None:
+    """How many words a language model, or its stage, knows by its config; None: it does not say."""
+    config = getattr(model, "config", None)
+    words: int | None = getattr(config, "vocab_size", None)
+    return words
+
+
 @torch.no_grad()
 def fill_rows(target: Tensor, values: Tensor) -> None:
     """The first rows of `target` (R, ...) become `values` (r, ...), every further one their mean.

@@ -11,11 +11,24 @@ import torch
 from support.token_store import Part, Store
 from torch.utils.data import Dataset, Subset
 
+from pipeline.data.batches import stacked, usable
 from pipeline.data.bundle import JoinedDataset, collate_items
+from pipeline.data.fetch import Fetch, read_batches
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.mixture import MixtureOrder, SourceShare
 from pipeline.data.packing import pack
+from pipeline.data.sampler import Draw
 from pipeline.errors import DataError
+
+
+class Words(Dataset):
+    """Ids of which one, of sample 5, is 10."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"input_ids": torch.tensor([0, 9, 10 if index == 5 else 3])}
 
 
 class Numbers(Dataset):
@@ -232,3 +245,15 @@ def test_joined_data_sets_keep_the_order_asked_for(text):
     assert torch.equal(joined[size + 7]["input_ids"], texts[0][7]["input_ids"])
     with pytest.raises(IndexError):
         joined[3 * size]
+
+
+def test_an_id_that_the_model_does_not_know_is_named_with_its_sample():
+    """Wherever the batch is read, also by a worker: on a GPU the kernel would end the process."""
+
+    for workers in (0, 1):
+        fetch = Fetch([Words()], stacked, 0, is_training=False, num_words=10)
+        draws = [Draw(0, 0, [0, 1]), Draw(0, 2, [4, 5])]
+        right, wrong = read_batches(fetch, draws, workers, pin_memory=False, persistent=False)
+        assert usable(right)["input_ids"].shape == (2, 3)
+        with pytest.raises(DataError, match=r"of sample 5 has 10, and the model knows 10 words: expected 0"):
+            usable(wrong)

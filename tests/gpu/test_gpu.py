@@ -18,6 +18,7 @@ from support.ranks import RankPool
 from pipeline.distributed.process_group import describe_device
 from pipeline.distributed.stacks import _recorded
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader
+from pipeline.memory_meter import MemoryMeter
 from pipeline.peak_flops import peak_flops
 
 pytestmark = [
@@ -117,3 +118,14 @@ def test_a_run_that_dies_of_the_device_says_so_in_one_line(tmp_path, how, code, 
     assert done.returncode == code, done.stderr
     assert re.search(said, done.stderr)
     assert "Traceback" not in done.stderr
+
+
+def test_peaks_of_memory_are_those_since_the_last_row():
+    meter = MemoryMeter(torch.device("cuda", 0))
+    meter.take()
+    held = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    del held
+    high, low = meter.take(), meter.take()
+    assert high["memory/peak_allocated_gib"] >= 0.25 + low["memory/peak_allocated_gib"]
+    assert high["memory/peak_reserved_gib"] >= 0.25
+    assert low["memory/alloc_retries"] == 0

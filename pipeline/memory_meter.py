@@ -1,0 +1,41 @@
+"""What memory the steps since the last row took at the most, on the device or, on a CPU, of the process."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+GIB = 2**30
+
+
+class MemoryMeter:
+    """Of a rank's own device; a look at the allocator's books waits for nothing."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._before: Mapping[str, Any] = {}
+
+    def take(self) -> dict[str, float]:
+        """Metrics since the last call; on a CPU since the process began, as the system counts."""
+        if self._device.type != "cuda":
+            return {"memory/peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        stats = torch.cuda.memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before, self._before = self._before, stats
+        return memory_row(stats, before)
+
+
+def memory_row(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
+    """What two readings of torch.cuda.memory_stats say.
+
+    `memory/alloc_retries`: how often, since the reading before, the allocator was out of memory, waited for
+    the device and gave back what it kept. Such a step is slow, and the next size up fails.
+    """
+    return {
+        "memory/peak_allocated_gib": stats["allocated_bytes.all.peak"] / GIB,
+        "memory/peak_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+        "memory/alloc_retries": stats["num_alloc_retries"] - before.get("num_alloc_retries", 0),
+    }
