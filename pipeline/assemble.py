@@ -26,7 +26,7 @@ from pipeline.data.mixture import MixtureOrder
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.host_memory import freed_at_once
-from pipeline.engine.interface import Engine, Evaluates, count_parameters
+from pipeline.engine.interface import DTYPES, Engine, Evaluates, count_parameters
 from pipeline.engine.profile import profile_asked_for
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
@@ -161,6 +161,8 @@ def build_engine(
         split.dp_world_size,
         is_autocast=is_half and not isinstance(config.model, CausalLMConfig),
         separate_documents=getattr(config.data, "separate_documents", False),
+        sequence_length=getattr(config.data, "sequence_length", None),
+        dtype=DTYPES[split.precision],
     )
 
     def model_in(sharding: Sharding) -> nn.Module:

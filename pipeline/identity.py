@@ -34,6 +34,8 @@ def _identity(recipe: Tree, split: Tree) -> Tree:
     kept = {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT}
     if isinstance(kept.get("log"), dict):
         kept["log"] = kept["log"] | {"tensorboard": None}  # another reader of the same rows
+    if isinstance(kept.get("model"), dict):
+        kept["model"] = kept["model"] | {"attention": None}  # who computes it, not what
     return kept | {name: split.get(key) for key, name in DECISIVE.items()}
 
 

@@ -135,7 +135,7 @@ RULES = [
     Rule(
         "sequence parallelism with `attention: eager`",
         "it would need the mask of the whole sequence on every rank",
-        "attention: sdpa",
+        "attention: auto",
         lambda c: c.split.sequence_parallel > 1 and c.model("attention") == "eager",
     ),
     Rule(

@@ -73,8 +73,10 @@ class CausalLMConfig(ModelSection):
     """Longest sequence the positions allow. Default of a new model: `data.sequence_length`."""
     extra: dict[str, Any] = {}
     """Further fields of the transformers config of this architecture, in its own words."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention implementation of transformers."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Who computes attention. `auto`: this trainer by torch's kernels, document by document and without a
+    mask; transformers where a model needs more, such as a sliding window (told at the start). The other names
+    are transformers' own."""
     activation_checkpointing: Literal["none", "full", "selective"] | Annotated[int, Field(gt=0)] = "none"
     """Recompute activations in backward instead of keeping them: those of every block (`full`), of every
     Nth (a number), or of every block but for its matrix products (`selective`)."""

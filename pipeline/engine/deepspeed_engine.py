@@ -34,6 +34,7 @@ from pipeline.engine.deepspeed_patches import (
     prepare_for_cpu,
 )
 from pipeline.engine.deepspeed_state import state_of
+from pipeline.engine.documents import with_bounds
 from pipeline.engine.interface import (
     DTYPES,
     StepResult,
@@ -139,7 +140,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         self._own_guard = guard.is_own(config, split, self._optimizer)
         self._sequence: SequenceParallel | None = None
         if split.sequence_parallel > 1:
-            self._sequence = SequenceParallel(model, split.sequence_parallel)
+            self._sequence = SequenceParallel(model, split.sequence_parallel, self.device)
             self.closing.callback(self._sequence.close)
         fit_bucket(config, self.num_parameters)
         if split.zero_stage == 3:
@@ -242,6 +243,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         if self._sequence is not None:
             self._sequence.use()
             batch = self._sequence.part(batch)
+        batch = with_bounds(batch)
         inputs = objective.inputs(self._engine, batch)
         return to_device(batch, self.device, self._float_dtype, inputs)
 

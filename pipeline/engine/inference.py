@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from pipeline.engine.documents import with_bounds
 from pipeline.engine.interface import DTYPES, to_device
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import Batch, LossSum, Objective
@@ -40,6 +41,7 @@ class Inference:
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step."""
+        batch = with_bounds(batch)
         inputs = objective.inputs(self.module, batch)
         with torch.autocast(self.device.type, self._dtype, enabled=self._is_autocast):
             return objective(self.module, to_device(batch, self.device, self._float_dtype, inputs))

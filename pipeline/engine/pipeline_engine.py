@@ -23,6 +23,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
 from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
 from pipeline.engine.deepspeed_state import state_of
+from pipeline.engine.documents import with_bounds
 from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
@@ -30,12 +31,13 @@ from pipeline.engine.parameter_state import kept_buffers
 from pipeline.engine.stages import Stages, named, stage_groups
 from pipeline.engine.state import Place, State
 from pipeline.errors import DataError
+from pipeline.models.document_attention import BOUNDS
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.staging import Layer, LayeredModel, model_output
 from pipeline.objectives import TARGET_KEYS, Batch, HeadAlone, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_torch_optimizer, set_learning_rate
 
-INPUT_KEYS = ("input_ids", "position_ids")
+INPUT_KEYS = ("input_ids", "position_ids", BOUNDS)
 
 
 class PipelineEngine(DeepSpeedBase):
@@ -93,6 +95,7 @@ class PipelineEngine(DeepSpeedBase):
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
+        micro_batches = [with_bounds(batch) for batch in micro_batches]
         totals = self._job.all_reduce_sum(
             count_and_flags(micro_batches, objective, flags, self.device, copies=self._stages)
         )
@@ -118,9 +121,9 @@ class PipelineEngine(DeepSpeedBase):
         """What PipelineEngine takes: the first stage's inputs, and for the last stage the whole batch."""
         for cpu_batch in micro_batches:
             batch = to_device(cpu_batch, self.device, None)
-            ids = batch["input_ids"]
             self._last.coming.append(batch)
-            yield (ids, batch["position_ids"]) if "position_ids" in batch else ids, batch
+            given = tuple(batch[key] for key in INPUT_KEYS if key in batch)
+            yield given if len(given) > 1 else given[0], batch
 
     def _expect_shapes(self, micro_batches: Sequence[Batch]) -> None:
         """Has stages tell each other the shapes that are on the way, where these are not the last ones."""
@@ -128,7 +131,7 @@ class PipelineEngine(DeepSpeedBase):
             if unread := sorted(set(batch) - {*INPUT_KEYS, *TARGET_KEYS}):
                 raise DataError(
                     f"the batches hold {', '.join(unread)}, which pipeline stages do not pass on; they take "
-                    f"{' and '.join(INPUT_KEYS)} (or use zero_optimization.stage 3 in place of stages)"
+                    f"{' and '.join(INPUT_KEYS[:2])} (or use zero_optimization.stage 3 in place of stages)"
                 )
         shapes = {
             tuple((key, batch[key].shape) for key in INPUT_KEYS if key in batch) for batch in micro_batches
@@ -154,6 +157,7 @@ class PipelineEngine(DeepSpeedBase):
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step. The last stage's share is all of it."""
         self._last.begin(objective, torch.ones((), device=self.device))
+        batch = with_bounds(batch)
         self._expect_shapes([batch])
         self._engine.eval_batch(
             self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1

@@ -15,8 +15,10 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor, nn
 
 from pipeline.data.batches import IGNORE_INDEX, on_host
+from pipeline.engine.documents import with_bounds
 from pipeline.errors import DataError, ModelError
-from pipeline.models.attention import attention_function, document_mask, register_attention
+from pipeline.models.attention import attention_function, bounds_for, register_attention
+from pipeline.models.document_attention import BOUNDS, DocumentAttention
 from pipeline.objectives import Batch
 
 NAME = "ulysses"
@@ -25,7 +27,7 @@ NAME = "ulysses"
 class SequenceParallel:
     """One model's attention over a sequence group, and this rank's part of a batch."""
 
-    def __init__(self, model: Any, degree: int):
+    def __init__(self, model: Any, degree: int, device: torch.device):
         """The model attends over this rank's sequence group, which parallel_state made.
 
         Raises:
@@ -33,6 +35,7 @@ class SequenceParallel:
         """
         self._model: Any = model
         self._degree = degree
+        self._device = device
         self._rank = sequence_groups.get_sequence_parallel_rank()
         self._group = sequence_groups.get_sequence_parallel_group()
         self._shared: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
@@ -44,9 +47,9 @@ class SequenceParallel:
         config: Any = self._model.config.get_text_config()
         self._window: int | None = getattr(config, "sliding_window", None)
         self._whole = str(config._attn_implementation)
-        self._core = attention_function(self._whole)
-        self._positions: Tensor | None = None  # of the whole sequences on their way, where they restart
-        self._mask: Tensor | None = None  # made from them by the first attention
+        # transformers' sdpa would need a mask of whole sequences, which this split exists to avoid.
+        self._core = DocumentAttention() if self._whole == "sdpa" else attention_function(self._whole)
+        self._bounds: Tensor | None = None  # of the documents of the whole sequences on their way
         self._refuse_heads(config)
         self.use()
         mixers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -79,7 +82,7 @@ class SequenceParallel:
     def close(self) -> None:
         """As release, and transformers' table of attentions holds nothing of this model's any more."""
         self.release()
-        register_attention(NAME, self._core)
+        register_attention(NAME, attention_function(self._whole))
 
     def part(self, batch: Batch) -> dict[str, Any]:
         """This rank's positions of every (B, T) tensor, with `position_ids`, and `shift_labels` for `labels`.
@@ -96,10 +99,9 @@ class SequenceParallel:
             whole["shift_labels"] = F.pad(whole.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX)
         counted = torch.arange(length).expand(len(batch["input_ids"]), -1)
         whole.setdefault("position_ids", counted)
-        positions = on_host(batch).get("position_ids", counted).cpu()
-        # On the device already where the batch is.
-        self._positions = None if torch.equal(positions, counted) else whole["position_ids"]
-        self._mask = None
+        host = {key: on_host(batch).get(key, whole[key]) for key in ("input_ids", "position_ids")}
+        # Before the cut, from which nobody could tell where this rank's documents begin.
+        whole[BOUNDS] = self._bounds = with_bounds(host)[BOUNDS].to(self._device, non_blocking=True)
         size = length // self._degree
         mine = slice(self._rank * size, (self._rank + 1) * size)
 
@@ -143,10 +145,6 @@ class SequenceParallel:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **rest: Any
     ) -> tuple[Tensor, None]:
         """query (B, heads, P, width), key and value (B, groups, P, width) -> (B, P, heads, width)."""
-        if self._positions is not None and self._mask is None:
-            # Once a micro-batch: every layer looks at them.
-            self._positions = self._positions.to(query.device, non_blocking=True)
-            self._mask = document_mask(self._model.config, self._whole, self._positions, query.dtype)
         shared = self._shared_attention(query, key)
         groups = getattr(module, "num_key_value_groups", None)
         rest["position_ids"] = torch.zeros(1, 1, device=query.device)  # gathered, and then not looked at
@@ -156,13 +154,18 @@ class SequenceParallel:
         return output.unflatten(-1, (query.shape[1], query.shape[3])), None
 
     def _attend_whole(
-        self, module: nn.Module, *tensors: Tensor | None, position_ids: Tensor, **rest: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _: None,
+        position_ids: Tensor,
+        **rest: Any,
     ) -> tuple[Tensor, None]:
         """Attention over whole sequences (B, heads of this rank, T, width), within their documents."""
-        query, key, value, _ = tensors
-        if self._positions is not None:  # flash attention finds documents by them; others look at the mask
-            rest["position_ids"] = self._positions
-        output: tuple[Tensor, None] = self._core(module, query, key, value, self._mask, **rest)
+        rest |= bounds_for(self._whole, self._bounds, False, query.transpose(1, 2))
+        output: tuple[Tensor, None] = self._core(module, query, key, value, None, **rest)
         return output
 
     def _shared_attention(self, query: Tensor, key: Tensor) -> UlyssesSPAttentionHF:

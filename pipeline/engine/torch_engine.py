@@ -18,6 +18,7 @@ from pipeline.config.schema import EngineConfig, OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.changing_buffers import ChangingBuffers
+from pipeline.engine.documents import with_bounds
 from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import (
     StepResult,
@@ -140,6 +141,8 @@ class TorchEngine:
             return objective(self._replicas, self._on_device(batch, objective))
 
     def _on_device(self, batch: Batch, objective: Objective) -> Batch:
+        if not isinstance(self._replicas, nn.DataParallel):  # which would divide them as it does rows
+            batch = with_bounds(batch)
         inputs = objective.inputs(self._replicas, batch)
         return to_device(batch, self.device, self._parameters[0].dtype, inputs)
 

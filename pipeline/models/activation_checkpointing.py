@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # its operator
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +28,9 @@ EXPENSIVE = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    # Packed rows on a GPU.
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._efficient_attention_forward.default,
 }
 
 

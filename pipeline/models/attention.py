@@ -1,27 +1,41 @@
-"""transformers' attention: its table of functions, and whether it keeps packed documents apart.
+"""Who computes a model's attention, and whether that keeps packed documents apart.
 
-Imports transformers where a function needs it: see of_transformers.
+Both are tried on a small model of the same class. Imports transformers where a function needs it: see
+of_transformers.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ModelError
+from pipeline.models.document_attention import BOUNDS, NAME, DocumentAttention, document_bounds, no_bounds
 from pipeline.models.of_transformers import is_model
 from pipeline.models.sharding import runnable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
+
+TWIN_LAYERS = 2
+TWIN_WORDS = 64
+
 AttentionFunction = Callable[..., tuple[Any, Any]]
 """(module, query, key, value, mask, **rest) -> (output (B, T, heads, width), weights or None)."""
+
+
+def transformers_name(attention: str) -> str | None:
+    """What transformers builds a model with for `model.attention`; None: what it would choose itself."""
+    return None if attention == "auto" else attention
 
 
 def attention_function(name: str) -> AttentionFunction:
@@ -39,30 +53,150 @@ def register_attention(name: str, function: AttentionFunction) -> None:
     AttentionInterface.register(name, function)
 
 
-def document_mask(config: Any, name: str, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What `attn_implementation: <name>` takes to attend backwards within documents.
+def choose_attention(model: PreTrainedModel, is_auto: bool, length: int | None, device: torch.device) -> None:
+    """Has the model attend by DocumentAttention where that gives what transformers' attention gives it.
 
     Args:
-        positions: (B, T), starting again at every document.
-        dtype: Of the queries.
-
-    Returns:
-        (B, 1, T, T), boolean for sdpa; None where the function goes by the positions (flash attention).
+        is_auto: Nobody asked for one of transformers'.
+        length: Tokens of a row, where that is known.
+        device: What will compute.
     """
-    from transformers.masking_utils import create_causal_mask
+    given = str(model.config.get_text_config()._attn_implementation)
+    if is_auto:
+        register_attention(NAME, DocumentAttention())
+        why = _unserved(model, given, length)
+        if why is None:
+            model.set_attn_implementation(NAME)
+            kernels = "variable-length kernels, cuDNN first" if device.type == "cuda" else "a call a document"
+            log.info("attention: by document, without a mask (scaled_dot_product_attention, %s)", kernels)
+        else:
+            log.info("attention: transformers' %s; %s", given, why)
+    else:
+        log.info("attention: transformers' %s", given)
+    _hand_on_bounds(model)
 
-    config = copy.copy(config.get_text_config())
-    config._attn_implementation = name
-    shape_BTD = torch.empty((*positions.shape, 1), dtype=dtype, device=positions.device)
-    mask: Tensor | None = create_causal_mask(config, shape_BTD, None, None, positions)
-    return mask
+
+@torch.no_grad()
+def _unserved(model: PreTrainedModel, given: str, length: int | None) -> str | None:
+    """What of a model DocumentAttention does not do; None: it serves."""
+    config: Any = model.config.get_text_config()
+    if model.config.is_encoder_decoder or not getattr(config, "is_causal", True):
+        return "the model is no decoder alone"
+    if not model._supports_attention_backend and not model._can_set_attn_implementation():
+        return "the model's code computes attention itself"
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"the model has layers of {', '.join(sorted(kinds))}"
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (length is None or window < length):
+        return f"the model has a sliding window of {window} tokens"
+    trial = _twin(model)
+    if trial is None:
+        return f"no small {type(model).__name__} could be made to try another one on"
+    rows = _trial_rows(torch.device("cpu"))
+    ids, how = rows["input_ids"], {"use_cache": False}
+    try:
+        expected = trial(ids, **how).logits, trial(ids[:, 4:], **how).logits
+        trial.set_attn_implementation(NAME)
+        found = trial(ids, **{BOUNDS: no_bounds(ids.device)}, **how).logits, trial(**rows).logits[:, 4:]
+    except Exception as error:  # whatever a model raises that calls its attention otherwise
+        return f"the model's attention is not called as transformers' others are ({str(error)[:80]})"
+    if any((a - b).abs().max() > 1e-4 * b.abs().max() for a, b in zip(found, expected, strict=True)):
+        return "the model asks more of its attention than products within documents"
+    return None
 
 
-def refuse_leaks(model: nn.Module) -> None:
+def _twin(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A model of the same class and widths with two layers and few words, evaluating; None: there is none."""
+    config: Any = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    try:
+        text.num_hidden_layers = min(TWIN_LAYERS, text.num_hidden_layers)
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: text.num_hidden_layers]
+        text.vocab_size = TWIN_WORDS
+        text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+        config._attn_implementation = None
+        with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
+            torch.manual_seed(0)
+            twin: PreTrainedModel = type(model)(config)
+    except Exception:  # a configuration that does not let itself be cut
+        return None
+    twin.config._attn_implementation = model.config._attn_implementation
+    return twin.eval()
+
+
+def _trial_rows(device: torch.device) -> dict[str, Any]:
+    """Two rows of two documents that differ in the first document."""
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(1, TWIN_WORDS, (1, 8), generator=generator).repeat(2, 1)
+    ids_BT[1, :4] = (ids_BT[1, :4] + 1) % TWIN_WORDS
+    positions_BT = torch.arange(4).repeat(2, 2)
+    rows = {"input_ids": ids_BT, "position_ids": positions_BT, BOUNDS: document_bounds(positions_BT)}
+    return {**{key: value.to(device) for key, value in rows.items()}, "use_cache": False}
+
+
+def bounds_for(name: str, bounds: Tensor | None, is_counted: bool, like: Tensor) -> dict[str, Any]:
+    """What `attn_implementation: <name>` is to be given besides positions.
+
+    Args:
+        bounds: See document_attention; None: unknown.
+        is_counted: Nobody gave positions, so rows are one document each.
+        like: (B, T, ...), on the device of the rows.
+    """
+    if name == NAME and bounds is None and is_counted:
+        return {BOUNDS: no_bounds(like.device)}
+    if bounds is None:
+        return {}
+    if "flash" in name:  # else it looks for documents in positions, and only where a batch is one row
+        lengths = {"max_length_q": like.shape[1], "max_length_k": like.shape[1]}
+        return {BOUNDS: bounds, "cu_seq_lens_k": bounds, **lengths}
+    return {BOUNDS: bounds}
+
+
+class _BoundsHook:
+    """Around a model's forward: what attention needs to know of documents, and a mask where one is needed.
+
+    A batch with an attention_mask, or a cache of keys as `generate` has it, goes through transformers' sdpa.
+    In training that stays so: what is computed again in backward must find what forward found.
+    """
+
+    def __init__(self) -> None:
+        self.is_switched = False
+
+    def before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        name = model.config.get_text_config()._attn_implementation
+        has_mask = any(kwargs.get(key) is not None for key in ("attention_mask", "past_key_values"))
+        if name == NAME and (has_mask or kwargs.get("use_cache")):
+            self.is_switched = not torch.is_grad_enabled()
+            model.config._attn_implementation = "sdpa"
+            if not self.is_switched:
+                log.info("attention: transformers' sdpa from here on; batches have an attention_mask")
+            return args, kwargs
+        like = kwargs.get("input_ids", args[0] if args else None)
+        if like is None:
+            return args, kwargs
+        bounds = kwargs.pop(BOUNDS, None)
+        return args, kwargs | bounds_for(name, bounds, kwargs.get("position_ids") is None, like)
+
+    def after(self, model: Any, *_: Any) -> None:
+        if self.is_switched:
+            model.config._attn_implementation = NAME
+            self.is_switched = False
+
+
+def _hand_on_bounds(model: PreTrainedModel) -> None:
+    hook = _BoundsHook()
+    model.register_forward_pre_hook(hook.before, with_kwargs=True)
+    model.register_forward_hook(hook.after, always_call=True)
+
+
+def refuse_leaks(
+    model: nn.Module, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> None:
     """Holds a model to it that `position_ids` which start again keep documents of a row apart.
 
-    Tried on two rows that differ in their first document. Parameters in shards cannot be run here: then what
-    transformers says of the model decides.
+    Tried with the attention that the model has, on the device and in the precision that will train.
 
     Raises:
         ModelError: they do not.
@@ -76,22 +210,25 @@ def refuse_leaks(model: nn.Module) -> None:
     mixers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if model._is_stateful or any("attention" not in mixer or "linear" in mixer for mixer in mixers):
         raise _leaks(name, "passes a state on from token to token")
-    if not any(hasattr(p, "ds_numel") for p in model.parameters()) and _leaks_when_tried(model):
+    if _leaks_when_tried(model, device or torch.device("cpu"), dtype):
         raise _leaks(name, "looks past the position_ids")
 
 
 @torch.no_grad()
-def _leaks_when_tried(model: PreTrainedModel) -> bool:
-    config = model.config.get_text_config()
-    generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
-    ids_BT = torch.randint(1, config.vocab_size, (1, 8), generator=generator).repeat(2, 1)
-    ids_BT[1, :4] = (ids_BT[1, :4] + 1) % config.vocab_size
-    positions_BT = torch.arange(4).repeat(2, 2)
-    with runnable(model):
-        output = model(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
-    one_TV, other_TV = output.logits[:, 4:]
+def _leaks_when_tried(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
+    trial = _twin(model)
+    ready: AbstractContextManager[None] = nullcontext()
+    if trial is not None:
+        _hand_on_bounds(trial.to(device, dtype))
+    elif any(hasattr(p, "ds_numel") for p in model.parameters()):
+        return False  # in shards, it cannot be run here
+    else:
+        trial, device, ready = model, torch.device("cpu"), runnable(model)
+    with ready:
+        one_TV, other_TV = trial(**_trial_rows(device)).logits[:, 4:].float()
     # Not to the bit: a mixture of experts computes a token in another group.
-    return bool((one_TV - other_TV).abs().max() > 1e-4 * one_TV.abs().max())
+    allowed = 1e-4 if dtype == torch.float32 else 2e-2
+    return bool((one_TV - other_TV).abs().max() > allowed * one_TV.abs().max())
 
 
 def _leaks(name: str, why: str) -> ModelError:

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError, one_line
+from pipeline.models.attention import transformers_name
 from pipeline.models.sharding import ModelRequest, Sharding
 from pipeline.models.tensorwise import filled_tensorwise
 from pipeline.models.transformers_folder import folder_or_hub_name
@@ -77,9 +78,10 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
         # Weights are drawn below, module by module: the same ones whatever the split.
+        attention = transformers_name(config.attention)
         with request.sharding.construct_empty(), no_init_weights():
             model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=torch.float32, attn_implementation=config.attention
+                hf_config, dtype=torch.float32, attn_implementation=attention
             )
     except (ArithmeticError, AssertionError, ImportError, KeyError, RuntimeError, ValueError) as error:
         if isinstance(error, RuntimeError) and "negative dimension" not in str(error):
@@ -204,7 +206,7 @@ def _read_pretrained(
             name,
             config=hf_config,
             dtype=torch.float32,
-            attn_implementation=config.attention,
+            attn_implementation=transformers_name(config.attention),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
@@ -233,7 +235,10 @@ def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
         with no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                hf_config, dtype=torch.float32, attn_implementation=config.attention, trust_remote_code=trust
+                hf_config,
+                dtype=torch.float32,
+                attn_implementation=transformers_name(config.attention),
+                trust_remote_code=trust,
             )
     except (OSError, *IMPOSSIBLE) as error:
         raise ModelError(

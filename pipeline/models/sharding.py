@@ -112,7 +112,7 @@ def runnable(model: Any) -> Iterator[None]:
     sees the same ones, and no more than one module's are in memory.
     """
     was_training, attention = model.training, model.config._attn_implementation
-    if attention not in ("sdpa", "eager"):
+    if "flash" in attention:
         model.config._attn_implementation = "sdpa"  # flash attention does not run on a CPU
     model.eval()
     hooks = []

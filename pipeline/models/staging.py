@@ -21,10 +21,12 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.errors import ModelError
+from pipeline.models.attention import bounds_for
 from pipeline.models.sharding import runnable
 
-# Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any.
-Carried = Tensor | tuple[Tensor, Tensor]
+# Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any,
+# and the bounds of documents (see document_attention).
+Carried = Tensor | tuple[Tensor, ...]
 
 # Names under which decoders keep the norm after their last block, and their rotary embeddings.
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
@@ -50,16 +52,16 @@ class OneInput(Layer):
     """The token embedding, of ids; a norm or dropout, of hidden states."""
 
     def forward(self, inputs: Carried) -> Carried:
-        given, positions = _unpack(inputs)
-        return _pack(self.part(given), positions)
+        given, *beside = _unpack(inputs)
+        return _pack(self.part(given), *beside)
 
 
 class Positions(Layer):
     """Adds learned positions."""
 
     def forward(self, inputs: Carried) -> Carried:
-        hidden, positions = _unpack(inputs)
-        return _pack(hidden + self.part(_or_counted(positions, hidden)), positions)
+        hidden, *beside = _unpack(inputs)
+        return _pack(hidden + self.part(_or_counted(beside[0], hidden)), *beside)
 
 
 class Head(Layer):
@@ -83,14 +85,16 @@ class Around:
         self._positions: Tensor | None = None
         self._arguments: dict[str, Any] = {}
 
-    def arguments(self, hidden: Tensor, positions: Tensor | None) -> dict[str, Any]:
-        key = (hidden.shape, hidden.dtype, hidden.device)
+    def arguments(self, hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> dict[str, Any]:
+        name = self.config.get_text_config()._attn_implementation
+        key = (hidden.shape, hidden.dtype, hidden.device, name)
         if key != self._key or positions is not self._positions:
             self._key, self._positions = key, positions
             position_ids = _or_counted(positions, hidden)
             # Counted positions hold one sequence each: transformers need not look, a host sync on a GPU.
             masks = create_masks_for_generate(self.config, hidden, None, None, positions)
             self._arguments = {"attention_mask": masks, "position_ids": position_ids, "use_cache": False}
+            self._arguments |= bounds_for(name, bounds, positions is None, hidden)
             if self.rotary is not None:
                 self._arguments["position_embeddings"] = self.rotary.to(hidden.device)(hidden, position_ids)
         return self._arguments
@@ -108,12 +112,12 @@ class Block(Layer):
         self._takes = set(parameters)
 
     def forward(self, inputs: Carried) -> Carried:
-        hidden, positions = _unpack(inputs)
-        given = dict(self.around.arguments(hidden, positions))
+        hidden, positions, bounds = _unpack(inputs)
+        given = dict(self.around.arguments(hidden, positions, bounds))
         if isinstance(given["attention_mask"], dict):
             given["attention_mask"] = given["attention_mask"][self.around.config.layer_types[self.index]]
         output = self.part(hidden, **{k: v for k, v in given.items() if self._takes_all or k in self._takes})
-        return _pack(output[0] if isinstance(output, tuple) else output, positions)
+        return _pack(output[0] if isinstance(output, tuple) else output, positions, bounds)
 
 
 @dataclass(frozen=True)
@@ -269,12 +273,17 @@ def _uncuttable(kind: str, why: str) -> ModelError:
     )
 
 
-def _unpack(inputs: Carried) -> tuple[Tensor, Tensor | None]:
-    return inputs if isinstance(inputs, tuple) else (inputs, None)
+def _unpack(inputs: Carried) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(what the layer computes on, positions, bounds)."""
+    if isinstance(inputs, Tensor):
+        return inputs, None, None
+    return inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else None
 
 
-def _pack(hidden: Tensor, positions: Tensor | None) -> Carried:
-    return hidden if positions is None else (hidden, positions)
+def _pack(hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> Carried:
+    if positions is None:
+        return hidden
+    return (hidden, positions) if bounds is None else (hidden, positions, bounds)
 
 
 def _or_counted(positions: Tensor | None, hidden: Tensor) -> Tensor:

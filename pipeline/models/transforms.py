@@ -17,7 +17,7 @@ from torch import nn
 from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.config.patterns import matching
 from pipeline.errors import ModelError
-from pipeline.models.attention import refuse_leaks
+from pipeline.models.attention import choose_attention, refuse_leaks
 from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.half_precision import prepare_for_half_precision
 from pipeline.models.of_transformers import is_model
@@ -36,6 +36,10 @@ class Placement:
     """Parameters in half precision, of a module written for fp32."""
     separate_documents: bool = False
     """Rows hold several documents, told apart by `position_ids` that start again."""
+    sequence_length: int | None = None
+    """Tokens of a row, where the data says so."""
+    dtype: torch.dtype = torch.float32
+    """Of products."""
 
 
 Transform = Callable[[nn.Module, ModelConfig, Placement], nn.Module]
@@ -85,10 +89,17 @@ def recompute_activations(model: nn.Module, config: ModelConfig, _: Placement) -
     return model
 
 
+def choose_who_attends(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+    """`model.attention`."""
+    if isinstance(config, CausalLMConfig) and is_model(model):
+        choose_attention(model, config.attention == "auto", placement.sequence_length, placement.device)
+    return model
+
+
 def keep_documents_apart(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
     """Refuses a model whose attention looks past position ids, where rows hold several documents."""
     if placement.separate_documents:
-        refuse_leaks(model)
+        refuse_leaks(model, placement.device, placement.dtype)
     return model
 
 
@@ -111,6 +122,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     freeze,
     compute_gelu_at_once,
     recompute_activations,
+    choose_who_attends,
     keep_documents_apart,
     synchronise_statistics,
     prepare_precision,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from pipeline.data.batches import FURTHER, shown, tensors
 from pipeline.errors import DataError, ModelError
+from pipeline.models.document_attention import BOUNDS
+from pipeline.models.of_transformers import is_model
 from pipeline.objectives.first_calls import FirstCalls
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch
 
@@ -93,7 +95,8 @@ class ModelCall:
             signature = inspect.signature(forward)
         except ValueError:  # written in C
             signature = inspect.signature(lambda *values, **named: None)
-        plan = _Plan(signature, kinds, self._with_targets)
+        of_rows = {key: kind for key, kind in kinds.items() if key != BOUNDS}
+        plan = _Plan(signature, of_rows, self._with_targets)
         if self._stated is not None:
             if absent := [key for key in self._stated if key not in kinds]:
                 raise ModelError(f"model.inputs: the batch has no {absent[0]!r}, but {shown(batch)}")
@@ -101,6 +104,9 @@ class ModelCall:
         else:
             call = plan.by_signature()
             _refuse_unusable(signature, batch, kinds, call)
+        takes_any_name = any(p.kind is Parameter.VAR_KEYWORD for p in signature.parameters.values())
+        if BOUNDS in kinds and is_model(own) and takes_any_name:  # other models are not asked to know them
+            call = replace(call, named=(*call.named, (BOUNDS, BOUNDS)))
         try:
             places = len(call.positional) + (kinds[call.positional[0]] - 1 if call.is_spread else 0)
             signature.bind(*[None] * places, **dict.fromkeys(argument for argument, _ in call.named))

@@ -35,7 +35,7 @@ EXAMPLES = [
     (3, {SEQUENCE: 3}, {SEQUENCE: 1}),
     (2, {SEQUENCE: 2, KV: 3, "model.num_heads": 6, "model.hidden_size": 96}, {KV: 1}),
     (2, {SEQUENCE: 2, "data.sequence_length": 63}, {"data.sequence_length": 64}),
-    (2, {SEQUENCE: 2, "model.attention": "eager"}, {"model.attention": "sdpa"}),
+    (2, {SEQUENCE: 2, "model.attention": "eager"}, {"model.attention": "auto"}),
     (8, {STAGES: 8, STAGE: 1}, {STAGES: 4}),
     (1, {ACCUMULATION: "fp32", BF16: True, STAGE: 0}, {STAGE: 1}),
     (2, {ACCUMULATION: "fp32", BF16: True, STAGE: 1, SEQUENCE: 2}, {STAGE: 2}),

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import ModelError
-from pipeline.models.attention import document_mask, refuse_leaks
+from pipeline.models.attention import choose_attention, refuse_leaks
+from pipeline.models.document_attention import NAME
 from pipeline.models.staging import cut_into_layers
 
 LENGTHS = (5, 1, 9, 3)
@@ -27,10 +28,16 @@ ARCHITECTURES = {
 }
 
 
-def make(architecture: str, attention: str | None = "sdpa", **fields):
+def make(architecture: str, attention: str | None = "auto", **fields):
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, **(SMALL | ARCHITECTURES.get(architecture, {}) | fields))
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=None if attention == "auto" else attention
+    )
+    if attention == "auto":
+        choose_attention(model, True, 32, torch.device("cpu"))
+        assert model.config._attn_implementation == NAME
+    return model
 
 
 def packed_rows(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -46,7 +53,7 @@ def gradients(model, logits: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad((logits.sin() * weights).sum(), list(model.parameters())))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_packed_logits_and_gradients_are_those_of_each_document_alone(architecture, attention):
     model = make(architecture, attention)
@@ -92,16 +99,6 @@ def test_a_changed_token_changes_no_other_document(architecture, staged):
     its_own[1, 5:12] = True
     assert torch.equal(differences(run, separate=True) > 0, its_own)
     assert (differences(run, separate=False)[1, 12:] > 0).all(), "the test cannot fail"
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_mask_of_whole_sequences_keeps_documents_apart(attention):
-    _, positions = packed_rows()
-    mask = document_mask(make("qwen2").config, attention, positions, torch.float32)
-    document = (positions == 0).cumsum(1)
-    expected = (document[:, :, None] == document[:, None, :]).tril()
-    assert mask is not None
-    assert torch.equal(mask[:, 0] if attention == "sdpa" else mask[:, 0] == 0, expected)
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "mistral", "mixtral", "gemma2", "phi3", "gpt_neox"])

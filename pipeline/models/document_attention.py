@@ -1,0 +1,272 @@
+"""Attention of each token to those before it in its document, without a (T, T) mask on any device.
+
+One function for transformers' table. Shapes: B rows of T tokens, query (B, heads, T, width), key and value
+(B, groups, T, width), bounds (N + 1,) int32: where documents begin in the B * T tokens, filled up with B * T.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from pipeline.errors import ModelError
+
+NAME = "documents"
+BOUNDS = "cu_seq_lens_q"  # as transformers' models hand it on to attention
+BLOCK = 64  # tokens of short documents that share one small mask on a CPU
+# cuDNN's kernels are the faster ones on Hopper; torch itself takes flash attention there in some releases.
+HOPPER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# What some models ask of attention besides; sinks are `s_aux`.
+UNSERVED = ("softcap", "s_aux", "position_bias")
+
+Runs = list[tuple[int, Tensor | None]]
+"""Tokens of one call on a CPU, and the mask of its documents; None: it is one document."""
+
+
+def document_bounds(positions_BT: Tensor) -> Tensor:
+    """The bounds of documents that positions tell: one begins wherever these do not go on counting.
+
+    A host read where the positions are on a device. N depends on B and T alone while documents have 256
+    tokens on average, and doubles otherwise: little is compiled again for another number of documents.
+    """
+    rows, length = positions_BT.shape
+    begins = torch.ones_like(positions_BT, dtype=torch.bool)
+    begins[:, 1:] = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
+    starts = begins.flatten().nonzero()[:, 0]
+    places = max(rows * max(1, length // 256), 1 << (len(starts) - 1).bit_length())
+    return F.pad(starts, (0, places + 1 - len(starts)), value=rows * length).to(torch.int32)
+
+
+def no_bounds(device: torch.device) -> Tensor:
+    """Stands for rows that are one document each, so that nobody looks at positions to find out."""
+    return torch.empty(0, dtype=torch.int32, device=device)
+
+
+class DocumentAttention:
+    """See AttentionFunction. Holds what it found out of the last bounds: every layer is given the same."""
+
+    def __init__(self) -> None:
+        # Asked here and not in a call, which torch.compile reads.
+        self._generation = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+        self._flash_options = _flash_options()
+        self._last: tuple[weakref.ref[Tensor], Any, Any] | None = None
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **rest: Any,
+    ) -> tuple[Tensor, None]:
+        """-> (output (B, T, heads, width), None).
+
+        Bounds are looked for in `position_ids` where `cu_seq_lens_q` is missing. With a mask, or keys of
+        tokens before the first query, transformers' sdpa computes.
+
+        Raises:
+            ModelError: the model asks for more than scaled products.
+        """
+        if asked := [name for name in UNSERVED if rest.get(name) is not None]:
+            raise ModelError(
+                f"model.attention: auto does not know {asked[0]}, which the model asks for; write "
+                "model.attention=eager"
+            )
+        is_causal = rest.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is not None or query.shape[2] != key.shape[2] or not is_causal:
+            return _with_mask(module, query, key, value, attention_mask, dropout, scaling, rest)
+        bounds, positions = rest.get(BOUNDS), rest.get("position_ids")
+        if (bounds is None and positions is None) or (bounds is not None and not bounds.numel()):
+            output = self._whole_rows(query, key, value, dropout, scaling)
+        elif query.is_cuda:
+            if bounds is None:
+                bounds = self._found(positions, query)
+            output = self._by_kernel(query, key, value, bounds, dropout, scaling)
+        else:
+            output = self._in_runs(query, key, value, bounds, positions, dropout, scaling)
+        return output, None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _found(self, positions: Tensor, query: Tensor) -> Tensor:
+        rows = query.shape[0]
+        return self._of(positions, rows, lambda: document_bounds(positions.expand(rows, -1)))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _in_runs(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor | None,
+        positions: Tensor,
+        dropout: float,
+        scaling: float | None,
+    ) -> Tensor:
+        """On a CPU: a call a document, one for consecutive short ones. Memory grows with T."""
+        rows, _, length, _ = query.shape
+
+        def find() -> Runs | None:
+            found = document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
+            return _runs(found.tolist(), rows, query.dtype)
+
+        runs = self._of(positions if bounds is None else bounds, (rows, query.dtype), find)
+        if runs is None:
+            return self._whole_rows(query, key, value, dropout, scaling)
+        sizes = [size for size, _ in runs]
+        parts = [t.transpose(1, 2).flatten(0, 1).split(sizes) for t in (query, key, value)]
+        outputs = []
+        for (_, mask), *of_run in zip(runs, *parts, strict=True):
+            q, k, v = (t.transpose(0, 1)[None] for t in of_run)
+            output = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            outputs.append(output[0].transpose(0, 1))
+        return torch.cat(outputs).unflatten(0, (rows, length))
+
+    def _whole_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
+    ) -> Tensor:
+        is_grouped = query.shape[1] != key.shape[1]
+        if is_grouped and query.is_cuda and not key.shape[-1] == value.shape[-1] <= 256:
+            key, value = _repeated(query, key), _repeated(query, value)
+            is_grouped = False  # no fused kernel takes groups so wide
+        kernels: AbstractContextManager[None] = nullcontext()
+        if query.is_cuda and self._generation == 9:
+            kernels = sdpa_kernel(HOPPER, set_priority=True)
+        with kernels:
+            output = F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped
+            )
+        return output.transpose(1, 2).contiguous()
+
+    def _by_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, dropout: float, scaling: float | None
+    ) -> Tensor:
+        """On CUDA, without a look at the bounds: flash attention, or xFormers' kernel for what it refuses
+        (fp32, dropout, cards before Ampere, widths that are no multiple of 8).
+        """
+        rows, _, length, width = query.shape
+        if torch.is_autocast_enabled("cuda"):  # which knows scaled_dot_product_attention alone
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        is_flash = (
+            query.dtype in (torch.float16, torch.bfloat16)
+            and dropout == 0
+            and width == value.shape[-1] <= 256
+            and width % 8 == 0
+            and self._generation >= 8
+        )
+        options = self._flash_options if is_flash else {}
+        if query.shape[1] != key.shape[1]:
+            if "enable_gqa" in options:
+                options = options | {"enable_gqa": True}
+            else:
+                key, value = _repeated(query, key), _repeated(query, value)
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        if is_flash:
+            output: Any = varlen_attn(q, k, v, bounds, bounds, length, length, scale=scaling, **options)
+        else:
+            causal = 1
+            output = torch.ops.aten._efficient_attention_forward(
+                q[None],
+                k[None],
+                v[None],
+                None,
+                bounds,
+                bounds,
+                length,
+                length,
+                dropout,
+                causal,
+                True,
+                scale=scaling,
+            )[0][0]
+        apart: Tensor = output.unflatten(0, (rows, length))
+        return apart
+
+    def _of(self, given: Tensor, form: Any, find: Any) -> Any:
+        """What `find` finds of a tensor, once for all layers that are given it."""
+        version = None if given.is_inference() else given._version
+        if self._last is not None and self._last[0]() is given and self._last[1] == (version, form):
+            return self._last[2]
+        found = find()
+        self._last = (weakref.ref(given), (version, form), found)
+        return found
+
+
+def _runs(bounds: list[int], rows: int, dtype: torch.dtype) -> Runs | None:
+    """The calls that serve these documents; None: each row is one document."""
+    sizes = [end - start for start, end in pairwise(bounds) if end > start]
+    if len(sizes) == rows:
+        return None
+    runs: list[list[int]] = []
+    filled = BLOCK
+    for size in sizes:
+        if filled + size > BLOCK:
+            runs.append([])
+            filled = 0
+        runs[-1].append(size)
+        filled += size
+    return [(sum(run), _mask(run, dtype) if len(run) > 1 else None) for run in runs]
+
+
+def _mask(sizes: list[int], dtype: torch.dtype) -> Tensor:
+    """(n, n), 0 where one attends, else -inf: a boolean one would be made into that by every layer."""
+    document = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    is_seen = (document[:, None] == document).tril_()
+    return torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
+
+
+def _flash_options() -> dict[str, Any]:
+    """How this torch's varlen_attn is told to be causal, and whether it knows groups."""
+    parameters = inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    return causal | ({"enable_gqa": False} if "enable_gqa" in parameters else {})
+
+
+def _repeated(query: Tensor, heads: Tensor) -> Tensor:
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+def _with_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    rest: dict[str, Any],
+) -> tuple[Tensor, None]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    output: tuple[Tensor, None] = sdpa(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest
+    )
+    return output

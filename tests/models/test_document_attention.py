@@ -1,0 +1,193 @@
+"""Attention by document: exact, without anything of T x T elements, and only where a model asks no more."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from test_packed_attention import make
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeline.models.attention import choose_attention
+from pipeline.models.document_attention import BLOCK, BOUNDS, NAME, DocumentAttention, document_bounds
+
+CPU = torch.device("cpu")
+ROWS = {
+    "uneven": ([5, 1, 70, 3, 40, 1, 80], [BLOCK, BLOCK + 1, 71]),
+    "tokens": ([1] * 40, [39, 1]),
+    "one is the row": ([200], [199, 1]),
+    "whole rows": ([50], [50]),
+    "short rows": ([3, 4], [7], [1, 6]),
+}
+
+
+def positions_of(rows) -> Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+
+
+def heads(rows: int, length: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
+    """Query, key and value as a model has them: a view of (B, T, heads, width)."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(rows, length, number, 8) for number in (4, groups, groups)]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [each.transpose(1, 2).requires_grad_() for each in drawn]
+
+
+def oracle(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+    """By the definition, in fp64 and with a mask of (B, T, T)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    document = (positions == 0).cumsum(1)
+    is_seen = (document[:, :, None] == document[:, None]).tril()[:, None]
+    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~is_seen, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_outputs_and_gradients_are_the_definitions(rows, groups, is_told):
+    positions = positions_of(rows)
+    given = {"position_ids": positions} | ({BOUNDS: document_bounds(positions)} if is_told else {})
+    ours = heads(*positions.shape, groups, torch.float32)
+    exact = heads(*positions.shape, groups, torch.float64)
+    output, _ = DocumentAttention()(nn.Identity(), *ours, None, **given)
+    expected = oracle(*exact, positions)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+    gradients = torch.autograd.grad((output * weights).sum(), ours)
+    for found, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_bounds_have_few_sizes_and_say_where_documents_begin():
+    rows = ([3, 2], [1, 4])
+    assert document_bounds(positions_of(rows)).tolist() == [0, 3, 5, 6, 10]
+    sizes = {len(document_bounds(positions_of([[n, 2048 - n]]))) for n in range(1, 2048, 100)}
+    assert sizes == {2048 // 256 + 1}, "another number of documents would be compiled for"
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("size", [1, 20, 300, 10_000])
+def test_memory_grows_with_the_row_and_not_with_its_square(size):
+    found = []
+    for length in (1024, 2048):
+        positions = (torch.arange(length) % size)[None]
+        with Largest() as largest:
+            inputs = heads(1, length, 2, torch.float32)
+            output, _ = DocumentAttention()(nn.Identity(), *inputs, None, position_ids=positions)
+            output.sum().backward()
+        found.append(largest.elements)
+        assert largest.elements <= length * 4 * 8
+    assert found[1] == 2 * found[0]
+
+
+def test_one_call_serves_many_short_documents():
+    """A call a document would cost more than attention does."""
+    positions = (torch.arange(1024) % 4)[None]
+    with torch.profiler.profile() as profile:
+        DocumentAttention()(nn.Identity(), *heads(1, 1024, 4, torch.float32), None, position_ids=positions)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::scaled_dot_product_attention"] == 1024 // BLOCK
+    assert not any("math" in name for name in calls), "scores of all pairs are made"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2", "mixtral", "gpt_neox", "biogpt"])
+def test_models_of_plain_attention_are_served(architecture, caplog):
+    with caplog.at_level(logging.INFO):
+        make(architecture, num_key_value_heads=4)
+    assert "attention: by document" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "why"),
+    [
+        ("mistral", {"sliding_window": 16}, "a sliding window of 16"),
+        ("gemma2", {"head_dim": 8, "sliding_window": 64}, "not called as transformers' others"),
+        ("gpt_oss", {"head_dim": 8, "sliding_window": 64, "num_local_experts": 2}, "not called as"),
+        ("bloom", {}, "computes attention itself"),
+        ("llama4_text", {"head_dim": 8, "num_local_experts": 2}, "layers of chunked_attention"),
+    ],
+)
+def test_models_that_ask_more_keep_transformers_attention(architecture, fields, why, caplog):
+    model = make(architecture, None, **({"num_key_value_heads": 4, "pad_token_id": 0} | fields))
+    before = model.config._attn_implementation
+    with caplog.at_level(logging.INFO):
+        choose_attention(model, True, 32, CPU)
+    assert model.config._attn_implementation == before
+    assert f"attention: transformers' {before}; " in caplog.text
+    assert why in caplog.text
+
+
+def test_a_window_as_long_as_the_row_hides_nothing():
+    model = make("mistral", None, sliding_window=32, num_key_value_heads=4)
+    choose_attention(model, True, 32, CPU)
+    assert model.config._attn_implementation == NAME
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_padding_and_generation_are_transformers_own(architecture):
+    model, other = make(architecture).eval(), make(architecture, "sdpa").eval()
+    ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **how), other.generate(ids, **how))
+    with torch.no_grad():
+        assert torch.equal(
+            model(input_ids=ids, attention_mask=mask).logits[1, 4:],
+            other(input_ids=ids, attention_mask=mask).logits[1, 4:],
+        )
+    assert model.config._attn_implementation == NAME, "a look at a mask is for that call alone"
+
+
+def test_training_on_padded_rows_computes_again_what_it_computed(caplog):
+    """The mask of a forward is known no more when its backward computes the block again."""
+    ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    gradients = []
+    for attention in ("auto", "sdpa"):
+        model = make("llama", attention).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with caplog.at_level(logging.INFO):
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        (logits.sin() * mask[..., None]).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert caplog.text.count("batches have an attention_mask") == 1
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize(
+    ("dtype", "dropout"), [(torch.bfloat16, 0.0), (torch.bfloat16, 0.1), (torch.float32, 0.0)]
+)
+def test_the_kernels_of_a_gpu_take_what_they_are_given(dtype, dropout, groups):
+    """Shapes and gradients of both, by what torch declares of them: there is no device."""
+    query, *others = (
+        torch.empty(2, 16, number, 8, device="meta", dtype=dtype).transpose(1, 2).requires_grad_()
+        for number in (4, groups, groups)
+    )
+    attention = DocumentAttention()
+    attention._generation = 9
+    bounds = torch.empty(9, device="meta", dtype=torch.int32)
+    output = attention._by_kernel(query, *others, bounds, dropout, None)
+    assert output.shape == (2, 16, 4, 8)
+    output.float().sum().backward()
+    assert all(each.grad.shape == each.shape for each in (query, *others))
