@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -249,7 +248,7 @@ def hugging_face_trainer(task: Task, settings: Settings, gate: Gate, *, liger: b
         disable_tqdm=True,
         use_cpu=script.device.type == "cpu",
         dataloader_pin_memory=script.device.type == "cuda",
-        deepspeed=trainers_json(task, settings, script.device),
+        deepspeed=None if task.json is None else str(task.json),
         use_liger_kernel=liger,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=script.dataset(), callbacks=[GateCallback()])
@@ -262,26 +261,6 @@ def hugging_face_trainer(task: Task, settings: Settings, gate: Gate, *, liger: b
 def trainer_with_liger(task: Task, settings: Settings, gate: Gate) -> Trained:
     """The Trainer with Liger's fused kernels: GPUs only."""
     return hugging_face_trainer(task, settings, gate, liger=True)
-
-
-# Keys of `zero_optimization` whose "auto" transformers fills in; any other it refuses.
-FILLED_BY_TRANSFORMERS = (
-    "reduce_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-)
-
-
-def trainers_json(task: Task, settings: Settings, device: torch.device) -> dict[str, Any] | None:
-    """The JSON file, in which an "auto" that transformers does not know is filled in as the pipeline does."""
-    if task.json is None:
-        return None
-    tree: dict[str, Any] = json.loads(task.json.read_text())
-    filled = settings.resolve(task.world_size, describe_device(device)).deepspeed or {}
-    zero = tree.get("zero_optimization", {})
-    for key in [key for key in zero if zero[key] == "auto" and key not in FILLED_BY_TRANSFORMERS]:
-        zero[key] = filled["zero_optimization"][key]
-    return tree
 
 
 def build_nothing() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import Script, build_nothing, trainers_json
+from peers import Script, build_nothing
 from processes import Gate, Task
 from saver_diary import Diary, Watch, note_save
 from torch import nn
@@ -101,7 +101,7 @@ def hugging_face_trainer(task: Task, settings: Settings, gate: Gate, diary: Diar
         disable_tqdm=True,
         use_cpu=script.device.type == "cpu",
         dataloader_pin_memory=script.device.type == "cuda",
-        deepspeed=trainers_json(task, settings, script.device),
+        deepspeed=None if task.json is None else str(task.json),
     )
     callbacks = [WatchCallback()]
     WatchedTrainer(script.model(), arguments, train_dataset=script.dataset(), callbacks=callbacks).train()

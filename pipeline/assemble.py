@@ -295,7 +295,6 @@ def build_meters(
     stragglers = None
     if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
         stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
-    lowest = lowest_loss_scale(resolved.deepspeed)
-    clock = time.perf_counter
+    lowest, clock = lowest_loss_scale(resolved.deepspeed), time.perf_counter
     profile = profile_asked_for(resolved.deepspeed, engine, clock, directory, job.ranks.is_main_process)
     return Meters(workload, job, clock, lowest, stragglers, profile)

@@ -163,6 +163,8 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     # On by default; it waits for the device before each forward and after each step.
     filled.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     zero = filled.setdefault("zero_optimization", {"stage": 0})
+    if zero.get("stage"):
+        zero.setdefault("overlap_comm", "auto")
     if zero.get("stage") == 3:  # DeepSpeed's own are as large as most models
         zero.setdefault("sub_group_size", "auto")
     ranks = plan.dp_world_size * filled.get("sequence_parallel_size", 1)

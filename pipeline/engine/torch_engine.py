@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -166,6 +167,14 @@ class TorchEngine:
         restore(self._state(), source, names_of(self.module))
 
 
+# Newer releases warn of the older name.
+_BROADCAST = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
 class _Reducing:
     """DistributedDataParallel, and whether the last backward's gradients were all summed over the ranks.
 
@@ -177,13 +186,15 @@ class _Reducing:
         self._module = module
         self._may_be_unused = config.find_unused_parameters
         self.is_complete = False
+        # Before each forward, also those that never change; see ChangingBuffers.
+        how: dict[str, Any] = {_BROADCAST: False}
         self.wrapper = DistributedDataParallel(
             module,
             device_ids=[job.device] if job.device.type == "cuda" else None,
             bucket_cap_mb=config.bucket_cap_mb,
             find_unused_parameters=config.find_unused_parameters,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # before each forward, also those that never change; see ChangingBuffers
+            **how,
         )
         # DDP refuses a hook whose annotations are postponed; a lambda has none. What its C++ holds is never
         # collected: it may hold no way back to itself.
