@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 TWIN_LAYERS = 2
 TWIN_WORDS = 64
+TWIN_WIDTH = 64  # of what is wide beside attention, which the trial is not about: an 8B twin has 0.1 B, not 0.4
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
 
 AttentionFunction = Callable[..., tuple[Any, Any]]
 """(module, query, key, value, mask, **rest) -> (output (B, T, heads, width), weights or None)."""
@@ -114,6 +116,9 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel | None:
         text.num_hidden_layers = min(TWIN_LAYERS, text.num_hidden_layers)
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: text.num_hidden_layers]
+        for name in WIDTHS:
+            if isinstance(width := getattr(text, name, None), int):
+                setattr(text, name, min(width, TWIN_WIDTH))
         text.vocab_size = TWIN_WORDS
         text.pad_token_id = text.bos_token_id = text.eos_token_id = None
         config._attn_implementation = None

@@ -152,7 +152,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, added up in the total's dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif total.device.type == "cuda":
+    elif total.device.type == "cuda" and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
