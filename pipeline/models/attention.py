@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 TWIN_LAYERS = 2
 TWIN_WORDS = 64
-TWIN_WIDTH = 64  # of what is wide beside attention, which the trial is not about: an 8B twin has 0.1 B, not 0.4
+TWIN_WIDTH = 64  # of what is wide beside attention: an 8B twin has 0.1 B parameters, not 0.4 B
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
 
 AttentionFunction = Callable[..., tuple[Any, Any]]
