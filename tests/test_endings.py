@@ -183,8 +183,8 @@ def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):
 
 def test_a_full_disk_does_not_stop_training_and_is_told(tmp_path):
     recipe = write_recipe(tmp_path, max_steps=6)
-    # Files over 200 kB cannot be written: data and metrics fit, a checkpoint does not.
-    limited = f"ulimit -f 200; exec {' '.join(command('--config', str(recipe)))}"
+    # Files over 320 kB cannot be written: data and metrics fit, a checkpoint does not.
+    limited = f"ulimit -f 320; exec {' '.join(command('--config', str(recipe)))}"
     result = subprocess.run(
         ["bash", "-c", limited],
         check=False,

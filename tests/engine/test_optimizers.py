@@ -32,6 +32,7 @@ OPTIMIZERS = {
     "adafactor": {"kind": "adafactor", "learning_rate": 3e-2, "max_grad_norm": 0.5},
     "muon": {"learning_rate": 3e-3, "max_grad_norm": 0.5},
 }
+MUON_BANDS = (BANDS["fp32"][0], 5e-5)  # its polynomial is computed in bf16, in which a last bit grows
 NEED_WHOLE = ("adafactor", "muon")
 SPLITS = {
     "DDP": {"torch": {"parallel": "ddp"}},
@@ -97,7 +98,8 @@ def test_the_curve_is_that_of_one_process(ranks, kind, name):
         pytest.skip("no libaio to link with (apt-get install libaio-dev)")
     curves = ranks(2).run(train_curve, tree(kind, groups_of(kind)), SPLITS[name], timeout=900)
     precision = next((half for half in ("bf16", "fp16") if half in name), "fp32")
-    for found, allowed in zip(differences(curves[0], alone(kind)), BANDS[precision], strict=True):
+    bands = MUON_BANDS if (kind, precision) == ("muon", "fp32") else BANDS[precision]
+    for found, allowed in zip(differences(curves[0], alone(kind)), bands, strict=True):
         assert found < allowed
 
 

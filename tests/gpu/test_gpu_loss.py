@@ -10,7 +10,10 @@ import torch.nn.functional as F
 
 from pipeline.objectives import linear_cross_entropy as linear
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
