@@ -32,7 +32,7 @@ OPTIMIZERS = {
     "adafactor": {"kind": "adafactor", "learning_rate": 3e-2, "max_grad_norm": 0.5},
     "muon": {"learning_rate": 3e-3, "max_grad_norm": 0.5},
 }
-MUON_BANDS = (BANDS["fp32"][0], 5e-5)  # its polynomial is computed in bf16, in which a last bit grows
+MUON_BANDS = (BANDS["fp32"][0], 3e-5)  # its polynomial is computed in bf16, in which a last bit grows
 NEED_WHOLE = ("adafactor", "muon")
 SPLITS = {
     "DDP": {"torch": {"parallel": "ddp"}},
