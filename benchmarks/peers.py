@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from workload import LOG_EVERY, PeerDataset
 
-from pipeline.assemble import model_request
+from pipeline.build_engine import model_request
 from pipeline.config.settings import Settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-import weakref
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from pipeline.build_engine import build_engine
 from pipeline.checkpoint.catalog import Retention
-from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
@@ -23,22 +21,15 @@ from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
 from pipeline.data.loader import BatchSource, EvalLoader, TrainLoader
 from pipeline.data.mixture import MixtureOrder
-from pipeline.distributed.process_group import Job, allow_tf32, describe_device
+from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.stragglers import Stragglers
-from pipeline.engine.host_memory import freed_at_once
-from pipeline.engine.interface import DTYPES, Engine, Evaluates, count_parameters
+from pipeline.engine.interface import Engine, Evaluates
 from pipeline.engine.profile import profile_asked_for
-from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
 from pipeline.metrics import Meters, Workload
-from pipeline.models import build_model
 from pipeline.models.flops import flops_per_token
-from pipeline.models.regional_compile import compile_blocks
-from pipeline.models.sharding import ModelRequest, Sharding, Whole
 from pipeline.models.transformers_folder import write_description
-from pipeline.models.transforms import Placement, transform
 from pipeline.models.vocabulary import num_words
-from pipeline.models.weights import load_weights
 from pipeline.objectives import Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.peak_flops import peak_flops
@@ -142,83 +133,6 @@ def go_on(
     step = int(state["global_step"])
     start = TrainState.start(engine.device, step, state["tokens_seen"], state["skipped_steps"])
     return start, state.get("eval_loss")
-
-
-@freed_at_once()
-def build_engine(
-    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, *, resumes: bool = False
-) -> Engine:
-    """The model inside the engine that the split asks for. Collective.
-
-    Args:
-        resumes: Its weights will be a checkpoint's; those that a new run starts from are not read.
-    """
-    split = resolved.split
-    # transformers' language models are written for parameters in half precision, other modules for fp32.
-    is_half = resolved.deepspeed is not None and split.precision != "fp32"
-    placement = Placement(
-        job.device,
-        split.dp_world_size,
-        is_autocast=is_half and not isinstance(config.model, CausalLMConfig),
-        separate_documents=getattr(config.data, "separate_documents", False),
-        sequence_length=getattr(config.data, "sequence_length", None),
-        dtype=DTYPES[split.precision],
-    )
-
-    def model_in(sharding: Sharding) -> nn.Module:
-        model = build_model(config.model, model_request(config, data, sharding), config.seed)
-        if config.model.weights is not None and not resumes:
-            load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))
-        model = transform(model, config.model, placement)
-        if resolved.compile:
-            compile_blocks(model)
-        return model
-
-    allow_tf32(resolved.tf32)
-    if resolved.deepspeed is None:
-        return TorchEngine(model_in(Whole()), config.optimizer, config.engine, split, job)
-    from pipeline.engine.deepspeed_engine import DeepSpeedEngine, sharding_for, start_deepspeed
-    from pipeline.engine.native_ops import prepare_native_ops
-    from pipeline.engine.nvme import SwapFolder
-
-    start_deepspeed(job)
-    if split.pipeline_stages > 1:
-        from pipeline.engine.pipeline_engine import PipelineEngine
-        from pipeline.engine.stages import StageSharding
-
-        length = getattr(config.data, "sequence_length", None)
-        stages = StageSharding(resolved.deepspeed, split, length, job)
-        model_in(stages)
-        assert stages.model is not None
-        return PipelineEngine(stages.model, config.optimizer, resolved.deepspeed, split, job, stages.bounds)
-    swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
-    sharding = sharding_for(swap.config, split)
-    model = model_in(sharding)
-    swap.check_space(count_parameters(model))
-    engine = DeepSpeedEngine(
-        model, config.optimizer, swap.config, split, job, placement.is_autocast, sharding
-    )
-    engine.closing.callback(swap.close)
-    weakref.finalize(engine, swap.close)  # of an engine that nobody closes
-    return engine
-
-
-def ids_trained_here(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
-    """Token -> id of the tokenizer, where it was trained on this data for want of another."""
-    named = getattr(getattr(config.data, "tokenizer", None), "pretrained", None)
-    return data.tokenizer.get_vocab() if data.tokenizer is not None and named is None else None
-
-
-def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> ModelRequest:
-    """What the data asks of the model."""
-    return ModelRequest(
-        sharding=sharding,
-        vocab_size=data.vocab_size,
-        sequence_length=getattr(config.data, "sequence_length", None),
-        num_classes=data.num_classes,
-        num_channels=data.num_channels,
-        end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,
-    )
 
 
 def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> TrainLoader:

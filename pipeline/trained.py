@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import evaluation
-from pipeline.assemble import build_eval_loader, model_request
+from pipeline.assemble import build_eval_loader
+from pipeline.build_engine import model_request
 from pipeline.checkpoint.export import DESCRIPTION
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint

@@ -25,7 +25,7 @@ LAYERS = [
     ["identity"],
     ["run_directory", "parts"],
     ["training"],
-    ["assemble"],
+    ["assemble", "build_engine"],
     ["trained", "api", "device_failures"],
     ["running"],
     ["cli", "commands"],

@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from pipeline.config.batch import BatchPlan, plan_batch
-from pipeline.config.combinations import Choice, refuse_impossible
+from pipeline.config.choice import Choice
+from pipeline.config.combinations import refuse_impossible
 from pipeline.config.data_schema import DocumentsConfig
 from pipeline.config.deepspeed_json import (
     adopt_stated_numbers,

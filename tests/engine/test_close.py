@@ -10,7 +10,8 @@ import torch
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 from torch.distributed import distributed_c10d
 
-from pipeline.assemble import build_engine, build_loader
+from pipeline.assemble import build_loader
+from pipeline.build_engine import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
 

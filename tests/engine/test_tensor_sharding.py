@@ -14,7 +14,7 @@ from support.memory import anonymous_bytes, held_bytes, most_anonymous
 from support.tiny import make_engine, recipe, resolve, token_bundle
 from support.weights import SIZES
 
-from pipeline.assemble import model_request
+from pipeline.build_engine import model_request
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError

@@ -18,7 +18,8 @@ from support.tiny import (
     train_curve,
 )
 
-from pipeline.assemble import build_engine, build_eval_loader, build_loader
+from pipeline.assemble import build_eval_loader, build_loader
+from pipeline.build_engine import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError

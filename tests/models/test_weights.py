@@ -11,7 +11,7 @@ from support.tiny import VOCABULARY, recipe, resolve, token_bundle
 from support.weights import SIZES, assert_same, cnn, copied, llama, load, refused, small
 from torch import nn
 
-from pipeline.assemble import build_engine
+from pipeline.build_engine import build_engine
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model

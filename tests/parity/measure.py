@@ -14,7 +14,8 @@ from parity.splits import STEPS, Case
 from support.memory import held_bytes
 from support.tiny import resolve, token_bundle
 
-from pipeline.assemble import build_engine, build_eval_loader, build_loader
+from pipeline.assemble import build_eval_loader, build_loader
+from pipeline.build_engine import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.normalize import mean_loss

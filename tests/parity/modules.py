@@ -12,7 +12,8 @@ from support.tiny import recipe, resolve
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from pipeline.assemble import build_engine, build_eval_loader, build_loader
+from pipeline.assemble import build_eval_loader, build_loader
+from pipeline.build_engine import build_engine
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.engine.normalize import mean_loss

@@ -12,7 +12,8 @@ import torch
 from support.tiny import deepspeed_json, recipe, resolve
 from transformers import BertConfig, BertModel
 
-from pipeline.assemble import build_engine, build_eval_loader, build_loader
+from pipeline.assemble import build_eval_loader, build_loader
+from pipeline.build_engine import build_engine
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks

@@ -15,7 +15,8 @@ from parity.measure import ALONE, has_async_io, largest_difference
 from parity.splits import CPU, LLAMA, NVME, SEQUENCE_2, TENSOR_2, TWO_STAGES, zero
 from support.tiny import recipe, resolve, token_bundle
 
-from pipeline.assemble import build_engine, build_loader
+from pipeline.assemble import build_loader
+from pipeline.build_engine import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.engine.normalize import mean_loss
 from pipeline.errors import CheckpointError

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipeline.assemble import build_engine, build_loader
+from pipeline.assemble import build_loader
+from pipeline.build_engine import build_engine
 from pipeline.config.batch import plan_batch
 from pipeline.config.deepspeed_json import adopt_torch_section
 from pipeline.config.loading import ConfigFile
