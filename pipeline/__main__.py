@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare
 from pipeline.distributed.machine import raise_open_files_limit
-from pipeline.errors import CommandLine, report_errors
+from pipeline.errors import CommandLine, DeviceFailedError, PipelineError, report_errors
 
 COMMANDS = {
     "prepare": prepare,
@@ -21,7 +24,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. Exit code: 0 done, 2 bad input or what a command finds wrong, 130 interrupted."""
+    """Runs a command. Exit code: 0 done, 2 bad input or what a command finds wrong, 12 out of memory, 14 the
+    device failed, 130 interrupted.
+    """
     parser = CommandLine(
         prog="python -m pipeline", description="What there is to do besides training (launch/train.py)."
     )
@@ -35,11 +40,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides.append(argument)  # an override after an option
     raise_open_files_limit()
     command = COMMANDS[arguments.command]
-    return report_errors(lambda: command.run(arguments), getattr(command, "INTERRUPTED", None))
+    return report_errors(lambda: _run(command, arguments), getattr(command, "INTERRUPTED", None))
+
+
+def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:
+    """Raises a DeviceMemoryError or DeviceFailedError in place of what torch and the system say of it."""
+    try:
+        code: int | None = command.run(arguments)
+    except Exception as error:
+        if isinstance(error, PipelineError):
+            raise
+        from pipeline.device_failures import explain, of_files
+
+        mistake = explain(error, None, of_files)
+        if mistake is None:
+            raise
+        raise mistake from error
+    return code
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        code = main()
+        if code == DeviceFailedError.exit_code:  # CUDA's destructors would abort
+            sys.stdout.flush()
+            os._exit(code)
+        sys.exit(code)
     except KeyboardInterrupt:  # before a command could say what stays
         sys.exit(130)

@@ -32,6 +32,7 @@ from pipeline.assemble import assemble
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
 from pipeline.data.digest import check_same_data
+from pipeline.device_failures import explained, of_generation, of_training
 from pipeline.distributed.accelerator import choose_accelerator
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
@@ -89,7 +90,7 @@ class Run:
 
     Raises:
         PipelineError: something the user gave cannot work; ConfigError, DataError, ModelError,
-            CheckpointError or LaunchError say what.
+            CheckpointError or LaunchError say what. DeviceMemoryError, DeviceFailedError: also of any method.
     """
 
     def __init__(self, settings: Settings, joined: tuple[Job, DataBundle] | None = None):
@@ -105,6 +106,9 @@ class Run:
                 stack.push(partial(_leave, joined[0]))
             self._settings = settings
             self._job, self._data = joined
+            self._explained = partial(explained, self._job.device)
+            self._remedies = partial(of_training, settings, self._job)
+            stack.enter_context(self._explained(self._remedies))
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
             check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
@@ -174,7 +178,8 @@ class Run:
             NonFiniteLossError: too many steps in a row had an infinite or NaN gradient.
             PipelineError: something else the user gave does not work, as a row of the data.
         """
-        return self._loop.step()
+        with self._explained(self._remedies):
+            return self._loop.step()
 
     def train(self) -> None:
         """All steps that are left, or those until a stop is agreed (`stopped_by`). Raises as `step` does."""
@@ -195,7 +200,8 @@ class Run:
                 "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
                 "documents"
             )
-        return self._loop.evaluate()
+        with self._explained(self._remedies):
+            return self._loop.evaluate()
 
     def generate(
         self, prompt: str, *, max_new_tokens: int = 128, temperature: float = TEMPERATURE, seed: int = 0
@@ -208,7 +214,9 @@ class Run:
         if self._data.tokenizer is None:
             raise ModelError("the model writes no text; that is for language models (model.kind: causal_lm)")
         settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
-        return generate_text(self._parts.engine, self._data.tokenizer, prompt, settings, asks=self._asks)
+        engine, tokenizer = self._parts.engine, self._data.tokenizer
+        with self._explained(partial(of_generation, max_new_tokens)):
+            return generate_text(engine, tokenizer, prompt, settings, asks=self._asks)
 
     def sample(self) -> str | None:
         """What the model writes for the recipe's section `sample`; kept in summary.json.
@@ -219,7 +227,8 @@ class Run:
         config, tokenizer = self._settings.config, self._data.tokenizer
         if tokenizer is not None and config.sample.max_new_tokens:
             engine = self._parts.engine
-            self._sample = sample_text(engine, tokenizer, config.sample, config.seed, asks=self._asks)
+            with self._explained(partial(of_generation, config.sample.max_new_tokens)):
+                self._sample = sample_text(engine, tokenizer, config.sample, config.seed, asks=self._asks)
         return self._sample
 
     def save(self) -> Path:
@@ -228,7 +237,8 @@ class Run:
         Raises:
             CheckpointError: it cannot be written, or there was no step yet.
         """
-        return self._loop.save()
+        with self._explained(self._remedies):
+            return self._loop.save()
 
     def close(self) -> None:
         """Ends it: a save under way is waited for, a finished run gets its summary.json, the directory is

@@ -1,4 +1,4 @@
-"""How a run dies of its device, out of memory or failed: one line, the numbers, the largest lever first.
+"""What to tell of a device that is out of memory or failed: one line, the numbers, the largest lever first.
 
 Looks at what torch, CUDA, NCCL and the system say; asks a device that failed nothing.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import re
 import traceback
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 
@@ -42,19 +43,50 @@ _TOLD = {
 }
 
 
-def explain(error: BaseException, settings: Settings, job: Job | None) -> PipelineError | None:
+class Remedies(NamedTuple):
+    """What was done, and what takes less memory."""
+
+    doing: str
+    """` at micro_batch_size 8`; empty: nothing to say."""
+    levers: list[str]
+    """Most first."""
+
+
+Remedying = Callable[[str], Remedies]
+"""Of the kind of device, `cuda` or `cpu`, whose memory is out."""
+
+
+def explain(error: BaseException, device: torch.device | None, remedies: Remedying) -> PipelineError | None:
     """What to tell of an exception; None where it is not the device's memory, nor the device.
 
     Args:
         error: Also one that came of the other while everything was closed.
-        job: None: it is not joined yet.
+        device: That was computed on; None: not known yet.
     """
     for each in _chain(error):
+        if isinstance(each, (DeviceMemoryError, DeviceFailedError)):
+            return each
         if _is_of_memory(each):
-            return DeviceMemoryError(_of_memory(each, settings, job))
+            return DeviceMemoryError(_of_memory(each, device or torch.device("cpu"), remedies))
         if isinstance(each, RuntimeError) and _FAILED.search(str(each)):
-            return DeviceFailedError(_of_device(each, job))
+            return DeviceFailedError(_of_device(each, device))
     return None
+
+
+@contextmanager
+def explained(device: torch.device, remedies: Remedying) -> Iterator[None]:
+    """Around what computes; or a decorator.
+
+    Raises:
+        DeviceMemoryError, DeviceFailedError: in place of torch's or the system's own, which is the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        mistake = None if isinstance(error, PipelineError) else explain(error, device, remedies)
+        if mistake is None:
+            raise
+        raise mistake from error
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -72,27 +104,26 @@ def _is_of_memory(error: BaseException) -> bool:
     return is_torchs or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-def _of_memory(error: BaseException, settings: Settings, job: Job | None) -> str:
-    device = job.device if job is not None else torch.device("cpu")
+def _of_memory(error: BaseException, device: torch.device, remedies: Remedying) -> str:
     text = re.sub(
         r"(\d+) bytes", lambda found: f"{int(found[1]) / GIB:.2f} GiB", str(error)
     )  # the CPU's allocator
+    if isinstance(error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text:
+        device = torch.device("cpu")  # the host's, beside a GPU
     numbers = [words.format(found[1]) for words, how in _TOLD.items() if (found := re.search(how, text))]
     if device.type == "cuda":
         if len(numbers) < 3:  # another's message than the allocator's
             numbers += _peaks(device)
     else:
         numbers.append(str(memory_now()))
-    resolved = None
-    if job is not None:
-        with suppress(PipelineError):
-            resolved = settings.resolve(job.ranks.world_size, describe_device(device))
-    plan = f" at micro_batch_size {resolved.plan.micro_batch_size}" if resolved is not None else ""
-    levers = _levers(settings, resolved, device.type)
+    doing, levers = remedies(device.type)
     if device.type == "cuda" and "more reserved" in " ".join(numbers):
-        levers.append("PYTORCH_ALLOC_CONF=expandable_segments:True, where much is reserved and not allocated")
+        levers = [
+            *levers,
+            "PYTORCH_ALLOC_CONF=expandable_segments:True, where much is reserved and not allocated",
+        ]
     return (
-        f"out of memory on {device}{plan}, {_place(error)}: {', '.join(numbers) or one_line(error)}. What "
+        f"out of memory on {device}{doing}, {_place(error)}: {', '.join(numbers) or one_line(error)}. What "
         f"helps, most first: {'; '.join(levers)}"
     )
 
@@ -109,6 +140,54 @@ def _peaks(device: torch.device) -> list[str]:
     return []
 
 
+def of_training(settings: Settings, job: Job | None, device: str) -> Remedies:
+    """For a run with these settings.
+
+    Args:
+        job: None: it is not joined yet.
+    """
+    resolved = None
+    if job is not None:
+        with suppress(PipelineError):
+            resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
+    doing = f" at micro_batch_size {resolved.plan.micro_batch_size}" if resolved is not None else ""
+    return Remedies(doing, _levers(settings, resolved, device))
+
+
+def of_evaluation(micro_batch_size: int, sequence_length: int | None, device: str) -> Remedies:
+    """For a model that is whole in this process, and evaluated."""
+    smaller = (
+        [f"batch.micro_batch_size={micro_batch_size // 2} (now {micro_batch_size}), which changes no number"]
+        if micro_batch_size > 1
+        else []
+    )
+    return Remedies(
+        f" in an evaluation at micro_batch_size {micro_batch_size}",
+        [*smaller, _shorter(sequence_length), *_elsewhere(device)],
+    )
+
+
+def of_generation(max_new_tokens: int, device: str) -> Remedies:
+    """For a model that writes after a prompt."""
+    fewer = f"fewer tokens (max_new_tokens, now {max_new_tokens})"
+    return Remedies(" while text is generated", [fewer, "a shorter prompt", *_elsewhere(device)])
+
+
+def of_files(device: str) -> Remedies:
+    """For what reads, converts or writes files and loads no model."""
+    return Remedies("", _elsewhere(device))
+
+
+def _elsewhere(device: str) -> list[str]:
+    if device == "cuda":
+        return [
+            "a GPU that nothing else uses (nvidia-smi), or a larger one",
+            "CUDA_VISIBLE_DEVICES= (empty), which leaves it to the CPU",
+        ]
+    look = "ps -eo rss,user,comm --sort=-rss | head"
+    return [f"an end to what else takes memory here ({look})", "a higher limit"]
+
+
 def _levers(settings: Settings, resolved: Resolved | None, device: str) -> list[str]:
     found = []
     if resolved is not None and (halved := _smaller(resolved.plan)) is not None:
@@ -123,9 +202,12 @@ def _levers(settings: Settings, resolved: Resolved | None, device: str) -> list[
         found.append(
             "--deepspeed ds_configs/zero3_offload.json, which keeps the optimizer in the host's memory"
         )
-    length = getattr(settings.config.data, "sequence_length", None)
-    shorter = f"a shorter data.sequence_length (now {length})" if length else "smaller samples"
+    shorter = _shorter(getattr(settings.config.data, "sequence_length", None))
     return [*found, f"{shorter}, or a smaller model"]
+
+
+def _shorter(length: int | None) -> str:
+    return f"a shorter data.sequence_length (now {length})" if length else "smaller samples"
 
 
 def _smaller(plan: BatchPlan) -> str | None:
@@ -141,9 +223,9 @@ def _smaller(plan: BatchPlan) -> str | None:
     )
 
 
-def _of_device(error: RuntimeError, job: Job | None) -> str:
+def _of_device(error: RuntimeError, device: torch.device | None) -> str:
     text = one_line(error)
-    where = f"{job.device} failed" if job is not None else "the device failed"
+    where = f"{device or 'the device'} failed"
     if "ECC" in text or "fallen off" in text:
         return (
             f"{where}: {text}; the card is at fault: see dmesg | grep -i xid, and leave it out until a reset"
@@ -151,8 +233,7 @@ def _of_device(error: RuntimeError, job: Job | None) -> str:
     index = " (an index outside of a table: ids, labels or positions)" if "assert" in text else ""
     return (
         f"{where}{index}, {_place(error)}, or before: {text}; nothing of what it held is saved. Run the same "
-        "again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the line is the right one (the traceback: "
-        "logs/ of the run)"
+        "again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the line is the right one"
     )
 
 

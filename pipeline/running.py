@@ -8,18 +8,25 @@ import platform
 import sys
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 from pipeline.api import Run, join
 from pipeline.checkpoint.catalog import steps_in
 from pipeline.config.settings import Settings
 from pipeline.data.bundle import DataBundle
-from pipeline.device_failures import explain
+from pipeline.device_failures import explain, of_training
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks, write_exit_code
 from pipeline.distributed.signals import Terminated, ignore_stop_signals, reports_own_exit
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
-from pipeline.errors import DeviceFailedError, PipelineError, printable, too_long_a_name
+from pipeline.errors import (
+    DeviceFailedError,
+    DeviceMemoryError,
+    PipelineError,
+    printable,
+    too_long_a_name,
+)
 
 
 def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
@@ -34,6 +41,8 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         job, data = join(settings, ranks, deepspeed)
         return _run(settings, job, data)
     except PipelineError as error:
+        if isinstance(error, (DeviceMemoryError, DeviceFailedError)):
+            logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
         return _end(job, ranks, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         return _end(job, ranks, "stopped at once, without a further checkpoint", 130)
@@ -41,7 +50,8 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         return _end(job, ranks, "stopped at once, without a further checkpoint", error.exit_code, error)
     except Exception as error:  # a programmer's mistake keeps its traceback
         mistake = too_long_a_name(error) if isinstance(error, OSError) else None
-        mistake = mistake or explain(error, settings, job)
+        device = job.device if job is not None else None
+        mistake = mistake or explain(error, device, partial(of_training, settings, job))
         if mistake is not None:
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
             return _end(job, ranks, f"error: {mistake}", mistake.exit_code)

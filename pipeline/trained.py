@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from pipeline.config.settings import load_settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
 from pipeline.data.tokenizer import load_pretrained
+from pipeline.device_failures import explained, of_evaluation, of_generation
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device, start_job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.inference import Inference
@@ -119,6 +121,7 @@ def evaluate(
         DataError: nothing is held out.
         CheckpointError, ModelError: there is no such checkpoint; the weights are damaged, or cannot be put
             into the model.
+        DeviceMemoryError, DeviceFailedError: the device is out of memory, or of no more use.
     """
     trained = _open(Path(run), step, overrides, import_paths)
     config = trained.config
@@ -126,9 +129,15 @@ def evaluate(
     if data.fingerprint != trained.split.get("data"):
         log.warning("this is not the data that the run was trained and evaluated on: other numbers follow")
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
+    length = getattr(config.data, "sequence_length", None)
+    with explained(job.device, partial(of_evaluation, _micro_batch_size(trained), length)):
+        return _evaluate(trained, job, data, length)
+
+
+def _evaluate(trained: Trained, job: Job, data: DataBundle, length: int | None) -> dict[str, float]:
+    config = trained.config
     objective = build_objective(config)
     engine = _load(trained, job, data)
-    length = getattr(config.data, "sequence_length", None)
     longest = getattr(getattr(engine.module, "config", None), "max_position_embeddings", None)
     if length is not None and longest is not None and length > longest:
         raise ModelError(
@@ -167,6 +176,7 @@ def generate(
         ConfigError: an override cannot be.
         ModelError: it is no language model, or the prompt is longer than what it can see.
         CheckpointError: the weights are damaged.
+        DeviceMemoryError, DeviceFailedError: the device is out of memory, or of no more use.
     """
     trained = _open(Path(run), step, overrides, import_paths)
     config = trained.config
@@ -179,7 +189,8 @@ def generate(
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     asks = isinstance(config.data, ChatDataConfig)
     settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
-    return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)
+    with explained(job.device, partial(of_generation, max_new_tokens)):
+        return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)
 
 
 def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:

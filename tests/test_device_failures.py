@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from support.launch import ROOT
+from support.launch import ROOT, run_python, write_recipe
 
+import pipeline
+from pipeline.__main__ import main
 from pipeline.config.settings import load_settings
-from pipeline.device_failures import explain
+from pipeline.device_failures import explain, of_training
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DeviceFailedError, DeviceMemoryError
@@ -27,7 +31,8 @@ JOB = Job(Ranks(0, 0, 2, 2), torch.device("cpu"))
 
 def told(error, *overrides, job=JOB):
     recipe = ROOT / "launch" / "recipes" / "python_stdlib.yaml"
-    return explain(error, load_settings(recipe, ROOT / "ds_configs" / "zero2.json", overrides), job)
+    settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", overrides)
+    return explain(error, job.device if job else None, partial(of_training, settings, job))
 
 
 def test_the_numbers_and_what_to_change():
@@ -93,3 +98,79 @@ def test_a_card_that_is_at_fault_is_not_debugged():
 def test_a_mistake_stays_one():
     assert told(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)")) is None
     assert told(ValueError("out of memory")) is None
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """(settings of another, the directory) of a run whose model fails in an evaluation as EVALUATION_FAULT
+    says.
+    """
+    recipe = write_recipe(
+        tmp_path,
+        model={"kind": "support.faults:faulty", "args": {"fault": "none"}},
+        data={"kind": "support.faults:points"},
+        objective={"kind": "classification"},
+        max_steps=1,
+        eval={"every": 5},
+    )
+    settings = pipeline.load_settings(recipe, None, [f"run_dir={tmp_path / 'run'}"])
+    with pipeline.Run(settings) as run:
+        run.train()
+    return pipeline.load_settings(recipe, None, [f"run_dir={tmp_path / 'other'}"]), tmp_path / "run"
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("memory", DeviceMemoryError), ("assert", DeviceFailedError)])
+def test_a_run_and_an_evaluation_from_python_raise_ours_with_torchs_as_its_cause(
+    evaluated, monkeypatch, fault, kind
+):
+    settings, directory = evaluated
+    monkeypatch.setenv("EVALUATION_FAULT", fault)
+    with pytest.raises(kind) as told:
+        pipeline.evaluate(directory)
+    assert type(told.value.__cause__) is {"memory": torch.OutOfMemoryError}.get(
+        fault, getattr(torch, "AcceleratorError", RuntimeError)
+    )
+    run = pipeline.Run(settings)
+    with pytest.raises(kind) as told:
+        run.step()  # begins with an evaluation
+    assert told.value.exit_code in (12, 14)
+    assert type(told.value.__cause__).__module__.startswith("torch")
+    run.close()
+
+
+EVALUATION = (
+    r"^error: out of memory on cpu in an evaluation at micro_batch_size 8, at \S+faults.py:\d+ in _fail .*: "
+    r"asked for 2.50 GiB, of 79.11 GiB in all, 1.81 GiB were free, 70.12 GiB allocated, .*most first: "
+    r"batch.micro_batch_size=4 \(now 8\)"
+)
+
+
+def error_in(text):
+    (line,) = [line for line in text.splitlines() if line.startswith("error")]
+    return line
+
+
+def test_a_command_that_is_out_of_memory(evaluated, monkeypatch, capsys):
+    monkeypatch.setenv("EVALUATION_FAULT", "memory")
+    assert main(["evaluate", str(evaluated[1])]) == 12
+    assert re.match(EVALUATION, error_in(capsys.readouterr().err))
+
+
+def test_one_that_loads_no_model(evaluated, monkeypatch, capsys, tmp_path):
+    def no_room(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("pipeline.checkpoint.export.CheckpointReader.read", lambda *_: np.empty(2**50))
+    assert main(["export", str(evaluated[1]), str(tmp_path / "out")]) == 12
+    assert "out of memory on cpu, at" in error_in(capsys.readouterr().err)
+    monkeypatch.setattr("pipeline.commands.checkpoints.find_run", no_room)
+    assert main(["checkpoints", str(evaluated[1]), "verify"]) == 12
+    assert "What helps, most first: an end to what else" in error_in(capsys.readouterr().err)
+
+
+@pytest.mark.nightly
+def test_a_command_whose_device_failed_leaves_with_its_code(evaluated):
+    command = ["-m", "pipeline", "evaluate", str(evaluated[1])]
+    done = run_python(*command, EVALUATION_FAULT="assert", PYTHONPATH=str(ROOT / "tests"))
+    assert done.returncode == 14
+    assert error_in(done.stderr).startswith("error: cpu failed (an index outside of a table")

@@ -24,6 +24,7 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader, stretches
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, header_of, opened
 from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
+from pipeline.device_failures import explained, of_files
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
 from pipeline.shards import BUFFER, WEIGHT
@@ -43,6 +44,7 @@ class Exported:
     is_transformers: bool
 
 
+@explained(torch.device("cpu"), of_files)
 def export(
     run: str | Path,
     out: str | Path,
@@ -63,6 +65,7 @@ def export(
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged; `out` cannot be written.
+        DeviceMemoryError: this machine has no memory left.
     """
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
     if dtype not in DTYPES:

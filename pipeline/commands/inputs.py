@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,5 +44,7 @@ def reading_a_run() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ENOMEM:  # a machine's fault, see __main__
+            raise
         where = f"{error.filename}: " if error.filename else ""
         raise PipelineError(f"{where}{error.strerror or error}") from None

@@ -10,7 +10,7 @@ import torch
 from support.base_model import ANSWERS, write_base_model, write_conversations
 from support.checkpoints import flip_a_bit
 from support.launch import ROOT, numbers, write_recipe
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pipeline.__main__ import main
 from pipeline.cli import main as train
@@ -139,6 +139,14 @@ def test_a_model_of_ones_own_is_evaluated_and_writes_nothing(call, tmp_path, mon
     code, out, errors = call("generate", run, "--prompt", "x")
     assert (code, out) == (2, "")
     assert "writes no text; that is for language models" in errors[0]
+
+
+def test_a_text_for_which_there_is_no_memory(text_run, call, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: torch.empty(2**62, dtype=torch.uint8))
+    code, out, (error,) = call("generate", text_run, "--prompt", "a", "--max-new-tokens", 9)
+    assert (code, out) == (12, "")
+    assert error.startswith("error: out of memory on cpu while text is generated, at ")
+    assert "most first: fewer tokens (max_new_tokens, now 9); a shorter prompt" in error
 
 
 @pytest.mark.parametrize(

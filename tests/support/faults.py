@@ -18,6 +18,13 @@ For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 """
 
 
+# Of torch 2.11's allocator, on a card that this machine lacks.
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.81 "
+    "GiB is free. Of the allocated memory 70.12 GiB is allocated by PyTorch."
+)
+
+
 class Points(Dataset[Any]):
     """Two noisy classes of points in the plane."""
 
@@ -38,7 +45,9 @@ def points(split: str) -> Points:
 
 
 class Faulty(nn.Module):
-    """A linear classifier to which something happens in the given forward of the given rank."""
+    """A linear classifier to which something happens in the given forward of the given rank; in an
+    evaluation, what EVALUATION_FAULT says.
+    """
 
     def __init__(self, fault: str, rank: int, at: int, once_file: str | None):
         super().__init__()
@@ -48,20 +57,11 @@ class Faulty(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += self.training
+        if not self.training:
+            _fail(os.environ.get("EVALUATION_FAULT", ""))
         mine = int(os.environ.get("RANK", "0")) == self.rank
         if mine and self.training and self.calls == self.at and self._first_time():
-            if self.fault == "raise":
-                raise ZeroDivisionError("a programmer's mistake")
-            if self.fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.fault == "sleep":
-                time.sleep(600)
-            if self.fault == "allocate":
-                torch.empty(2**62, dtype=torch.uint8)
-            if self.fault == "assert":
-                raise getattr(torch, "AcceleratorError", RuntimeError)(ASSERTED)
-            if self.fault == "terminate":
-                os.kill(os.getpid(), signal.SIGTERM)
+            _fail(self.fault)
         logits: Tensor = self.linear(inputs)
         if self.fault == "nan" and self.training and self.calls >= self.at:
             logits = logits * float("nan")
@@ -75,6 +75,23 @@ class Faulty(nn.Module):
             return False
         marker.touch()
         return True
+
+
+def _fail(fault: str) -> None:
+    if fault == "raise":
+        raise ZeroDivisionError("a programmer's mistake")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "sleep":
+        time.sleep(600)
+    if fault == "allocate":
+        torch.empty(2**62, dtype=torch.uint8)
+    if fault == "memory":
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+    if fault == "assert":
+        raise getattr(torch, "AcceleratorError", RuntimeError)(ASSERTED)
+    if fault == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def faulty(fault: str, rank: int = 0, at: int = 3, once_file: str | None = None) -> nn.Module:
