@@ -25,6 +25,7 @@ from pipeline.distributed.machine import available_memory
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import without_hooks
 from pipeline.engine.parallel_state import forget_parameter_groups
+from pipeline.errors import ModelError
 from pipeline.models.blocks import sharded_as_one
 
 
@@ -171,17 +172,29 @@ def gather_by_block(model: nn.Module, config: dict[str, Any]) -> None:
 def _learning(
     block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The first input by position, and one that requires a gradient.
+    """Hidden states by position, and such that require a gradient.
 
     DeepSpeed takes a block's gradients away by a hook on the gradient of its inputs by position. Where that
     is not computed (frozen embeddings below), torch calls the hook too early, before there are gradients.
+
+    Raises:
+        ModelError: the block is given no such input.
     """
     if not torch.is_grad_enabled() or any(_is_float(each) and each.requires_grad for each in args):
         return None
-    if not args:
-        first = next(iter(inspect.signature(block.forward).parameters))
-        args, named = (named[first],), {key: value for key, value in named.items() if key != first}
-    index = next(index for index, each in enumerate(args) if _is_float(each))
+    parameters = inspect.signature(block.forward).parameters.values()
+    places = [each for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    named = dict(named)
+    for place in places[len(args) :]:
+        if any(map(_is_float, args)) or (place.name not in named and place.default is place.empty):
+            break
+        args = (*args, named.pop(place.name, place.default))
+    index = next((index for index, each in enumerate(args) if _is_float(each)), None)
+    if index is None:
+        raise ModelError(
+            f"model: {type(block).__name__} is given no floating-point tensor by position, and ZeRO 3 waits "
+            "for its gradient; use ZeRO stage 2"
+        )
     needed = args[index] if args[index].requires_grad else args[index].detach().requires_grad_()
     return (*args[:index], needed, *args[index + 1 :]), named
 

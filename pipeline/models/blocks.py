@@ -54,11 +54,12 @@ def has_experts(model: nn.Module) -> bool:
 def sharded_as_one(model: nn.Module) -> Iterator[list[nn.Module]]:
     """The repeated blocks of which ZeRO 3 can gather all parameters at once, when the block is called.
 
-    transformers calls its blocks as modules, which others need not do. A parameter of several modules is
-    gathered with one of them. Experts make a block too large.
+    transformers calls its blocks as modules, with hidden states, which others need not do. A parameter of
+    several modules is gathered with one of them. Experts make a block too large.
     """
     if is_model(model) and not has_experts(model):
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         for blocks in repeated_blocks(model):
-            if all(uses[id(p)] == 1 for block in blocks for p in block.parameters()):
+            is_theirs = type(blocks[0]).__module__.startswith("transformers.")
+            if is_theirs and all(uses[id(p)] == 1 for block in blocks for p in block.parameters()):
                 yield blocks

@@ -10,10 +10,13 @@ import torch
 from parity.splits import TWO_STAGES, zero
 from support.tiny import BANDS, make_engine, recipe, token_bundle, train_curve
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pipeline import assemble
 from pipeline.distributed.process_group import Job
 from pipeline.engine.zero3 import _learning
+from pipeline.errors import ModelError
+from pipeline.models.blocks import sharded_as_one
 from pipeline.models.regional_compile import compile_blocks
 
 MODEL = recipe()["model"] | {"num_layers": 4}
@@ -68,6 +71,20 @@ def test_zero_3_has_its_hooks_on_whole_blocks(ranks):
     assert {"lm_head", "model.embed_tokens", "model.norm"} < set(names)
 
 
+def test_blocks_that_are_not_transformers_own_may_be_called_with_anything():
+    class Own(PreTrainedModel):
+        config_class = PreTrainedConfig
+
+        def __init__(self):
+            super().__init__(PreTrainedConfig())
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 1, 4) for _ in range(2))
+
+    assert list(sharded_as_one(Own())) == []
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    (blocks,) = sharded_as_one(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **small)))
+    assert len(blocks) == 2
+
+
 def test_a_block_has_an_input_by_position_that_requires_a_gradient():
     class Block(nn.Module):
         def forward(self, hidden, mask=None):
@@ -81,6 +98,15 @@ def test_a_block_has_an_input_by_position_that_requires_a_gradient():
     (given,), named = _learning(block, (), {"hidden": learns, "mask": mask})
     assert given is learns
     assert list(named) == ["mask"]
+    with pytest.raises(ModelError, match="Block is given no floating-point tensor by position"):
+        _learning(block, (mask,), {})
+
+    class Later(nn.Module):
+        def forward(self, ids, cache=None, hidden=None):
+            return hidden
+
+    (beside, cache, given), named = _learning(Later(), (mask,), {"hidden": x})
+    assert (beside is mask, cache, given.requires_grad, named) == (True, None, True, {})
     with torch.no_grad():
         assert _learning(block, (x,), {}) is None
 
