@@ -17,7 +17,7 @@ from pipeline.config.data_schema import SourceConfig
 from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.pieces import hash_file
 from pipeline.data.documents.records import BadRecords, Piece, Record
-from pipeline.data.documents.saved import check_data_files, check_saved, read_entry
+from pipeline.data.documents.saved import check_data_files, check_saved, own_split, read_entry
 from pipeline.data.documents.tables import ROWS_AT_ONCE, records_of
 from pipeline.errors import DataError, one_line
 
@@ -190,6 +190,8 @@ def _saved_split(folder: Path, split: str) -> Path | None:
         folder /= split
     elif not (folder / "state.json").is_file():
         return None
+    elif (own := own_split(folder)) != split:
+        raise DataError(f"data dataset {folder}: holds the split {own!r} alone; write split: {own}")
     if not read_entry(folder / "state.json", "_data_files"):
         raise DataError(f"data dataset {folder}: has no rows")
     return folder

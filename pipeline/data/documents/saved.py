@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,24 @@ def read_entry(path: Path, key: str) -> list[Any]:
     Raises:
         DataError: there is none.
     """
+    found: list[Any] = _read(path, lambda tree: list(tree[key]))
+    return found
+
+
+def own_split(folder: Path) -> str:
+    """The split that a single data set was part of when it was saved; `train` where it was of none.
+
+    Raises:
+        DataError: state.json cannot be read.
+    """
+    name = _read(folder / "state.json", lambda tree: str(tree.get("_split") or "train"))
+    return str(name).partition("[")[0]  # of train[:1000]
+
+
+def _read(path: Path, entry: Callable[[Any], Any]) -> Any:
     try:
-        return list(json.loads(read_plain(path, DESCRIPTION))[key])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return entry(json.loads(read_plain(path, DESCRIPTION)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or repr(error)
         raise DataError(f"{path}: cannot be read: {reason}; write the data set again") from None
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.config.loading import did_you_mean
-from pipeline.data.documents.saved import check_data_files, check_saved
+from pipeline.data.documents.saved import check_data_files, check_saved, own_split
 from pipeline.data.images.stored import TAIL, LabelledImages, check_classes, check_known, key_of
 from pipeline.errors import DataError, one_line
 from pipeline.foreign import IMAGE, read_plain
@@ -106,8 +106,7 @@ def _load_split(config: ImagesDataConfig, split: str, key: str) -> Dataset:
         reason = one_line(error, 300)
         raise DataError(f"data.dataset: cannot load {config.dataset} (split {split}): {reason}") from error
     if isinstance(loaded, Dataset):
-        own = str(loaded.split or "train")
-        loaded = {own: loaded}
+        loaded = {own_split(path): loaded}
     if split not in loaded:
         raise DataError(f"data.{key}: {config.dataset} has no split {split!r}{did_you_mean(split, loaded)}")
     return loaded[split]

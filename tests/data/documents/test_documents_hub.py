@@ -59,6 +59,15 @@ def test_a_folder_of_several_splits(tmp_path):
     assert "dataset_dict.json: cannot be read" in one_line(source(dataset=str(folder)), tmp_path / "cache")
 
 
+@pytest.mark.parametrize(("saved", "split"), [(None, "train"), ("test", "test"), ("train[:9]", "train")])
+def test_a_saved_set_has_one_split(tmp_path, saved, split):
+    folder = tmp_path / "data"
+    datasets.Dataset.from_list(ROWS, split=saved).save_to_disk(folder)
+    assert len(load_split(source(dataset=str(folder), split=split))) == 100
+    message = one_line(source(dataset=str(folder), split="validation"), tmp_path / "cache")
+    assert message.endswith(f"{folder}: holds the split {split!r} alone; write split: {split}")
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_folder_of_data_files(tmp_path, streaming):
     for name in ("train-1", "train-2"):
