@@ -23,6 +23,9 @@ GPU_CHUNK = 1 << 28
 # fp32 elements that are worked on at once: 1 MiB stays in a core's cache; a GPU wants few, large kernels.
 CPU_BLOCK = 1 << 18
 GPU_BLOCK = 1 << 26
+# What gradients are multiplied by in fp16 until the incoming one is known: probabilities down to 2^-22 keep
+# all their bits, and a hidden state's gradient, at most 512 times a weight, stays below the largest number.
+FP16_SCALE = 256.0
 
 
 def linear_cross_entropy_sum(
@@ -31,12 +34,13 @@ def linear_cross_entropy_sum(
     """Sum over the labels that are not -100.
 
     Gradients are worked out in the forward, for an incoming gradient of 1: three products, as the layer
-    and its backward take, in place of four. In fp16 they would be lost below its smallest number.
+    and its backward take, in place of four. In fp16 they are FP16_SCALE times that, whatever the loss scale,
+    and what the loss scale makes too large for fp16 is infinite in the backward, as it is for logits.
 
     Args:
         hidden_ND: What goes into the layer.
         labels_N: int64.
-        dtype: What products are computed in: fp64, fp32 or bf16.
+        dtype: What products are computed in: fp64, fp32, bf16 or fp16.
 
     Returns:
         0-dim, fp32 (fp64 in fp64), as `F.cross_entropy(F.linear(...).float(), labels, reduction="sum")`.
@@ -69,6 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if rows is not None and grad_ND is not None:
             grad_ND = torch.zeros_like(hidden_ND, dtype=dtype).index_copy_(0, rows, grad_ND)
         ctx.save_for_backward(grad_ND, sums.weight_VD, sums.bias_V)
+        ctx.scale = sums.scale
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden_ND, weight_VD, bias_V)]
         return sums.loss
 
@@ -76,6 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Multiplied in fp32, into the sums themselves: a second backward is torch's error.
+        grad = grad if ctx.scale == 1.0 else grad / ctx.scale
         found = [
             None if each is None else (each.mul_(grad) if each.dtype == grad.dtype else each * grad[None])
             for each in ctx.saved_tensors
@@ -101,6 +107,7 @@ class _Sums:
         self._x_ND, self._weight_VD, self._bias_V = x_ND, weight_VD, bias_V
         self._dtype = torch.promote_types(x_ND.dtype, torch.float32)
         self._needs = any(needs)
+        self.scale = FP16_SCALE if x_ND.dtype == torch.float16 else 1.0
         self.loss = x_ND.new_zeros((), dtype=self._dtype)
         self.hidden_ND = torch.empty_like(x_ND) if needs[0] else None
         self.weight_VD = torch.zeros_like(weight_VD, dtype=self._dtype) if needs[1] else None
@@ -145,6 +152,8 @@ class _Sums:
             p_RV.scatter_add_(1, label_R1, torch.full_like(own_R1, -1.0))
             if labels_C.device.type != "cpu":  # there all of them count
                 p_RV.mul_(is_counted_R1)
+            if self.scale != 1.0:
+                p_RV.mul_(self.scale)
             block_RV.copy_(p_RV)
 
 
@@ -154,5 +163,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif total.device.type == "cuda" and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.dtype == torch.float16:  # a sum over tokens may be too large for it
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
     else:
         total += a @ b

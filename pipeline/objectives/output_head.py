@@ -75,10 +75,7 @@ class LossInHead:
 
 @contextmanager
 def loss_in(head: nn.Linear | None, labels_BT: Tensor) -> Iterator[LossInHead]:
-    """Inside, the layer returns the loss sum, (1,), of hidden states that fit the labels, and else logits.
-
-    In fp16 they are logits where gradients are needed: these are worked out before the loss is scaled.
-    """
+    """Inside, the layer returns the loss sum, (1,), of hidden states that fit the labels, and else logits."""
     told = LossInHead()
     if head is None:
         yield told
@@ -88,8 +85,7 @@ def loss_in(head: nn.Linear | None, labels_BT: Tensor) -> Iterator[LossInHead]:
         hidden_BTD = input
         weight_VD, kind = head.weight, hidden_BTD.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
-        is_lost = dtype == torch.float16 and torch.is_grad_enabled()
-        if hidden_BTD.shape[:-1] != labels_BT.shape or is_lost:
+        if hidden_BTD.shape[:-1] != labels_BT.shape:
             return F.linear(hidden_BTD, weight_VD, head.bias)
         told.is_taken = True
         hidden_ND = hidden_BTD.flatten(0, 1)

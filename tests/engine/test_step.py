@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine
 from pipeline.evaluation import evaluate
 from pipeline.objectives import CausalLM, Custom, LossSum, build_objective
+from pipeline.objectives.output_head import OutputHeads
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STAGES = [None, 0, 1, 2, 3]  # None: plain PyTorch
@@ -166,6 +168,11 @@ def overflow_once(job: Job, tree, deepspeed):
     return [(float(r.skipped), r.loss_scale) for r in results]
 
 
+def overflow_with_logits(job: Job, tree, deepspeed):
+    with patch.object(OutputHeads, "of", lambda *_: None):
+        return overflow_once(job, tree, deepspeed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_fp16_overflow_is_skipped_counted_and_the_scale_falls(ranks, stage):
@@ -176,6 +183,7 @@ def test_fp16_overflow_is_skipped_counted_and_the_scale_falls(ranks, stage):
     assert steps[0][0] == 1.0
     assert steps[-1][0] == 0.0
     assert steps[-1][1] < 2**24
+    assert steps == ranks(1).run(overflow_with_logits, recipe(batch=batch), deepspeed)[0]
 
 
 def modes(job: Job, tree, deepspeed):
