@@ -1,6 +1,6 @@
 """Meters: what a run tells about itself. Arithmetic on what the loop hands in; the clock is injected.
 
-The device is waited for in `summary` alone, on log steps.
+The device is waited for where a row is read, and where a profiler was asked for.
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.span import Span
+from pipeline.distributed.span import Moment, Span
 from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import Profile, StepResult
 from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.memory_meter import MemoryMeter
 from pipeline.objectives import Batch, LossSum, Objective
+from pipeline.rows import LateRow
+from pipeline.starvation import Starvation
 
 log = logging.getLogger(__name__)
-
-# What the wait for data must be before a run is told of it: share of the step, seconds a step (a worker
-# process would take as long to hand a batch over), and the steps it is measured over.
-STARVATION_SHARE = 0.1
-STARVATION_SECONDS = 1e-3
-STARVATION_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,22 @@ class Workload:
     """Processes that read data for one rank."""
     means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """What the objective reports besides its loss; see Objective.means."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The steps between two rows of the log: what the host knows of them when the last one is launched."""
+
+    last: StepResult
+    steps: int
+    began: Moment
+    ended: Moment
+    excluded: float
+    """Seconds of it that were no training."""
+    data: Callable[[], float]
+    """Seconds that it waited for data. Waits for the device."""
+    measured: dict[str, float]
+    """Columns of the row: saves, memory."""
 
 
 class Meters:
@@ -80,10 +92,11 @@ class Meters:
         self._starvation = Starvation(workload.num_workers)
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
-        self._restart()
+        self._own_before: Callable[[], float] | None = None
+        self._restart(Moment(clock, job.device))
 
-    def _restart(self) -> None:
-        self._start = self._clock()
+    def _restart(self, now: Moment) -> None:
+        self._began = now
         self._excluded = 0.0
         self._steps = 0
         self._count = torch.zeros((), dtype=torch.float64, device=self._job.device)
@@ -125,50 +138,87 @@ class Meters:
             "perf/checkpoint_write_seconds": write_seconds,
         }
 
-    def summary(self) -> dict[str, float]:
-        """The last step's numbers and the rates since the last summary. Collective; waits for the device."""
-        result = self._last
-        assert result is not None, "summary before the first step"
-        data_seconds = self._data_wait.take()
-        shares = {"loss": result.loss_sum, **result.extras}
-        forward_seconds = self._forward.take()
-        sums, own = self._from_all(shares, data_seconds + forward_seconds)
-        row = {"train/loss": float(mean_loss(sums["loss"], result.global_count))}
-        row |= {f"train/{name}": mean for name, mean in further_means(sums, self._workload.means).items()}
-        if result.grad_norm is not None:
-            row["train/grad_norm"] = float(result.grad_norm)
-        if result.loss_scale is not None:
-            row["train/loss_scale"] = result.loss_scale
-        if skipped := int(self._skipped):
-            log.warning("%s", self._what_was_skipped(skipped, result.loss_scale))
-        if skips := int(self._consecutive_skips):
-            row["train/skipped_in_a_row"] = skips
-        rates = self._rates(data_seconds)
-        row.update(rates | self._saves)
-        if self._profile is not None:
-            row.update(self._profile.row(self._steps, forward_seconds))
-        if self._stragglers is not None:
-            row.update(self._stragglers.row(own))
-            line = self._stragglers.look(self._steps, own, rates["perf/step_time_seconds"])
-            if line is not None:
-                log.warning("%s", line)
-        self._restart()
-        return row
+    def summary(self, further: Mapping[str, float | Tensor] | None = None) -> LateRow:
+        """The last step's numbers and the rates since the last summary, to be read later. Collective.
 
-    def _from_all(
-        self, shares: Mapping[str, Tensor], own_seconds: float
-    ) -> tuple[dict[str, Tensor], list[float]]:
+        Args:
+            further: Columns; a tensor is a whole number that the device knows.
+        """
+        result, further = self._last, further or {}
+        assert result is not None, "summary before the first step"
+        data, forward = self._data_wait.take(), self._forward.take()
+        numbers = self._from_all({"loss": result.loss_sum, **result.extras}, self._own_seconds(data, forward))
+        numbers |= {f"further {key}": each for key, each in further.items() if isinstance(each, Tensor)}
+        numbers |= {"global count": result.global_count, "counted": self._count}
+        numbers |= {"skipped": self._skipped, "skips in a row": self._consecutive_skips}
+        if isinstance(result.grad_norm, Tensor):
+            numbers["norm"] = result.grad_norm
+        measured = self._memory.take() | self._saves
+        if self._profile is not None:
+            measured |= self._profile.row(self._steps, forward())
+        now = Moment(self._clock, self._job.device)
+        interval = Interval(result, self._steps, self._began, now, self._excluded, data, measured)
+        self._restart(now)
+        return LateRow(numbers, lambda host: self._row(interval, host, further))
+
+    def _own_seconds(self, data: Callable[[], float], forward: Callable[[], float]) -> float | None:
+        """This rank's a step, for the comparison of ranks; None: there is none.
+
+        On a GPU they are those of the interval before: the device is still at work on this one.
+        """
+        if self._stragglers is None:
+            return None
+        steps = self._steps
+
+        def own() -> float:
+            return (data() + forward()) / steps
+
+        before, self._own_before = self._own_before, own
+        if self._job.device.type != "cuda":
+            return own()
+        return before() if before is not None else None
+
+    def _from_all(self, shares: Mapping[str, Tensor], own_seconds: float | None) -> dict[str, Tensor]:
         """The step's sums over all ranks, and every rank's own seconds a step, by one collective."""
         ranks = self._job.ranks
-        seconds = torch.zeros(0 if self._stragglers is None else ranks.world_size, dtype=torch.float64)
-        if self._stragglers is not None:
-            seconds[ranks.rank] = own_seconds / self._steps
-        own = torch.stack([share.to(torch.float64) for share in shares.values()])
-        sums = self._job.all_reduce_sum(torch.cat([own, seconds.to(own.device)]))
-        return dict(zip(shares, sums, strict=False)), sums[len(shares) :].tolist()
+        sums = torch.stack([share.to(torch.float64) for share in shares.values()])
+        if own_seconds is None:
+            return dict(zip((f"sum {key}" for key in shares), self._job.all_reduce_sum(sums), strict=True))
+        seconds = sums.new_zeros(ranks.world_size)
+        seconds[ranks.rank].fill_(own_seconds)  # a fill waits for nothing, as a copy from the host would
+        sums = self._job.all_reduce_sum(torch.cat([sums, seconds]))
+        named = dict(zip((f"sum {key}" for key in shares), sums, strict=False))
+        return named | {"own seconds": sums[len(shares) :]}
 
-    def _what_was_skipped(self, skipped: int, scale: float | None) -> str:
-        line = f"{skipped} of {self._steps} steps skipped: the gradient was infinite or NaN"
+    def _row(
+        self, interval: Interval, host: dict[str, Tensor], further: Mapping[str, float | Tensor]
+    ) -> dict[str, float]:
+        result, steps = interval.last, interval.steps
+        sums = {key[4:]: value for key, value in host.items() if key.startswith("sum ")}
+        row = {"train/loss": float(mean_loss(sums["loss"], host["global count"]))}
+        row |= {f"train/{name}": mean for name, mean in further_means(sums, self._workload.means).items()}
+        if result.grad_norm is not None:
+            row["train/grad_norm"] = float(host.get("norm", result.grad_norm))
+        if result.loss_scale is not None:
+            row["train/loss_scale"] = result.loss_scale
+        if skipped := int(host["skipped"]):
+            log.warning("%s", self._what_was_skipped(skipped, steps, result.loss_scale))
+        if skips := int(host["skips in a row"]):
+            row["train/skipped_in_a_row"] = skips
+        rates = self._rates(interval, float(host["counted"]))
+        row |= rates | interval.measured
+        if self._stragglers is not None and "own seconds" in host:
+            own = host["own seconds"].tolist()
+            row |= self._stragglers.row(own)
+            line = self._stragglers.look(steps, own, rates["perf/step_time_seconds"])
+            if line is not None:
+                log.warning("%s", line)
+        for key, each in further.items():
+            row[key] = int(host[f"further {key}"]) if isinstance(each, Tensor) else each
+        return row
+
+    def _what_was_skipped(self, skipped: int, steps: int, scale: float | None) -> str:
+        line = f"{skipped} of {steps} steps skipped: the gradient was infinite or NaN"
         if scale is None:
             return line
         if self._lowest_scale is not None and scale <= self._lowest_scale:
@@ -178,56 +228,24 @@ class Meters:
             )
         return f"{line}; the fp16 loss scale is now {scale:g}"
 
-    def _rates(self, data_seconds: float) -> dict[str, float]:
-        work, seconds = self._workload, max(1e-9, self._clock() - self._start - self._excluded)
-        warning = self._starvation.look(self._steps, data_seconds, seconds)
+    def _rates(self, interval: Interval, counted: float) -> dict[str, float]:
+        work, steps, data_seconds = self._workload, interval.steps, interval.data()
+        seconds = max(1e-9, interval.ended.seconds_since(interval.began) - interval.excluded)
+        warning = self._starvation.look(steps, data_seconds, seconds)
         if warning is not None:
             log.warning("%s", warning)
         rates = {
-            "perf/step_time_seconds": seconds / self._steps,
-            "perf/data_time_seconds": data_seconds / self._steps,
-            "perf/samples_per_second": work.samples_per_step * self._steps / seconds,
+            "perf/step_time_seconds": seconds / steps,
+            "perf/data_time_seconds": data_seconds / steps,
+            "perf/samples_per_second": work.samples_per_step * steps / seconds,
         }
         if work.unit == "tokens":
-            tokens = float(self._count) / seconds
-            rates["perf/tokens_per_second"] = tokens
-            rates["perf/tokens_per_second_per_device"] = tokens / work.world_size
+            rates["perf/tokens_per_second"] = counted / seconds
+            rates["perf/tokens_per_second_per_device"] = counted / seconds / work.world_size
         if work.flops_per_sample and work.peak_flops:
             flops = rates["perf/samples_per_second"] * work.flops_per_sample
             rates["perf/mfu"] = flops / work.world_size / work.peak_flops
-        return rates | self._memory.take()
-
-
-class Starvation:
-    """Says once in a run that the step waits for data, and what to change."""
-
-    def __init__(self, num_workers: int):
-        self._num_workers = num_workers
-        self._is_started = False
-        self._is_told = False
-        self._steps = 0
-        self._data = self._seconds = 0.0
-
-    def look(self, steps: int, data_seconds: float, seconds: float) -> str | None:
-        """The warning, after an interval of the log; intervals are put together to ten steps or more."""
-        if not self._is_started:  # the first one is the start of the workers, and the compiler's
-            self._is_started = True
-            return None
-        self._steps += steps
-        self._data += data_seconds
-        self._seconds += seconds
-        if self._steps < STARVATION_STEPS or self._is_told:
-            return None
-        share, wait = self._data / self._seconds, self._data / self._steps
-        step = self._seconds / self._steps
-        self._steps, self._data, self._seconds = 0, 0.0, 0.0
-        if share <= STARVATION_SHARE or wait < STARVATION_SECONDS:
-            return None
-        self._is_told = True
-        return (
-            f"waiting for data is {share:.0%} of the step ({1000 * wait:.0f} of {1000 * step:.0f} ms); have "
-            f"more processes read it: loader.num_workers={max(2, 2 * self._num_workers)}"
-        )
+        return rates
 
 
 class TimedObjective:

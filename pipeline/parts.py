@@ -79,6 +79,8 @@ class Parts:
     meters: Meters
     watchers: tuple[Watcher, ...]
     """What is asked about each row of training."""
+    rows_behind: int
+    """Steps that are launched before a row is read: 1 on a GPU, which is at work on it; 0 on a CPU."""
     start: TrainState
     owes_evaluation: bool
     """That of the step it starts at has still to be done: of the first one, or of one that was stopped."""

@@ -7,13 +7,14 @@ import random
 import signal
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.checkpoint.catalog import folder_name
 from pipeline.data.random_numbers import derive_seed
@@ -21,8 +22,8 @@ from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReade
 from pipeline.errors import CheckpointError
 from pipeline.evaluation import evaluate
 from pipeline.parts import Parts
+from pipeline.rows import LateRow, LateRows
 from pipeline.schedule import multiplier
-from pipeline.watchers import ask
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +34,14 @@ class Step:
 
     global_step: int
     """Optimizer steps done, this one included."""
-    row: dict[str, float] | None
-    """What was logged of it; None: it was no step of `log.every`."""
     evaluation: dict[str, float] | None
     """Of the weights after it; None: none was due, or there is nothing to evaluate on."""
+    late_row: LateRow | None = field(repr=False)
+
+    @property
+    def row(self) -> dict[str, float] | None:
+        """What is logged of it; None: it was no step of `log.every`. On a GPU it waits for the step's end."""
+        return self.late_row.read() if self.late_row is not None else None
 
 
 class Loop:
@@ -51,6 +56,7 @@ class Loop:
         self._parts = parts
         self._flag_reader = FlagReader(parts.engine.device)
         self._objective = parts.meters.timed(parts.objective)
+        self._rows = LateRows(parts.watchers, parts.sinks)
         self._alarm = Alarm(0)
         self._stop = StopOnSignal()
         self._evaluation: dict[str, float] | None = None
@@ -76,7 +82,7 @@ class Loop:
         self._begin()
         if self._is_over:
             return None
-        parts, row, measured = self._parts, None, None
+        parts, late, measured = self._parts, None, None
         parts.job.progress.at("step", self.state.global_step)
         with parts.meters.waiting_for_data():
             micro_batches = parts.loader.next_group()
@@ -92,9 +98,9 @@ class Loop:
         parts.meters.observe(result)
         agreed = self._flag_reader.read(result.flags)
         if step == 1 or parts.log.due(step):
-            row = self._row(learning_rate)
-            ask(parts.watchers, step, row)
-            parts.sinks.write(step, row)
+            late = self._row(learning_rate)
+            self._rows.add(step, late)
+        self._rows.write_until(step - parts.rows_behind)
         if parts.eval.due(step) and not agreed.stop:
             measured = self._evaluate()
         self._stopped |= agreed.stop
@@ -103,7 +109,7 @@ class Loop:
             self._save()
         self._observe_saves()
         self._end_where_due()
-        return Step(step, row, measured)
+        return Step(step, measured, late)
 
     def evaluate(self) -> dict[str, float] | None:
         """The evaluation of the weights as they are, done where it was not yet, and logged.
@@ -138,7 +144,10 @@ class Loop:
     ) -> None:
         self._signals.close()
         if error is None:
+            self._rows.write_until(self.state.global_step)
             self._parts.checkpoints.close()
+        else:
+            self._rows.write_what_arrives()
 
     def _begin(self) -> None:
         """Before the first step: the evaluation that is due there, the first or one that a stop left out."""
@@ -162,6 +171,7 @@ class Loop:
         if self._is_over or not (self._stopped or step >= self._parts.max_steps):
             return
         self._is_over = True
+        self._rows.write_until(step)
         self._parts.job.progress.at("saving", step)
         if step > 0 and (not self._stopped or self._has_time_to_save()):
             self._parts.checkpoints.save_final(self._parts.engine, self._remembered())
@@ -172,6 +182,7 @@ class Loop:
 
     def _save(self, at_once: bool = False) -> None:
         parts = self._parts
+        self._rows.write_until(self.state.global_step)  # of a checkpoint's steps all rows are on the disk
         parts.job.progress.at("saving", self.state.global_step)
         save = parts.checkpoints.save_final if at_once else parts.checkpoints.save
         with parts.meters.paused():
@@ -202,25 +213,26 @@ class Loop:
         late = torch.tensor(float(not fits), device=parts.engine.device)
         return bool(parts.job.all_reduce_sum(late) == 0)
 
-    def _row(self, learning_rate: float) -> dict[str, float]:
+    def _row(self, learning_rate: float) -> LateRow:
         parts = self._parts
-        row = parts.meters.summary() | {
+        further: dict[str, float | Tensor] = {
             "train/learning_rate": learning_rate,
             "train/samples_seen": parts.loader.samples_seen,
             "train/epoch": parts.loader.epoch,
-            "train/skipped_steps": int(self.state.skipped_steps),
+            "train/skipped_steps": self.state.skipped_steps,
         }
         if parts.objective.unit == "tokens":
-            row["train/tokens_seen"] = int(self.state.tokens_seen)
+            further["train/tokens_seen"] = self.state.tokens_seen
         samples = parts.loader.source_samples()
         if len(samples) > 1:
-            row |= {f"data/{name}_samples": count for name, count in samples.items()}
-        return row
+            further |= {f"data/{name}_samples": count for name, count in samples.items()}
+        return parts.meters.summary(further)
 
     def _evaluate(self) -> dict[str, float] | None:
         parts, step = self._parts, self.state.global_step
         if parts.eval_loader is None:
             return None
+        self._rows.write_until(step)
         parts.job.progress.at("evaluation", step)
         # A model that draws here too draws the same after a stop.
         seed_step(parts.seed, step, parts.engine.seed_rank)

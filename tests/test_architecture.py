@@ -21,7 +21,7 @@ LAYERS = [
     ["doctor"],
     ["objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
-    ["checkpoint", "metrics", "memory_meter", "watchers", "evaluation", "inspection"],
+    ["checkpoint", "metrics", "rows", "starvation", "memory_meter", "watchers", "evaluation", "inspection"],
     ["identity"],
     ["run_directory", "parts"],
     ["training"],

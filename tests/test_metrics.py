@@ -49,7 +49,7 @@ def test_rates_leave_out_what_is_not_training():
         meter.observe(step())
     with meter.paused():
         clock.now += 100.0
-    row = meter.summary()
+    row = meter.summary().read()
     assert row["train/loss"] == pytest.approx(3.0)
     assert row["perf/step_time_seconds"] == pytest.approx(1.0)
     assert row["perf/data_time_seconds"] == pytest.approx(0.25)
@@ -64,18 +64,18 @@ def test_images_have_no_tokens():
     meter = meters(clock, unit="samples")
     clock.now = 1.0
     meter.observe(step())
-    assert not [key for key in meter.summary() if "tokens" in key or "mfu" in key]
+    assert not [key for key in meter.summary().read() if "tokens" in key or "mfu" in key]
 
 
 def test_skips_in_a_row_are_counted_until_a_good_step():
     meter = meters(Clock())
     for skipped in (1.0, 1.0, 0.0, 1.0, 1.0, 1.0):
         meter.observe(step(skipped=skipped))
-    assert meter.summary()["train/skipped_in_a_row"] == 3
+    assert meter.summary().read()["train/skipped_in_a_row"] == 3
     meter.observe(step(skipped=1.0))
-    assert meter.summary()["train/skipped_in_a_row"] == 4
+    assert meter.summary().read()["train/skipped_in_a_row"] == 4
     meter.observe(step())
-    assert "train/skipped_in_a_row" not in meter.summary()
+    assert "train/skipped_in_a_row" not in meter.summary().read()
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_skipped_steps_are_told_once_a_logged_step(caplog, precision, scale, exp
     meter = Meters(WORKLOAD, ALONE, Clock(), lowest_scale=1.0)
     for skipped in (1.0, 0.0, 1.0):
         meter.observe(replace(step(skipped=skipped), loss_scale=scale))
-    meter.summary()
+    meter.summary().read()
     assert expected in caplog.text
     caplog.clear()
     meter.observe(replace(step(), loss_scale=scale))
-    meter.summary()
+    meter.summary().read()
     assert not caplog.text
 
 
@@ -110,17 +110,17 @@ def test_a_step_that_waits_for_data_is_told_of_once(caplog):
     clock = Clock()
     meter = meters(clock)
     run_steps(meter, clock, 1, 5.0, 0.01)  # workers start
-    meter.summary()
+    meter.summary().read()
     run_steps(meter, clock, 9, 0.03, 0.07)
-    meter.summary()
+    meter.summary().read()
     assert not caplog.text  # a few steps say little
     run_steps(meter, clock, 1, 0.03, 0.07)
-    meter.summary()
+    meter.summary().read()
     (record,) = caplog.records
     assert "is 30% of the step (30 of 100 ms)" in record.message
     assert record.message.endswith("loader.num_workers=2")
     run_steps(meter, clock, 50, 0.09, 0.01)
-    assert meter.summary()["perf/data_time_seconds"] == pytest.approx(0.09)
+    assert meter.summary().read()["perf/data_time_seconds"] == pytest.approx(0.09)
     assert len(caplog.records) == 1
 
 
@@ -130,7 +130,7 @@ def test_a_short_wait_for_data_is_not_worth_a_line(caplog, data, compute):
     meter = meters(clock)
     for _ in range(3):
         run_steps(meter, clock, 20, data, compute)
-        meter.summary()
+        meter.summary().read()
     assert not caplog.text
 
 
@@ -139,7 +139,7 @@ def test_more_workers_are_asked_for_where_there_are_some(caplog):
     meter = Meters(replace(WORKLOAD, num_workers=4), ALONE, clock)
     for _ in range(2):
         run_steps(meter, clock, 20, 0.5, 0.5)
-        meter.summary()
+        meter.summary().read()
     assert "loader.num_workers=8" in caplog.text
 
 

@@ -8,6 +8,26 @@ from contextlib import contextmanager
 import torch
 
 
+class Moment:
+    """When the device comes to this place in the code; on a CPU, now."""
+
+    def __init__(self, clock: Callable[[], float], device: torch.device):
+        self._event: torch.cuda.Event | None = None
+        self._time = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._time = clock()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Waits for the device to have come here."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
 class Span:
     """Seconds between two places in the code, as the device sees them.
 
@@ -17,29 +37,17 @@ class Span:
 
     def __init__(self, clock: Callable[[], float], device: torch.device):
         self._clock = clock
-        self._is_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._device = device
+        self._moments: list[tuple[Moment, Moment]] = []
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Around what is measured."""
-        if self._is_gpu:
-            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            events[0].record()
-            yield
-            events[1].record()
-            self._events.append(events)
-        else:
-            before = self._clock()
-            yield
-            self._seconds += self._clock() - before
+        before = Moment(self._clock, self._device)
+        yield
+        self._moments.append((before, Moment(self._clock, self._device)))
 
-    def take(self) -> float:
-        """What was measured since the last call. Waits for the device."""
-        for before, after in self._events:
-            after.synchronize()
-            self._seconds += before.elapsed_time(after) / 1000
-        seconds, self._seconds = self._seconds, 0.0
-        self._events.clear()
-        return seconds
+    def take(self) -> Callable[[], float]:
+        """What was measured since the last call: a function that waits for the device and says it."""
+        moments, self._moments = self._moments, []
+        return lambda: sum((after.seconds_since(before) for before, after in moments), 0.0)

@@ -124,7 +124,7 @@ class EngineProfile:
         if self._spans:
             row["perf/forward_time_seconds"] = forward_seconds / steps
         for name, span in self._spans.items():
-            row[f"perf/{name}_time_seconds"] = span.take() / steps
+            row[f"perf/{name}_time_seconds"] = span.take()() / steps
         for name, sizes in (self._collectives or {}).items():
             key = f"perf/comm_{name.partition(' | ')[0]}"  # `debug` adds the caller
             for unit, sum_of in (

@@ -53,6 +53,11 @@ class Sinks:
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks: tuple[Sink, ...] = tuple(sinks)
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is written, or no more."""
+        return not self._sinks
+
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Hand one row to every sink."""
         for sink in self._sinks:

@@ -1,0 +1,96 @@
+"""Rows of the log whose numbers the device is still at work on: copied beside its work, read and written
+later, so that no step waits for its own row."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from pipeline.sinks import Sinks
+from pipeline.watchers import Watcher, ask
+
+LAST_WAIT = 5.0
+"""Seconds that a run which fails gives the device to come to the end of a row."""
+
+
+class LateRow:
+    """A row and the numbers that it still needs. Making one waits for nothing.
+
+    Args:
+        numbers: Of the device, 0-dim or (N,), by name.
+        make: The row, from their copies on the host: fp64, of the same shapes.
+    """
+
+    def __init__(self, numbers: Mapping[str, Tensor], make: Callable[[dict[str, Tensor]], dict[str, float]]):
+        packed = torch.cat([each.to(torch.float64).reshape(-1) for each in numbers.values()])
+        self._shapes = {name: each.shape for name, each in numbers.items()}
+        self._make = make
+        self._row: dict[str, float] | None = None
+        self._arrived: torch.cuda.Event | None = None
+        is_gpu = packed.device.type == "cuda"
+        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=is_gpu)
+        self._host.copy_(packed, non_blocking=True)
+        if is_gpu:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def has_arrived(self) -> bool:
+        """Whether `read` waits for nothing."""
+        return self._arrived is None or self._arrived.query()
+
+    def read(self) -> dict[str, float]:
+        """The row. Waits for the device to be done with what came before it."""
+        if self._row is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            parts = self._host.split([shape.numel() for shape in self._shapes.values()])
+            named = zip(self._shapes.items(), parts, strict=True)
+            self._row = self._make({name: part.reshape(shape) for (name, shape), part in named})
+        return self._row
+
+
+class LateRows:
+    """Rows on their way to the watchers and, where these say nothing, to the sinks: each once, in order."""
+
+    def __init__(self, watchers: Iterable[Watcher], sinks: Sinks):
+        self._watchers = tuple(watchers)
+        self._sinks = sinks
+        self._rows: deque[tuple[int, LateRow]] = deque()
+
+    def add(self, step: int, row: LateRow) -> None:
+        """The row of a later step than all before."""
+        self._rows.append((step, row))
+
+    def write_until(self, step: int) -> None:
+        """Those up to this step. Waits for the device; the same call on all ranks.
+
+        Raises:
+            PipelineError: a watcher's; that row and those behind it are not written.
+        """
+        while self._rows and self._rows[0][0] <= step:
+            at, late = self._rows.popleft()
+            row = late.read()
+            try:
+                ask(self._watchers, at, row)
+            except BaseException:
+                self._rows.clear()
+                raise
+            self._sinks.write(at, row)
+
+    def write_what_arrives(self) -> None:
+        """After a failure of the run: waits for a moment, and for no peer."""
+        until = time.monotonic() + LAST_WAIT
+        with suppress(Exception):  # of a device that failed, or a full disk: the first error is the news
+            while self._rows and not self._sinks.is_empty:
+                at, late = self._rows[0]
+                while not late.has_arrived():
+                    if time.monotonic() > until:
+                        return
+                    time.sleep(0.01)
+                self._rows.popleft()
+                self._sinks.write(at, late.read())

@@ -1,0 +1,40 @@
+"""Rows of the log on a GPU: nothing waits for the device until one is read, and then it is right."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.engine.interface import StepResult
+from pipeline.metrics import Meters, Workload
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_row_waits_for_nothing_until_it_is_read():
+    device = torch.device("cuda", 0)
+    meters = Meters(Workload(4, 1, "tokens", None, None), Job(Ranks(0, 0, 1, 1), device), time.perf_counter)
+    numbers = [torch.full((), x, dtype=torch.float64, device=device) for x in (30.0, 10.0, 2.0, 0.0, 0.0)]
+    late = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with meters.waiting_for_data():
+                torch.cuda._sleep(int(1e8))  # some 50 ms
+            meters.observe(StepResult(*numbers, None))
+            late.append(meters.summary({"train/tokens_seen": numbers[1]}))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not late[-1].has_arrived()
+    for number in numbers:
+        number.zero_()  # a later step
+    for row in (each.read() for each in late):
+        assert row["train/loss"] == 3.0
+        assert row["train/grad_norm"] == 2.0
+        assert row["train/tokens_seen"] == 10
+        assert row["perf/step_time_seconds"] >= row["perf/data_time_seconds"] > 0.01

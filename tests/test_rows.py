@@ -1,0 +1,168 @@
+"""Rows that are read a step late, as on a GPU: the record and what it decides are as if they were not."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny import recipe, resolve, token_bundle
+
+from pipeline.assemble import assemble
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import NonFiniteLossError
+from pipeline.rows import LateRow, LateRows
+from pipeline.sinks import Sinks
+from pipeline.training import Loop
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+CHANGES = {"eval": {"every": 3}, "checkpoint": {"every": 2, "keep_last": 20}}
+STEPS = 8
+
+
+class Broken(Exception):
+    """What ends a run."""
+
+
+class Engine:
+    """An engine that in one step is sent a signal or fails, or whose gradients are infinite."""
+
+    def __init__(self, engine, event=None, at=0, skips=False):
+        self._engine, self._event, self._at, self._skips = engine, event, at, skips
+        self.steps = 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def train_step(self, *arguments):
+        self.steps += 1
+        if self.steps == self._at and isinstance(self._event, BaseException):
+            raise self._event
+        if self.steps == self._at and self._event is not None:
+            signal.raise_signal(self._event)
+        result = self._engine.train_step(*arguments)
+        return replace(result, skipped=torch.ones(())) if self._skips else result
+
+
+class Watched:
+    """A sink that notes how many steps were launched when a row came."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.lag = []
+
+    def write(self, step, row):
+        if "train/loss" in row:
+            self.lag.append(self._engine.steps - step)
+
+    def close(self, exit_code):
+        pass
+
+
+def run(folder: Path, behind: int = 1, sink=None, changes=None, **engine):
+    config, resolved = resolve(recipe(**(CHANGES | (changes or {}))), None, 1)
+    parts = assemble(config, resolved, ALONE, token_bundle(), folder)
+    parts = replace(parts, rows_behind=behind, engine=Engine(parts.engine, **engine))
+    if sink is not None:
+        parts = replace(parts, sinks=Sinks([*parts.sinks._sinks, sink(parts.engine)]))
+    try:
+        with parts.sinks, Loop(parts) as loop:
+            while loop.step() is not None:
+                pass
+    finally:
+        parts.loader.close()
+    return record(folder)
+
+
+def record(folder: Path):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("unbroken"), behind=0)
+
+
+def test_no_step_reads_its_own_row(tmp_path, unbroken):
+    """But where its weights are evaluated or saved, which waits for them anyway."""
+    watched = []
+    run(tmp_path, sink=lambda engine: watched.append(Watched(engine)) or watched[0])
+    assert record(tmp_path) == unbroken
+    waited = {3, 6, STEPS} | {2, 4, 6, 8}
+    assert watched[0].lag == [0 if step in waited else 1 for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("stops", [[5], [3, 2]])
+def test_a_signal_loses_no_row(tmp_path, unbroken, stops):
+    for step in stops:
+        run(tmp_path, event=signal.SIGTERM, at=step)
+    assert run(tmp_path) == unbroken
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_an_error_loses_no_row(tmp_path, unbroken, at):
+    with pytest.raises(Broken):
+        run(tmp_path, event=Broken(), at=at)
+    assert [row["step"] for row in record(tmp_path) if "train/loss" in row] == list(range(1, at))
+    assert run(tmp_path) == unbroken
+
+
+@pytest.mark.parametrize("at", [5, 6])
+def test_a_kill_loses_one_row_at_the_most_and_it_comes_again(tmp_path, unbroken, monkeypatch, at):
+    with monkeypatch.context() as patch:
+        patch.setattr(LateRows, "write_what_arrives", lambda rows: None)
+        with pytest.raises(Broken):
+            run(tmp_path, event=Broken(), at=at)
+    written = [row["step"] for row in record(tmp_path) if "train/loss" in row]
+    assert written in (list(range(1, at)), list(range(1, at - 1)))
+    assert run(tmp_path) == unbroken
+
+
+@pytest.mark.parametrize("changes", [{}, {"eval": {"every": 0}, "checkpoint": {"every": 0}, "max_steps": 20}])
+def test_steps_without_a_gradient_end_the_run_at_the_same_row(tmp_path, changes):
+    told = []
+    for behind in (0, 1):
+        folder = tmp_path / str(behind)
+        folder.mkdir()
+        with pytest.raises(NonFiniteLossError) as ended:
+            run(folder, behind, changes=changes, skips=True)
+        told.append((str(ended.value), record(folder)))
+    assert told[0] == told[1]
+    assert len([row for row in told[0][1] if "train/loss" in row]) == min(9, STEPS - 1 if not changes else 9)
+
+
+class Slow(LateRow):
+    """Numbers that the device never comes to."""
+
+    def has_arrived(self):
+        return False
+
+
+def test_after_a_failure_a_row_is_waited_for_no_longer_than_a_moment(monkeypatch):
+    monkeypatch.setattr("pipeline.rows.LAST_WAIT", 0.02)
+    written = []
+
+    class Kept:
+        def write(self, step, row):
+            written.append(step)
+
+        def close(self, exit_code):
+            pass
+
+    rows = LateRows((), Sinks([Kept()]))
+    for step, kind in enumerate((LateRow, Slow, LateRow), 1):
+        rows.add(step, kind({"loss": torch.ones(())}, lambda host: {"train/loss": float(host["loss"])}))
+    rows.write_what_arrives()
+    assert written == [1]
+
+
+def test_numbers_of_any_shape_come_over_in_one_piece():
+    numbers = {"a": torch.tensor(3), "b": torch.arange(2.0), "c": torch.tensor(True)}
+    late = LateRow(numbers, lambda host: {name: float(each.sum()) for name, each in host.items()})
+    numbers["b"].zero_()  # the next step has begun
+    assert late.read() == {"a": 3.0, "b": 1.0, "c": 1.0}
