@@ -163,6 +163,23 @@ def test_a_device_that_fails_is_told_in_one_line_and_nothing_is_saved(tmp_path, 
     assert "Traceback" in (run / "logs" / f"rank{max(0, ranks - 1):05d}.log").read_text()
 
 
+@pytest.mark.nightly
+def test_a_wrong_label_in_the_midst_of_the_data_ends_all_ranks_with_one_line(tmp_path):
+    recipe = write_recipe(
+        tmp_path,
+        model={"kind": "support.faults:faulty", "args": {"fault": "none"}},
+        data={"kind": "support.faults:points_of_a_wrong_label"},
+        objective={"kind": "classification"},
+        loader={"num_workers": 1},
+    )
+    result = launch("--config", str(recipe), "--deepspeed", str(CONFIGS / "zero2.json"), ranks=2, **FAULTS)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    (error,) = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert "'labels' has 5, and the model has 2 outputs: expected 0 to 1" in error
+    assert error.endswith("(sample 37 of train)")
+
+
 def test_a_killed_rank_ends_the_others_without_their_tracebacks(tmp_path):
     recipe = fault_recipe(tmp_path, "kill", rank=1)
     result = launch("--config", str(recipe), "--deepspeed", str(CONFIGS / "zero2.json"), ranks=2, **FAULTS)

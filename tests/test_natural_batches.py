@@ -16,6 +16,7 @@ from transformers import BatchEncoding, BertConfig, BertForSequenceClassificatio
 
 from pipeline.data.batches import LoadedBatch, as_batch, moved, num_samples, on_host
 from pipeline.data.bundle import collate_items
+from pipeline.data.extents import first_wrong, note_extents
 from pipeline.data.loader import TrainLoader
 from pipeline.data.mixture import MixtureOrder, SourceShare
 from pipeline.errors import ConfigError, DataError, ModelError
@@ -288,7 +289,7 @@ def test_transformers_models_get_what_they_have_arguments_for():
     outside = Classification()(model, batch)
     torch.testing.assert_close(by_itself.loss_sum, outside.loss_sum)
     batch["labels"] = batch.pop("targets") + 3
-    with pytest.raises(DataError, match=r"'labels' has 5, and the model has 3 outputs: expected 0 to 2"):
+    with pytest.raises(DataError, match=r"'labels' has 3, and the model has 3 outputs: expected 0 to 2"):
         ModelLoss()(model, batch)
 
 
@@ -380,6 +381,11 @@ def test_a_language_models_labels():
         CausalLM()(model, {"input_ids": ids, "labels": ids[:, 0]})
 
 
+class Later(nn.Module):
+    def forward(self, ids):
+        return ids + 3
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "message"),
     [
@@ -387,7 +393,7 @@ def test_a_language_models_labels():
         (nn.Linear(5, 3), X, r"float32 of shape \(3, 2\); expected a last dimension of 5"),
         (nn.Sequential(nn.ReLU(), nn.Linear(5, 3)), X, r"model: 1, Linear"),
         (nn.Embedding(4, 3), X, r"expected integers: .* x\.long\(\)"),
-        (nn.Embedding(4, 3), Y + 3, "indices are 3 to 5; expected 0 to 3"),
+        (nn.Sequential(Later(), nn.Embedding(4, 3)), Y, "indices are 3 to 5; expected 0 to 3"),
         (nn.Conv2d(3, 4, 3), torch.zeros(2, 1, 8, 8), r"expected \(samples, 3, size, size\)"),
         (nn.Conv2d(1, 4, 3), torch.zeros(2, 1, 8, 8, dtype=torch.uint8), r"uint8 .* x\.float\(\)"),
         (nn.LSTM(4, 5), torch.zeros(2, 3, 6), "expected a last dimension of 4"),
@@ -414,13 +420,68 @@ def test_labels_of_a_loss_of_ones_own():
         return nn.functional.cross_entropy(outputs, batch["targets"], reduction="sum")
 
     with pytest.raises(
-        DataError, match="labels of a cross entropy are 1 to 3, and its scores are for 3 classes"
+        DataError, match="'targets' has 3, and the scores of a cross entropy are for 3 classes"
     ):
         Custom(loss)(LINEAR, {"inputs": X, "targets": Y + 1})
     torch.testing.assert_close(
         Custom(loss)(LINEAR, {"inputs": X, "targets": Y}).loss_sum,
         Classification()(LINEAR, {"inputs": X, "targets": Y}).loss_sum,
     )
+
+
+def batch_read(**entries):
+    """As a loader gives it: samples 0 to 2 are of `one`, the next of `other`."""
+    batch = as_batch(entries)
+    note_extents(batch, [4, 0, 3], [("one", 3), ("other", 2)])
+    return batch
+
+
+def test_what_an_entry_indexes_in_the_first_call_later_batches_are_held_to():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Embedding(4, 2), nn.Embedding(9, 2)
+
+        def forward(self, ids, kinds, shifted, same):
+            x = self.small(ids.view(-1)) + self.large(ids)
+            return x + self.large(kinds) + self.large(shifted + 1) + self.small(same)
+
+    call, model = ModelCall(), Words()
+
+    def given(ids, kinds=Y, shifted=Y, too=Y):
+        clones = {"ids": ids.clone(), "kinds": kinds.clone(), "shifted": shifted.clone()}
+        return call(model, batch_read(**clones, same=Y, too=too))
+
+    given(Y)
+    given(Y + 1, Y + 6, Y - 1, Y - 100)
+    with pytest.raises(
+        DataError, match=r"^'ids' has 4, and small, Embedding\(4, 2\), has 4 rows: expected 0 to 3 "
+    ):
+        given(Y + 2)
+    with pytest.raises(DataError, match=r"'kinds' has -1, .* expected 0 to 8 \(sample 1 of other\)$"):
+        given(Y, Y - 1)
+
+
+def test_labels_of_ones_own_loss_are_held_to_its_classes_in_every_batch():
+    def loss(outputs, batch):
+        labels = batch["targets"].reshape(-1)
+        return nn.functional.cross_entropy(outputs, labels, reduction="sum", ignore_index=7)
+
+    objective = Custom(loss)
+    for targets in (Y, torch.tensor([0, 7, 2])):
+        objective(LINEAR, batch_read(inputs=X, targets=targets))
+    with pytest.raises(DataError, match=r"'targets' has -100, and .* 3 classes: .* \(sample 0 of one\)$"):
+        objective(LINEAR, batch_read(inputs=X, targets=torch.tensor([0, -100, 7])))
+
+
+def test_a_batch_whose_extents_fit_is_looked_at_no_more():
+    batch = batch_read(labels=torch.tensor([2, -100, 1]), ids=torch.tensor([0, 1, 5]))
+    assert batch.reading.extents == {"labels": (-100, 0, 2), "ids": (0, 0, 5)}
+    on_device = moved(batch, lambda _, tensor: tensor.to("meta"))
+    assert first_wrong(on_device, "ids", 5) == (5, " (sample 0 of other)")
+    batch["labels"].fill_(9)
+    assert first_wrong(on_device, "labels", 3) is None
+    assert first_wrong(on_device, "labels", 3, None) == (9, " (sample 1 of other)")
 
 
 def test_a_loss_of_ones_own_sees_outputs_in_fp32():

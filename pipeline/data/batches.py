@@ -6,7 +6,7 @@ A sample or a batch may be a dict, a tuple or list `(input, target, ...)`, a nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,25 @@ class MissingEntryError(DataError, KeyError):
     __str__ = PipelineError.__str__  # a KeyError would be shown in quotes
 
 
+class Extent(NamedTuple):
+    """Of the whole numbers of one entry."""
+
+    lowest: int
+    lowest_counted: int
+    """Without IGNORE_INDEX; 0 where nothing is below."""
+    highest: int
+
+
+class Reading(NamedTuple):
+    """What was seen of a batch as it was read; see extents.py."""
+
+    extents: Mapping[str, Extent]
+    indices: Sequence[int]
+    """Of its samples, in their data set."""
+    sources: Sequence[tuple[str, int]]
+    """(name, samples) of what the data set consists of."""
+
+
 class LoadedBatch(Batch):
     """A batch on its way to the model and the loss.
 
@@ -37,10 +56,18 @@ class LoadedBatch(Batch):
         num_samples: None where it was not loaded.
         host: Where it was moved to a device: what it was on the host, so that a look at a value there waits
             for no device.
+        reading: What was seen of it as it was read, where it was.
     """
 
     num_samples: int | None = None
     host: Batch | None = None
+    reading: Reading | None = None
+
+    def known_as(self, other: Mapping[str, Any]) -> LoadedBatch:
+        """This one, with what is known of the other."""
+        for name in ("num_samples", "host", "reading"):
+            setattr(self, name, getattr(other, name, None))
+        return self
 
     def __missing__(self, key: str) -> Any:
         raise MissingEntryError(f"{key!r} was asked of a batch that has no such entry: {shown(self)}")

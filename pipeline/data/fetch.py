@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from pipeline.data.batches import LoadedBatch, as_batch, moved
 from pipeline.data.bundle import Collate
+from pipeline.data.extents import first_wrong, note_extents
 from pipeline.data.random_numbers import derive_seed, own_random_numbers, seed_all, seeds_at
 from pipeline.data.sampler import Draw
 from pipeline.errors import DataError, PipelineError
@@ -34,19 +33,23 @@ class Fetch(Dataset[Any]):
         seed: int,
         *,
         is_training: bool,
+        sources: Sequence[Sequence[tuple[str, int]]] | None = None,
         num_words: int | None = None,
     ) -> None:
+        """Sources: (name, samples) of what each data set consists of."""
         self._datasets = datasets
         self._collate = collate
         self._seed = seed
         self._is_training = is_training
+        self._sources = sources or [()] * len(datasets)
         self._num_words = num_words
 
     def __getitems__(self, draw: Draw) -> LoadedBatch | PipelineError:
         try:
             batch = as_batch(self._collated(draw), len(draw.indices))
+            note_extents(batch, draw.indices, self._sources[draw.dataset])
             if self._num_words is not None:
-                check_ids(batch, self._num_words, draw.indices)
+                check_ids(batch, self._num_words)
             return batch
         except PipelineError as error:
             return error  # as a value: what a worker raises arrives with its traceback for a message
@@ -80,28 +83,20 @@ class Fetch(Dataset[Any]):
         return self._collate(samples)
 
 
-def check_ids(batch: LoadedBatch, num_words: int, indices: Sequence[int]) -> None:
-    """Looks at the ids of every batch where it is read: on a GPU a wrong one would end the process.
+def check_ids(batch: LoadedBatch, num_words: int) -> None:
+    """Looks at the ids of every batch where it is read.
 
     Args:
         num_words: Rows of the model's table of words.
-        indices: Of the samples, in their data set.
 
     Raises:
         DataError: an id has no row there; names it and its sample.
     """
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.device.type != "cpu" or not ids.numel():
-        return
-    values = ids.numpy()  # torch would wake all its threads for a few kB
-    if values.min() >= 0 and values.max() < num_words:
-        return
-    place = tuple(map(int, np.argwhere((values < 0) | (values >= num_words))[0]))
-    sample = f"sample {indices[place[0]]}" if len(ids) == len(indices) else f"row {place[0]} of a batch"
-    raise DataError(
-        f"'input_ids' of {sample} has {values[place]}, and the model knows {num_words} words: expected 0 to "
-        f"{num_words - 1} (model.vocab_size; the tokenizer that made them must be the model's)"
-    )
+    if (wrong := first_wrong(batch, "input_ids", num_words, None)) is not None:
+        raise DataError(
+            f"'input_ids' has {wrong.value}{wrong.sample}, and the model knows {num_words} words: expected 0 "
+            f"to {num_words - 1} (model.vocab_size; the tokenizer that made them must be the model's)"
+        )
 
 
 class _InProcess:
@@ -116,8 +111,7 @@ class _InProcess:
         for draw in self._draws:
             batch = self._fetch.__getitems__(draw)
             if self._pin_memory and isinstance(batch, LoadedBatch):
-                samples, batch = batch.num_samples, moved(batch, lambda _, tensor: tensor.pin_memory())
-                batch.num_samples, batch.host = samples, None
+                batch = moved(batch, lambda _, tensor: tensor.pin_memory()).known_as(batch)
             yield batch
 
 

@@ -101,7 +101,8 @@ class TrainLoader:
         self.samples_per_epoch = order.samples_per_epoch
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
         self.samples_seen = 0
-        self._fetch = Fetch([dataset], collate, seed, is_training=True, num_words=num_words)
+        sources = [order.sources]
+        self._fetch = Fetch([dataset], collate, seed, is_training=True, sources=sources, num_words=num_words)
         self._draws_from = partial(
             training_draws,
             order,
@@ -234,15 +235,20 @@ class EvalLoader:
         assert datasets
         self.names = tuple(datasets)
         self.total = tuple(total) or self.names
-        sizes = [_length(name, dataset) for name, dataset in datasets.items()]
+        whole = {name: _length(name, dataset) for name, dataset in datasets.items()}
+        sizes = list(whole.values())
         if max_samples is not None:
             sizes = [min(size, max_samples) for size in sizes]
         self._sampler = EvalSampler(
             sizes, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_world_size=dp_world_size
         )
+        sets, sources = (
+            list(datasets.values()),
+            [[(f"{name}, held out", size)] for name, size in whole.items()],
+        )
         # One reader of all sets: each with workers of its own would leave a crowd of idle processes.
         self._batches = read_batches(
-            Fetch(list(datasets.values()), collate, 0, is_training=False, num_words=num_words),
+            Fetch(sets, collate, 0, is_training=False, sources=sources, num_words=num_words),
             self._sampler,
             num_workers,
             pin_memory=pin_memory,

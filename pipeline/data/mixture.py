@@ -51,6 +51,7 @@ class MixtureOrder:
     def __init__(self, sources: Sequence[SourceShare], seed: int) -> None:
         drawn = drawn_per_epoch(sources)
         self.names = tuple(source.name for source in sources)
+        self.sources = tuple((source.name, source.num_samples) for source in sources)
         self.num_samples = sum(source.num_samples for source in sources)
         self.samples_per_epoch = sum(drawn)
         self._drawn = np.array(drawn, dtype=np.int64)  # (sources,) in an epoch

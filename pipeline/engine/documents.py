@@ -23,6 +23,4 @@ def with_bounds(batch: Batch) -> Batch:
         return batch
     bounds = document_bounds(positions.cpu())
     is_pinned = positions.is_cuda or positions.is_pinned()
-    result = LoadedBatch({**batch, BOUNDS: bounds.pin_memory() if is_pinned else bounds})
-    result.num_samples, result.host = getattr(batch, "num_samples", None), getattr(batch, "host", None)
-    return result
+    return LoadedBatch({**batch, BOUNDS: bounds.pin_memory() if is_pinned else bounds}).known_as(batch)

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.data.batches import IGNORE_INDEX, shown
+from pipeline.data.extents import first_wrong
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
-from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels, wrong_label
+from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels
 from pipeline.objectives.linear_cross_entropy import CPU_BLOCK, GPU_BLOCK
 from pipeline.objectives.model_call import Caller, ModelCall
 from pipeline.objectives.output_head import OutputHeads, loss_in
@@ -155,8 +156,11 @@ class Classification(Caller):
         valid = labels != IGNORE_INDEX
         if weights_C is None:
             return self._told(valid.sum(), name)
-        if (wrong := wrong_label(batch, name, weights_C.numel())) is not None:
-            raise ConfigError(f"objective.class_weights: {weights_C.numel()} weights, and a label is {wrong}")
+        if (wrong := first_wrong(batch, name, weights_C.numel())) is not None:
+            raise ConfigError(
+                f"objective.class_weights: {weights_C.numel()} weights, and a label is "
+                f"{wrong.value}{wrong.sample}"
+            )
         return self._told((weights_C[labels.clamp(min=0)] * valid).sum(), name)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:

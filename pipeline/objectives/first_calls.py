@@ -1,4 +1,5 @@
 """Whether layers and losses fit what they are given: looked at in the first calls, before they compute.
+What entries of a batch are found to index there, later batches are held to, on the host.
 
 An error of torch's that a wrong data set causes would else be a traceback, and on a GPU the process's end.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,23 +17,68 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeline.data.batches import IGNORE_INDEX
+from pipeline.data.extents import first_wrong
 from pipeline.errors import DataError, ModelError
+from pipeline.objectives.interface import Batch
 from pipeline.objectives.labels import FirstScores
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # one that asks other ranks has more values
 CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
+class Table(NamedTuple):
+    """What an entry of the batch indexes."""
+
+    rows: int
+    ignored: int | None
+    """A number besides that is left out."""
+    told: str
+    """`embed, Embedding(...), has 3 rows`."""
+
+
+class Tables:
+    """Which entries index something, as a first call shows: the batch's own tensor gets there, whole."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Table] = {}
+
+    def note(self, batch: Batch, given: Tensor, table: Table) -> None:
+        """Of several tables of an entry the smallest counts. Not where one tensor is two entries.
+
+        Raises:
+            DataError: a number has no row.
+        """
+        names = [
+            name
+            for name, value in batch.items()
+            if isinstance(value, Tensor)
+            and (given is value or (given._base is value and given.numel() == value.numel()))
+        ]
+        if len(names) == 1 and (names[0] not in self._of or table.rows < self._of[names[0]].rows):
+            self._of[names[0]] = table
+        self.check(batch)
+
+    def check(self, batch: Batch) -> None:
+        """Raises DataError where a number has no row."""
+        for name, table in self._of.items():
+            if (wrong := first_wrong(batch, name, table.rows, table.ignored)) is not None:
+                raise DataError(
+                    f"{name!r} has {wrong.value}, and {table.told}: expected 0 to "
+                    f"{table.rows - 1}{wrong.sample}"
+                )
+
+
 class FirstCalls:
     """The first call of a model (or a loss) in training, and the first in evaluation."""
 
     def __init__(self) -> None:
-        self._seen: set[bool] = set()
+        self._seen: dict[bool, Tables] = {}
         self._told_scores = FirstScores()
 
     @contextmanager
-    def around(self, model: Any) -> Iterator[Losses | None]:
-        """Inside, what does not fit is an error that names it. Waits for the device, in first calls alone.
+    def around(self, model: Any, batch: Batch) -> Iterator[Losses | None]:
+        """Inside, what does not fit is an error that names it. Waits for the device, in first calls alone;
+        later batches are held to what their numbers index.
 
         Exactly torch's own layers are looked at: a subclass may take something else. Not those in a compiled
         block, and nothing where a user's code compiles: a hook would be compiled in.
@@ -45,12 +91,15 @@ class FirstCalls:
 
         Raises:
             ModelError: a layer's input is not what it takes.
-            DataError: labels are out of the range of the scores that they are compared with.
+            DataError: labels are out of the range of the scores that they are compared with, or ids of an
+                embedding.
         """
         if not isinstance(model, nn.Module) or model.training in self._seen:
+            if isinstance(model, nn.Module):
+                self._seen[model.training].check(batch)
             yield None
             return
-        self._seen.add(model.training)
+        tables = self._seen[model.training] = Tables()
         layers = dict(model.named_modules())
         if any(layer._compiled_call_impl is not None for layer in layers.values()):
             yield None
@@ -58,11 +107,11 @@ class FirstCalls:
         blocks = [layer for layer in layers.values() if "forward" in vars(layer)]  # compiled, each as one
         inside = {id(layer) for block in blocks for layer in block.modules()}
         hooks = [
-            layer.register_forward_pre_hook(partial(_look, name))
+            layer.register_forward_pre_hook(partial(_look, name, batch, tables))
             for name, layer in layers.items()
             if id(layer) not in inside
         ]
-        losses = Losses(self._told_scores)
+        losses = Losses(self._told_scores, batch, tables)
         for block in blocks:  # what is compiled under a mode would be compiled once more without it
             hooks.append(block.register_forward_pre_hook(lambda *_: losses.__exit__(None, None, None)))
             hooks.append(block.register_forward_hook(lambda *_: _enter(losses), always_call=True))
@@ -74,7 +123,10 @@ class FirstCalls:
                 hook.remove()
 
 
-def _look(name: str, layer: nn.Module, given: tuple[Any, ...]) -> None:
+def _look(name: str, batch: Batch, tables: Tables, layer: nn.Module, given: tuple[Any, ...]) -> None:
+    if given and isinstance(given[0], Tensor) and type(layer) is nn.Embedding:
+        rows = layer.num_embeddings
+        tables.note(batch, given[0], Table(rows, None, f"{_named(layer, name)} has {rows} rows"))
     if given and isinstance(given[0], Tensor) and (told := _misfit(layer, given[0])) is not None:
         raise ModelError(f"model: {_named(layer, name)} is given {_of(given[0])}; {told}")
 
@@ -86,9 +138,9 @@ def _enter(mode: TorchFunctionMode) -> None:
 class Losses(TorchFunctionMode):
     """Looks at what losses are called with, wherever they are."""
 
-    def __init__(self, told_scores: FirstScores) -> None:
+    def __init__(self, told_scores: FirstScores, batch: Batch, tables: Tables) -> None:
         super().__init__()
-        self._told_scores = told_scores
+        self._told_scores, self._batch, self._tables = told_scores, batch, tables
         self._means: list[Tensor] = []
 
     def is_mean(self, loss: Tensor) -> bool:
@@ -99,13 +151,24 @@ class Losses(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in (F.cross_entropy, F.nll_loss) and len(args) > 1:
-            _check_targets(args[0], args[1], (kwargs or {}).get("ignore_index", IGNORE_INDEX))
+            self._look_at(args[0], args[1], (kwargs or {}).get("ignore_index", IGNORE_INDEX))
         if function is F.cross_entropy and args and isinstance(args[0], Tensor) and args[0].dim():
             self._told_scores(args[0].movedim(1 if args[0].dim() > 1 else 0, -1))
         result = function(*args, **(kwargs or {}))
         if function in (torch.mean, Tensor.mean) or (kwargs or {}).get("reduction") == "mean":
             self._means.append(result)
         return result
+
+    def _look_at(self, scores: Tensor, targets: Any, ignored: int) -> None:
+        if (
+            isinstance(targets, Tensor)
+            and not targets.is_floating_point()
+            and targets.dim() == scores.dim() - 1
+        ):
+            classes = scores.shape[1 if scores.dim() > 1 else 0]
+            told = f"the scores of a cross entropy are for {classes} classes"
+            self._tables.note(self._batch, targets, Table(classes, ignored, told))
+            _check_targets(targets, classes, ignored)
 
 
 def _misfit(layer: Any, x: Tensor) -> str | None:
@@ -147,10 +210,8 @@ def _embedding_misfit(layer: nn.Embedding, ids: Tensor) -> str | None:
     return None
 
 
-def _check_targets(scores: Tensor, targets: Any, ignored: int) -> None:
-    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() != scores.dim() - 1:
-        return
-    counted, classes = targets[targets != ignored], scores.shape[1 if scores.dim() > 1 else 0]
+def _check_targets(targets: Tensor, classes: int, ignored: int) -> None:
+    counted = targets[targets != ignored]
     if counted.numel() and not 0 <= (low := int(counted.min())) <= (high := int(counted.max())) < classes:
         raise DataError(
             f"the labels of a cross entropy are {low} to {high}, and its scores are for {classes} classes: "

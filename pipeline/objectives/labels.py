@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pipeline.data.batches import IGNORE_INDEX, on_host, shown
+from pipeline.data.batches import IGNORE_INDEX, shown
+from pipeline.data.extents import first_wrong
 from pipeline.errors import DataError
 from pipeline.objectives.interface import Batch
 
@@ -69,27 +70,10 @@ class FirstScores:
                 )
 
 
-def wrong_label(batch: Batch, name: str, classes: int) -> int | None:
-    """A label that is neither -100 nor in [0, classes), where there is one.
-
-    Looks at labels on the host alone, which a batch on a device remembers: never waits.
-    """
-    labels = on_host(batch).get(name)
-    if not isinstance(labels, Tensor) or labels.device.type != "cpu" or not labels.numel():
-        return None
-    values = labels.numpy()  # torch would wake all its threads for a few kB
-    if values.max() >= classes:
-        return int(values.max())
-    if values.min() >= 0:
-        return None
-    wrong = values[(values < 0) & (values != IGNORE_INDEX)]
-    return int(wrong[0]) if len(wrong) else None
-
-
 def check_labels(batch: Batch, name: str, classes: int) -> None:
-    """Raises DataError where there is a wrong label; see wrong_label."""
-    if (wrong := wrong_label(batch, name, classes)) is not None:
+    """Raises DataError where there is a label that is neither -100 nor in [0, classes)."""
+    if (wrong := first_wrong(batch, name, classes)) is not None:
         raise DataError(
-            f"{name!r} has {wrong}, and the model has {classes} outputs: expected 0 to {classes - 1} "
-            f"({IGNORE_INDEX}: not counted)"
+            f"{name!r} has {wrong.value}, and the model has {classes} outputs: expected 0 to {classes - 1} "
+            f"({IGNORE_INDEX}: not counted){wrong.sample}"
         )

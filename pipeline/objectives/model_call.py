@@ -70,13 +70,14 @@ class ModelCall:
         Raises:
             ModelError: the model's forward cannot be called with the batch; names both sides. Also, at the
                 first call, a layer that its input does not fit.
+            DataError: see FirstCalls.around.
         """
         call = self._planned(model, batch)
         values = [batch[entry] for entry in call.positional]
         if call.is_spread:
             values = [*values[0], *values[1:]]
         named = {argument: batch[entry] for argument, entry in call.named}
-        with self._checked.around(unwrapped(model)):
+        with self._checked.around(unwrapped(model), batch):
             return model(*values, **named)
 
     def _planned(self, model: Callable[..., Any], batch: Batch) -> Call:

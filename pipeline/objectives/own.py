@@ -79,7 +79,7 @@ class Custom(Caller):
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         outputs = tree_map(_in_fp32, self._call(model, batch))
         exits = may_not_exit("objective.kind: the function", ConfigError)
-        with self._checked.around(unwrapped(model)) as losses, exits:
+        with self._checked.around(unwrapped(model), batch) as losses, exits:
             loss_sum = self.function(outputs, batch)
         if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
             raise ConfigError(

@@ -251,9 +251,11 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_sample():
     """Wherever the batch is read, also by a worker: on a GPU the kernel would end the process."""
 
     for workers in (0, 1):
-        fetch = Fetch([Words()], stacked, 0, is_training=False, num_words=10)
+        sources = [[("one", 3), ("other", 9)]]
+        fetch = Fetch([Words()], stacked, 0, is_training=False, sources=sources, num_words=10)
         draws = [Draw(0, 0, [0, 1]), Draw(0, 2, [4, 5])]
         right, wrong = read_batches(fetch, draws, workers, pin_memory=False, persistent=False)
         assert usable(right)["input_ids"].shape == (2, 3)
-        with pytest.raises(DataError, match=r"of sample 5 has 10, and the model knows 10 words: expected 0"):
+        assert usable(right).reading.extents == {"input_ids": (0, 0, 9)}
+        with pytest.raises(DataError, match=r"has 10 \(sample 2 of other\), and the model knows 10 words"):
             usable(wrong)

@@ -25,7 +25,6 @@ PARAMETERS = 37_088
 WARM_UP = 3  # the first step allocates and warns
 # Why the host reads there, each time a micro-batch or a step.
 EACH_MICRO_BATCH = {
-    "labels.py:wrong_label": 1,  # of the batch as it lies on the host, before it is copied
     "linear_cross_entropy.py:_counted": 2,  # on a CPU alone, which then computes nothing for the others
 }
 EACH_STEP = {3: {"utils.py:is_invalid_grad_norm": 1}}  # whether to step at all

@@ -44,6 +44,13 @@ def points(split: str) -> Points:
     return Points(64 if split == "train" else 11)
 
 
+def points_of_a_wrong_label(split: str) -> Points:
+    """Sample 37 has a label that no model of two classes can give."""
+    found = points(split)
+    found.labels[37 if split == "train" else 0] = 5 if split == "train" else 0
+    return found
+
+
 class Faulty(nn.Module):
     """A linear classifier to which something happens in the given forward of the given rank; in an
     evaluation, what EVALUATION_FAULT says.
