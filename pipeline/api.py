@@ -56,7 +56,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     """
     log_to_console(ranks)
     raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
-    choose_accelerator()  # before DeepSpeed is imported, which would choose by itself
+    choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed, which would choose itself
     if deepspeed is not None:
         from pipeline.engine.validation import check_configuration
 

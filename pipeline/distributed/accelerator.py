@@ -6,6 +6,7 @@ or with none left visible (CUDA_VISIBLE_DEVICES=""), computes on the CPU.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
@@ -13,18 +14,30 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
+from pipeline.distributed.driver import Torch, idle_card
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import LaunchError
 
+log = logging.getLogger(__name__)
 
-def choose_accelerator() -> str:
+
+def choose_accelerator(*, tells: bool = False) -> str:
     """`cuda` or `cpu`: DS_ACCELERATOR where the user has set it, else by what torch sees; then it is set.
 
     To be called before DeepSpeed is imported, which goes by the variable. torch is made to ask the driver's
     management library, so that a process may still fork.
+
+    Args:
+        tells: Warn of a GPU that torch leaves idle.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    return os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    if "DS_ACCELERATOR" not in os.environ:
+        sees_one = torch.cuda.is_available()
+        built = Torch(torch.__version__, torch.version.cuda, torch.version.hip)
+        if tells and not sees_one and (reason := idle_card(built, os.environ)) is not None:
+            log.warning("computing on the CPU, beside a GPU: %s", reason)
+        os.environ["DS_ACCELERATOR"] = "cuda" if sees_one else "cpu"
+    return os.environ["DS_ACCELERATOR"]
 
 
 def choose_allocation(environment: MutableMapping[str, str]) -> None:
@@ -42,7 +55,7 @@ def find_device(ranks: Ranks) -> torch.device:
     Raises:
         LaunchError: see device_index.
     """
-    if choose_accelerator() == "cpu":
+    if choose_accelerator(tells=ranks.is_main_process) == "cpu":
         return torch.device("cpu")
     choose_allocation(os.environ)
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pipeline.doctor.driver_checks import check_driver
 from pipeline.doctor.facts import Ops
 from pipeline.doctor.probe import Answered
 from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
@@ -22,7 +23,7 @@ SMALL_DISK = {"/tmp": (GIB // 4, GIB), "/dev/shm": (GIB // 16, GIB)}
 """NCCL and the loader's workers exchange through /dev/shm; containers often get 64 MiB of it."""
 CLOCK = (2.0, 0.5)
 """Seconds."""
-MUST_AGREE = ("torch", "CUDA", "NCCL", "deepspeed")
+MUST_AGREE = ("torch", "CUDA", "ROCm", "NCCL", "deepspeed")
 
 
 def silence(host: str, error: SilentError, folder: Path, python: str) -> Row:
@@ -119,6 +120,7 @@ def _versions(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
                 fix = {
                     "python": f"make the environment on {HOST} with Python {wanted}",
                     "CUDA": f"install the torch of CUDA {wanted} on {HOST}",
+                    "ROCm": f"install the torch of ROCm {wanted} on {HOST}",
                     "NCCL": f"install the same torch on {HOST}, with what it depends on",
                 }.get(name, install)
                 found = f"{name} {version}, here {wanted}"
@@ -144,8 +146,6 @@ def _devices(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
         elif not gpus and slots > cores:
             fix = f"write {HOST} slots={cores} in the hostfile"
             faults.append(Fault(host, "warning", f"{slots} slots on {cores} cores: they share", fix))
-        if gpus and each.get("versions", {}).get("CUDA", "") is None:
-            faults.append(Fault(host, "fail", "GPUs, and a torch without CUDA", "install torch's CUDA build"))
         for position in wanted if wanted is not None else range(len(gpus)):
             gpu = gpus[position] if position < len(gpus) else None
             if gpu is not None and gpu["used"] > max(GIB, gpu["total"] // 20):
@@ -267,6 +267,7 @@ CHECKS: dict[str, Callable[[Seen, Mapping[str, Answered]], list[Row]]] = {
     "project": _project,
     "versions": _versions,
     "devices": _devices,
+    "driver": check_driver,
     "memory": _memory,
     "disks": _disks,
     "folders": _folders,

@@ -38,7 +38,7 @@ LIMIT = 40.0
 PASSED_ON = ("NCCL_", "GLOO_", "TORCH_EXTENSIONS_DIR")
 """What of this shell's environment changes what the doctor sees."""
 REACHING = {"ssh", "python", "folder"}
-BLOCKING = REACHING | {"project", "versions", "devices", "hosts", "names", "ports", "interface"}
+BLOCKING = REACHING | {"project", "versions", "devices", "driver", "hosts", "names", "ports", "interface"}
 """A fault in one of these would only be seen again, later and less clearly, in an all-reduce."""
 
 

@@ -102,13 +102,18 @@ def read_project() -> Project:
 
 def read_versions() -> dict[str, str | None]:
     """By name; None: not installed, or a build without it."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "torch": None, "CUDA": None}
+    found: dict[str, str | None] = dict.fromkeys(("python", "torch", "CUDA", "ROCm"))
+    found["python"] = platform.python_version()
     spec = util.find_spec("torch")
     if spec is not None and spec.origin is not None:
         # torch/version.py is assignments only; importing torch takes seconds.
         with contextlib.suppress(OSError):
             stated = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-            found |= {"torch": stated.get("__version__"), "CUDA": stated.get("cuda")}
+            found |= {
+                "torch": stated.get("__version__"),
+                "CUDA": stated.get("cuda"),
+                "ROCm": stated.get("hip"),
+            }
     packages = {
         "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
         "deepspeed": ("deepspeed",),

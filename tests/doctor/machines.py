@@ -22,6 +22,7 @@ def well(names: list[str], gpus: int = 0) -> dict[str, Any]:
                 "python": "3.11.7",
                 "torch": "2.13.0",
                 "CUDA": None,
+                "ROCm": None,
                 "NCCL": None,
                 "deepspeed": "0.19.8",
             },
@@ -30,6 +31,18 @@ def well(names: list[str], gpus: int = 0) -> dict[str, Any]:
                 "gpus": [
                     {"index": n, "name": "H100", "total": 80 * GIB, "used": GIB // 2} for n in range(gpus)
                 ],
+            },
+            "driver": {
+                "nvidia": None,
+                "cuda": None,
+                "problem": None,
+                "given": False,
+                "cards": 0,
+                "amd_cards": 0,
+                "amd_problem": None,
+                "wsl": False,
+                "health": [],
+                "xids": [],
             },
             "memory": 100 * GIB,
             "disks": [
