@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import nn
 
 from pipeline.checkpoint.initial_weights import open_checkpoint
@@ -17,7 +18,7 @@ from pipeline.engine.interface import DTYPES, Engine, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.models import build_model
 from pipeline.models.regional_compile import compile_blocks
-from pipeline.models.sharding import ModelRequest, Sharding, Whole
+from pipeline.models.sharding import ModelRequest, Placed, Sharding
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 
@@ -42,9 +43,11 @@ def build_engine(
         sequence_length=getattr(config.data, "sequence_length", None),
         dtype=DTYPES[split.precision],
     )
+    # Weights from elsewhere fill every tensor, where `strict` is set.
+    draws = not resumes and (config.model.weights is None or not config.model.strict)
 
     def model_in(sharding: Sharding) -> nn.Module:
-        model = build_model(config.model, model_request(config, data, sharding), config.seed)
+        model = build_model(config.model, model_request(config, data, sharding, draws), config.seed)
         if config.model.weights is not None and not resumes:
             load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))
         model = transform(model, config.model, placement)
@@ -54,7 +57,9 @@ def build_engine(
 
     allow_tf32(resolved.tf32)
     if resolved.deepspeed is None:
-        return TorchEngine(model_in(Whole()), config.optimizer, config.engine, split, job)
+        return TorchEngine(
+            model_in(Placed(job.device, torch.float32)), config.optimizer, config.engine, split, job
+        )
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine, sharding_for, start_deepspeed
     from pipeline.engine.native_ops import prepare_native_ops
     from pipeline.engine.nvme import SwapFolder
@@ -70,7 +75,7 @@ def build_engine(
         assert stages.model is not None
         return PipelineEngine(stages.model, config.optimizer, resolved.deepspeed, split, job, stages.bounds)
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
-    sharding = sharding_for(swap.config, split)
+    sharding = sharding_for(swap.config, split, job.device)
     model = model_in(sharding)
     swap.check_space(count_parameters(model))
     engine = DeepSpeedEngine(
@@ -87,8 +92,10 @@ def ids_trained_here(config: RunConfig, data: DataBundle) -> dict[str, int] | No
     return data.tokenizer.get_vocab() if data.tokenizer is not None and named is None else None
 
 
-def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> ModelRequest:
-    """What the data asks of the model."""
+def model_request(
+    config: RunConfig, data: DataBundle, sharding: Sharding, draws: bool = True
+) -> ModelRequest:
+    """What the data asks of the model, and whether its first weights will be trained from."""
     return ModelRequest(
         sharding=sharding,
         vocab_size=data.vocab_size,
@@ -96,4 +103,5 @@ def model_request(config: RunConfig, data: DataBundle, sharding: Sharding) -> Mo
         num_classes=data.num_classes,
         num_channels=data.num_channels,
         end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,
+        draws=draws,
     )

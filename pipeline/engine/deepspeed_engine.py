@@ -53,7 +53,7 @@ from pipeline.engine.tensor_sharding import TensorSharding
 from pipeline.engine.unused import GradientWatch, warn_of_unused
 from pipeline.engine.zero3 import Zero3Sharding, gather_by_block, gathered_where_it_fits
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.models.sharding import Sharding, Whole
+from pipeline.models.sharding import Placed, Sharding
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.op_builds import CPU_ADAM, needed_ops
 from pipeline.optim import build_torch_optimizer, parameter_groups, set_learning_rate
@@ -72,7 +72,7 @@ def start_deepspeed(job: Job) -> None:
     deepspeed.init_distributed(dist_init_required=False)
 
 
-def sharding_for(config: dict[str, Any], split: Split) -> Sharding:
+def sharding_for(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:
     """How a model is held while it is made for a DeepSpeedEngine.
 
     Args:
@@ -81,7 +81,8 @@ def sharding_for(config: dict[str, Any], split: Split) -> Sharding:
     forget_parameter_groups()
     if split.tensor_parallel > 1:  # at stage 3 too: AutoTP cuts whole matrices
         return TensorSharding(config, split)
-    return Zero3Sharding(config, DTYPES[split.precision]) if split.zero_stage == 3 else Whole()
+    dtype = DTYPES[split.precision]
+    return Zero3Sharding(config, dtype) if split.zero_stage == 3 else Placed(device, dtype)
 
 
 def build_optimizer(

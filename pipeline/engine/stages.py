@@ -96,6 +96,12 @@ class StageSharding:
         if can_run:
             self.model = layered
 
+    def settle(self, model: nn.Module, draws: bool) -> None:
+        """See Sharding.settle."""
+        for parameter in self._kept:
+            if parameter.is_meta:
+                give_memory(parameter)
+
     @contextmanager
     def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """See Sharding.whole."""

@@ -125,6 +125,14 @@ class TensorSharding:
             if not parameter.is_meta:
                 self._keep_parts(parameter)
 
+    def settle(self, model: nn.Module, draws: bool) -> None:
+        """See Sharding.settle."""
+        for parameter in model.parameters():
+            if parameter.is_meta and parameter not in self._parts:
+                give_memory(parameter)
+        for part in (part for parts in self._parts.values() for part in parts):
+            part.is_there = True
+
     @contextmanager
     def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """See Sharding.whole. Not to be entered twice at a time."""

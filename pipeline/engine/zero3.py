@@ -130,6 +130,9 @@ class Zero3Sharding:
     def made(self, model: nn.Module) -> None:
         """See Sharding.made."""
 
+    def settle(self, model: nn.Module, draws: bool) -> None:
+        """See Sharding.settle."""
+
     @contextmanager
     def construct(self) -> Iterator[None]:
         """See Sharding.construct. Collective."""

@@ -16,7 +16,7 @@ NO_MEMORY = ("allocate memory", "calculation overflowed", "out of memory")
 
 
 def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Module:
-    """The model the recipe names, in fp32 on the CPU (sharded where `request.sharding` says so).
+    """The model the recipe names, in fp32 on the CPU, or as `request.sharding` has it.
 
     Raises:
         ModelError: it cannot be built, does not fit the data or into memory, or its weights do not fit it.
@@ -25,6 +25,7 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
     try:
         model = _build(config, request)
         request.sharding.made(model)
+        request.sharding.settle(model, request.draws)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
             raise

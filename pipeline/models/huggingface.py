@@ -27,7 +27,8 @@ from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError, one_line
 from pipeline.models.attention import transformers_name
-from pipeline.models.sharding import ModelRequest, Sharding
+from pipeline.models.initialising import draw_weights
+from pipeline.models.sharding import ModelRequest
 from pipeline.models.tensorwise import filled_tensorwise
 from pipeline.models.transformers_folder import folder_or_hub_name
 from pipeline.models.vocabulary import grow_vocabulary
@@ -90,7 +91,7 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         raise ModelError(f"model: {config.architecture}: {_reason(error)}{extra}") from None
     model.tie_weights()  # what is made without values is not tied yet
     request.sharding.made(model)
-    _draw_weights(model, request.sharding)
+    draw_weights(model, request.sharding, request.draws)
     return model
 
 
@@ -139,28 +140,6 @@ def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str,
         if name.endswith(("dropout", "drop")) and isinstance(value, (int, float)) and not 0 <= value <= 1:
             raise ModelError(f"model.extra.{name} is {value}; expected 0 to 1")
     return fields
-
-
-@torch.no_grad()
-def _draw_weights(model: PreTrainedModel, sharding: Sharding) -> None:
-    """transformers' own initialisation, children before parents, each on whole fp32 CPU parameters.
-
-    The random stream is then the same for a whole and for a sharded model, on every rank and device.
-    """
-    torch.manual_seed(torch.initial_seed())
-
-    def visit(module: nn.Module, initialise: Any) -> None:
-        for child in module.children():
-            visit(child, child._init_weights if isinstance(child, PreTrainedModel) else initialise)
-        own = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
-        if own:
-            with sharding.whole(own):
-                initialise(module)
-        else:
-            initialise(module)
-
-    visit(model, model._init_weights)
-    model.tie_weights()
 
 
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:

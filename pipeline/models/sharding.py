@@ -1,7 +1,7 @@
 """What is asked of a builder: to fit the model to the data, and how to hold it while it is made.
 
-Whole, in shards from the first parameter on (ZeRO 3), or, of other ranks' parts, without values (pipeline
-stages, tensor parallelism).
+Whole, on the host or where it will train, in shards from the first parameter on (ZeRO 3), or, of other ranks'
+parts, without values (pipeline stages, tensor parallelism).
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ class Sharding(Protocol):
         """Inside it the parameters are whole, on the CPU, in fp32, and may be changed; after it, sharded."""
         ...
 
+    def settle(self, model: nn.Module, draws: bool) -> None:
+        """The model is built: what this rank keeps of it lies where it stays until there is an engine.
+
+        Args:
+            draws: See ModelRequest. If not, what lies there now is not copied.
+        """
+        ...
+
     @property
     def takes_tensors(self) -> bool:
         """Whether a model may be `made` before it has weights, which then come one tensor at a time."""
@@ -52,7 +60,7 @@ class Sharding(Protocol):
 
 
 class Whole:
-    """Every rank holds every parameter."""
+    """Every rank holds every parameter, in fp32 on the CPU."""
 
     takes_tensors = False
     zero3_config: dict[str, Any] | None = None
@@ -66,8 +74,61 @@ class Whole:
     def made(self, model: nn.Module) -> None:
         pass
 
+    def settle(self, model: nn.Module, draws: bool) -> None:
+        pass
+
     def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         return nullcontext()
+
+
+class Placed(Whole):
+    """Every rank holds every parameter, where and in what it trains: host memory has a few of them at a time.
+
+    A parameter is drawn or read in fp32 on the CPU, so that its values are those of any other split, and then
+    goes to the device in the run's precision. A model is made with memory that nothing has been written to
+    yet, which costs none.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        """Knows nothing of a model yet.
+
+        Args:
+            device: Of the rank.
+            dtype: Of floating parameters in the engine.
+        """
+        self._device, self._dtype = device, dtype
+        # Else from_pretrained has put them where they stay.
+        self.takes_tensors = device.type != "cpu" or dtype != torch.float32
+
+    def settle(self, model: nn.Module, draws: bool) -> None:
+        """See Sharding.settle."""
+        for parameter in model.parameters():
+            if draws:
+                self._place(parameter)
+            else:
+                _hold(parameter, torch.empty_like(parameter, **self._kind(parameter)))
+
+    @contextmanager
+    def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """See Sharding.whole."""
+        lent = list(dict.fromkeys(parameters))
+        for parameter in lent:
+            if parameter.is_meta:
+                give_memory(parameter)
+            elif parameter.is_floating_point():
+                parameter.data = parameter.data.to("cpu", torch.float32)
+        try:
+            yield
+        finally:
+            for parameter in lent:
+                self._place(parameter)
+
+    def _place(self, parameter: nn.Parameter) -> None:
+        _hold(parameter, parameter.detach().to(**self._kind(parameter)))
+
+    def _kind(self, parameter: nn.Parameter) -> dict[str, Any]:
+        dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
+        return {"device": self._device, "dtype": dtype}
 
 
 @dataclass(frozen=True)
@@ -85,6 +146,16 @@ class ModelRequest:
     """Channels of the images."""
     end_of_document_id: int | None = None
     """Token after each document."""
+    draws: bool = True
+    """False: all values are still to come, from a checkpoint or a file; what needs none draws none."""
+
+
+def _hold(parameter: nn.Parameter, values: Tensor) -> None:
+    """As give_values, with its hooks, which torch allows where neither or both are without values."""
+    if parameter.is_meta == values.is_meta:
+        parameter.data = values
+    else:
+        give_values(parameter, values)
 
 
 def give_memory(parameter: nn.Parameter) -> None:
@@ -106,10 +177,10 @@ def give_values(parameter: nn.Parameter, values: Tensor) -> None:
 
 @contextmanager
 def runnable(model: Any) -> Iterator[None]:
-    """Inside it a model of transformers evaluates on the CPU, though some of its parameters have no values.
+    """Inside it a model of transformers evaluates on the CPU in fp32, whatever it has of its parameters.
 
-    A module has values of its own only during its forward, small random ones that its name decides: every run
-    sees the same ones, and no more than one module's are in memory.
+    A module has such copies of its own only during its forward; of what has no values small random ones that
+    its name decides: every run sees the same ones, and no more than one module's are in memory.
     """
     was_training, attention = model.training, model.config._attn_implementation
     if "flash" in attention:
@@ -117,7 +188,7 @@ def runnable(model: Any) -> Iterator[None]:
     model.eval()
     hooks = []
     for name, module in model.named_modules():
-        if any(p.is_meta for p in module.parameters(recurse=False)):
+        if any(_is_elsewhere(p) for p in module.parameters(recurse=False)):
             lent: dict[str, Any] = {}
             hooks.append(module.register_forward_pre_hook(partial(_lend, lent, name)))
             hooks.append(module.register_forward_hook(partial(_take_back, lent), always_call=True))
@@ -133,9 +204,17 @@ def runnable(model: Any) -> Iterator[None]:
 
 def _lend(lent: dict[str, Any], name: str, module: nn.Module, _: Any) -> None:
     for key, parameter in module._parameters.items():
-        if parameter is not None and parameter.is_meta:
+        if parameter is not None and _is_elsewhere(parameter):
             lent[key] = parameter
-            module._parameters[key] = nn.Parameter(trial_values(parameter, f"{name}.{key}"), False)
+            is_empty = parameter.is_meta
+            values = (
+                trial_values(parameter, f"{name}.{key}") if is_empty else parameter.detach().cpu().float()
+            )
+            module._parameters[key] = nn.Parameter(values, False)
+
+
+def _is_elsewhere(parameter: Tensor) -> bool:
+    return parameter.device.type != "cpu" or parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 def _take_back(lent: dict[str, Any], module: nn.Module, *_: Any) -> None:

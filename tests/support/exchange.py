@@ -75,11 +75,11 @@ def tree(model: dict[str, Any], rate: float = 3e-3, **optimizer: Any) -> dict[st
 class Run:
     """An engine and its data, stepping."""
 
-    def __init__(self, job: Job, tree: dict[str, Any], split: dict[str, Any]):
+    def __init__(self, job: Job, tree: dict[str, Any], split: dict[str, Any], resumes: bool = False):
         self.job = job
         data = token_bundle()
         self.config, resolved = resolve(tree, split, job.ranks.world_size)
-        self.engine = build_engine(self.config, resolved, job, data)
+        self.engine = build_engine(self.config, resolved, job, data, resumes=resumes)
         self.loader = build_loader(self.config, resolved.plan, data, self.engine)
         self.objective = build_objective(self.config)
 
@@ -111,7 +111,7 @@ def unbroken(job: Job, tree: dict[str, Any], split: dict[str, Any]):
 
 def gone_on(job: Job, tree: dict[str, Any], split: dict[str, Any], source: Gathered, before: int):
     """(losses of the second half, this rank's shards and scalars as they came back)."""
-    run = Run(job, tree, split)
+    run = Run(job, tree, split, resumes=before == 0)
     run.train(0, before)
     run.engine.restore(source)
     written, scalars = shards_now(run.engine), run.engine.scalars()
