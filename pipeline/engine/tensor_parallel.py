@@ -1,8 +1,8 @@
-"""What DeepSpeed's AutoTP needs beside itself: whole logits, a norm that counts every part once, and which
-part of the whole model a rank holds.
+"""What DeepSpeed's AutoTP needs beside itself: a loss over the words of all ranks, a norm that counts every
+part once, and which part of the whole model a rank holds.
 
-Matrices are cut over the ranks of a tensor group as transformers' plan says; norms and embeddings (and an
-output layer tied to one) lie whole on each.
+Matrices are cut over the ranks of a tensor group as transformers' plan says, an output layer by words, with
+the embedding that is tied to it; norms and other embeddings lie whole on each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.module_inject.layers import LinearLayer, VocabParallelEmbedding, VocabParallelLinear
 from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
@@ -23,17 +24,18 @@ from torch import Tensor, nn
 from pipeline.engine.parameter_state import Places, whole_parameters
 from pipeline.engine.state import WHOLE, Place
 from pipeline.errors import ModelError
+from pipeline.models.of_transformers import is_model
+from pipeline.objectives import VocabularyPart, note_part
 from pipeline.shards import Box
 
 
 def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
-    """Keeps logits whole on every rank: objectives read them, and tied embeddings would be cut.
+    """Says whether an embedding and the output layer tied to it are cut, by words.
 
     Raises:
         ModelError: nothing says which of the model's matrices to cut, and how.
     """
     section = config["tensor_parallel"]
-    section["vocab_parallel_lm_head"] = False
     stated = "partition_config" in section or "preset_model" in section
     # Without a plan DeepSpeed guesses by names, and refuses GPT-2's transposed matrices.
     if not stated and _get_hf_tp_plan(model) is None:
@@ -42,6 +44,56 @@ def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
             f"tensor_parallel: transformers has no tensor-parallel plan for {name}; use "
             "zero_optimization.stage 3, or say what to cut in tensor_parallel.partition_config"
         )
+    section["vocab_parallel_lm_head"] = not stated and _can_cut_tied(model, section["autotp_size"])
+
+
+def _can_cut_tied(model: Any, ranks: int) -> bool:
+    """Whether the output layer is tied, and to embeddings alone that DeepSpeed cuts by words."""
+    head, names = _output_layer(model), {child: name for name, child in model.named_children()}
+    if type(head) is not nn.Linear or names.get(head) != "lm_head" or len(head.weight) < ranks:
+        return False
+    sharing = [m for m in model.modules() if m is not head and getattr(m, "weight", None) is head.weight]
+    return bool(sharing) and all(map(_is_plain_embedding, sharing))
+
+
+def _output_layer(model: Any) -> Any:
+    return model.get_output_embeddings() if is_model(model) else None
+
+
+def _is_plain_embedding(module: Any) -> bool:
+    if type(module) is not nn.Embedding:  # one that multiplies what it looks up
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def share_vocabulary(model: Any) -> None:
+    """Has a cut output layer return the loss without logits, and all words' logits to others."""
+    head = _output_layer(model)
+    if type(head) not in (LinearLayer, VocabParallelLinear) or min(head._partition_sizes) == 0:
+        return
+    if type(head) is VocabParallelLinear:
+        head.gather_output = True
+        model.loss_function = model._deepspeed_original_loss_function  # of whole logits
+    if not head.gather_output:
+        return
+    sizes, group = head._partition_sizes, head.mp_group
+    head.out_features, head.in_features = head._orig_weight_shape
+
+    def gather(tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty(len(sizes), *tensor.shape)
+        dist.all_gather(list(gathered.unbind()), tensor, group=group)
+        return gathered
+
+    def all_reduce_sum(tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    part = VocabularyPart(sum(sizes[: head.tp_index]), max(sizes), gather, all_reduce_sum)
+    note_part(head, part)
+    for embedding in model.modules():
+        if type(embedding) is VocabParallelEmbedding:
+            embedding.num_embeddings = sum(sizes)
+            note_part(embedding, part)
 
 
 def is_counted(parameter: Tensor) -> bool:

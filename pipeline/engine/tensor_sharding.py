@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pipeline.config.split import Split
 from pipeline.engine.parallel_state import parallel_state
 from pipeline.engine.state import WHOLE, Place
-from pipeline.engine.tensor_parallel import complete_tensor_section, cut_parameters
+from pipeline.engine.tensor_parallel import complete_tensor_section, cut_parameters, share_vocabulary
 from pipeline.errors import ModelError, one_line
 from pipeline.models.sharding import give_memory, give_values, let_go
 from pipeline.objectives import refuse_router
@@ -167,6 +167,7 @@ class TensorSharding:
                 assert not parameter._backward_hooks, name  # they would stay with the empty one
                 give_values(parameter, kept[name].values)
             assert not parameter.is_meta, name
+        share_vocabulary(model)
 
     def _partition(self, model: nn.Module) -> None:
         for module in model.modules():

@@ -13,6 +13,7 @@ from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.output_head import HeadAlone
 from pipeline.objectives.own import Custom, ModelLoss
 from pipeline.objectives.router import refuse_router
+from pipeline.objectives.vocabulary_part import VocabularyPart, note_part
 
 __all__ = [
     "TARGET_KEYS",
@@ -22,8 +23,10 @@ __all__ = [
     "HeadAlone",
     "LossSum",
     "Objective",
+    "VocabularyPart",
     "added",
     "build_objective",
+    "note_part",
     "refuse_router",
 ]
 

@@ -5,7 +5,7 @@ Shapes: B batch, T sequence, N = B * T tokens, V vocabulary, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pipeline.data.extents import first_wrong
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels
-from pipeline.objectives.linear_cross_entropy import CPU_BLOCK, GPU_BLOCK
+from pipeline.objectives.linear_cross_entropy import blocks_of
 from pipeline.objectives.model_call import Caller, ModelCall
 from pipeline.objectives.output_head import OutputHeads, loss_in
 from pipeline.objectives.outputs import logits_of
@@ -205,13 +205,6 @@ def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return total
 
 
-def _blocks(logits_NV: Tensor) -> Iterator[slice]:
-    elements = CPU_BLOCK if logits_NV.device.type == "cpu" else GPU_BLOCK
-    rows = max(1, elements // logits_NV.shape[1])
-    for start in range(0, logits_NV.shape[0], rows):
-        yield slice(start, start + rows)
-
-
 class _BlockwiseCrossEntropy(torch.autograd.Function):
     """fp32 without an fp32 tensor of (N, V), of which `F.cross_entropy(logits.float(), ...)` makes three.
 
@@ -222,7 +215,7 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
-        for block in _blocks(logits_NV):
+        for block in blocks_of(logits_NV):
             total += F.cross_entropy(
                 logits_NV[block].float(), labels_N[block], ignore_index=IGNORE_INDEX, reduction="sum"
             )
@@ -237,7 +230,7 @@ class _BlockwiseCrossEntropy(torch.autograd.Function):
         scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_outputs[0])[:, None]
         target_N1 = labels_N.clamp(min=0)[:, None]
         minus_one = torch.full_like(scale_N1, -1.0)
-        for block in _blocks(logits_NV):
+        for block in blocks_of(logits_NV):
             p_NV = torch.softmax(logits_NV[block].float(), dim=-1)
             p_NV.scatter_add_(-1, target_N1[block], minus_one[block])
             grad_NV[block] = p_NV.mul_(scale_N1[block])

@@ -21,6 +21,7 @@ from pipeline.data.extents import first_wrong
 from pipeline.errors import DataError, ModelError
 from pipeline.objectives.interface import Batch
 from pipeline.objectives.labels import FirstScores
+from pipeline.objectives.vocabulary_part import part_of_vocabulary
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # one that asks other ranks has more values
 CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
@@ -124,11 +125,16 @@ class FirstCalls:
 
 
 def _look(name: str, batch: Batch, tables: Tables, layer: nn.Module, given: tuple[Any, ...]) -> None:
-    if given and isinstance(given[0], Tensor) and type(layer) is nn.Embedding:
-        rows = layer.num_embeddings
+    if given and isinstance(given[0], Tensor) and (rows := _rows(layer)) is not None:
         tables.note(batch, given[0], Table(rows, None, f"{_named(layer, name)} has {rows} rows"))
     if given and isinstance(given[0], Tensor) and (told := _misfit(layer, given[0])) is not None:
         raise ModelError(f"model: {_named(layer, name)} is given {_of(given[0])}; {told}")
+
+
+def _rows(layer: nn.Module) -> int | None:
+    """Of an embedding: torch's own, or one of which a rank holds some words and finds nothing for others."""
+    is_table = type(layer) is nn.Embedding or part_of_vocabulary(layer) is not None
+    return getattr(layer, "num_embeddings", None) if is_table else None
 
 
 def _enter(mode: TorchFunctionMode) -> None:

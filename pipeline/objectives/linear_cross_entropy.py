@@ -3,11 +3,15 @@
 torch's F.linear_cross_entropy adds losses up in bf16 (1 % off over 1,024 tokens) and takes 2.5 to 5 times as
 long on a CPU; DeepSpeed's computes logits twice (twice as long) and has the host read labels of the device.
 
-Shapes: N tokens, D width of the hidden states, V vocabulary, C tokens of a chunk.
+Where ranks hold a part of the words each, they exchange three numbers a token.
+
+Shapes: N tokens, D width of the hidden states, V words (of this rank), C tokens of a chunk, R of a block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
+from pipeline.objectives.vocabulary_part import VocabularyPart
 
 # Elements of a chunk's logits: products are fast from a few hundred tokens on, and adding up the weight's
 # gradient costs a pass over it a chunk. 667 tokens on a CPU and 5,300 on a GPU with 50k words.
@@ -29,7 +34,12 @@ FP16_SCALE = 256.0
 
 
 def linear_cross_entropy_sum(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, dtype: torch.dtype
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    dtype: torch.dtype,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """Sum over the labels that are not -100.
 
@@ -41,12 +51,14 @@ def linear_cross_entropy_sum(
         hidden_ND: What goes into the layer.
         labels_N: int64.
         dtype: What products are computed in: fp64, fp32, bf16 or fp16.
+        part: Which words weight and bias are of; None: all. With one it is collective, and so is its
+            backward: each of the ranks has the same hidden states, labels and result.
 
     Returns:
         0-dim, fp32 (fp64 in fp64), as `F.cross_entropy(F.linear(...).float(), labels, reduction="sum")`.
     """
     total: Tensor = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, bias_V, labels_N, dtype, torch.is_grad_enabled()
+        hidden_ND, weight_VD, bias_V, labels_N, dtype, torch.is_grad_enabled(), part
     )
     return total
 
@@ -61,19 +73,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_N: Tensor,
         dtype: torch.dtype,
         with_gradients: bool,
+        part: VocabularyPart | None,
     ) -> Tensor:
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
         rows = _counted(labels_N)
         x_ND, own_N = hidden_ND.to(dtype), labels_N
         if rows is not None:
             x_ND, own_N = x_ND[rows], labels_N[rows]
-        sums = _Sums(x_ND, weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype), needs)
+        kind = _Sums if part is None else partial(_SumsOverRanks, part)
+        sums = kind(x_ND, weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype), needs)
         sums.add(own_N)
         grad_ND = sums.hidden_ND
         if rows is not None and grad_ND is not None:
             grad_ND = torch.zeros_like(hidden_ND, dtype=dtype).index_copy_(0, rows, grad_ND)
         ctx.save_for_backward(grad_ND, sums.weight_VD, sums.bias_V)
-        ctx.scale = sums.scale
+        ctx.scale, ctx.part = sums.scale, part
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden_ND, weight_VD, bias_V)]
         return sums.loss
 
@@ -89,7 +103,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = [
             None if each is None else each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True)
         ]
-        return (*gradients, None, None, None)
+        if ctx.part is not None and gradients[0] is not None:
+            ctx.part.all_reduce_sum(gradients[0])
+        return (*gradients, None, None, None, None)
 
 
 def _counted(labels_N: Tensor) -> Tensor | None:
@@ -115,7 +131,7 @@ class _Sums:
 
     def add(self, labels_N: Tensor) -> None:
         tokens, words = len(labels_N), len(self._weight_VD)
-        size = max(1, (CPU_CHUNK if labels_N.device.type == "cpu" else GPU_CHUNK) // words)
+        size = max(1, (CPU_CHUNK if labels_N.device.type == "cpu" else GPU_CHUNK) // self._most_words())
         logits_CV = self._x_ND.new_empty(min(size, tokens), words)
         for start in range(0, tokens, size):
             chunk = slice(start, start + size)
@@ -133,12 +149,13 @@ class _Sums:
             if self.bias_V is not None:
                 self.bias_V += grad_CV.sum(0, dtype=self._dtype)
 
+    def _most_words(self) -> int:
+        return len(self._weight_VD)
+
     def _loss_of(self, logits_CV: Tensor, labels_C: Tensor) -> None:
         """Adds the chunk's loss. Logits become gradients of it, where these are needed."""
-        elements = CPU_BLOCK if labels_C.device.type == "cpu" else GPU_BLOCK
-        size = max(1, elements // logits_CV.shape[1])
-        for start in range(0, len(labels_C), size):
-            block_RV, labels_R = logits_CV[start : start + size], labels_C[start : start + size]
+        for block in blocks_of(logits_CV):
+            block_RV, labels_R = logits_CV[block], labels_C[block]
             is_counted_R1 = (labels_R != IGNORE_INDEX)[:, None]
             label_R1 = labels_R.clamp(min=0)[:, None]
             z_RV = block_RV.to(self._dtype)
@@ -150,11 +167,58 @@ class _Sums:
             if not self._needs:
                 continue
             p_RV.scatter_add_(1, label_R1, torch.full_like(own_R1, -1.0))
-            if labels_C.device.type != "cpu":  # there all of them count
-                p_RV.mul_(is_counted_R1)
-            if self.scale != 1.0:
-                p_RV.mul_(self.scale)
-            block_RV.copy_(p_RV)
+            self._keep(p_RV, block_RV, is_counted_R1)
+
+    def _keep(self, gradient_RV: Tensor, block_RV: Tensor, is_counted_R1: Tensor) -> None:
+        if block_RV.device.type != "cpu":  # there all of them count
+            gradient_RV.mul_(is_counted_R1)
+        if self.scale != 1.0:
+            gradient_RV.mul_(self.scale)
+        block_RV.copy_(gradient_RV)
+
+
+class _SumsOverRanks(_Sums):
+    """The loss over the words of all ranks; gradients of this rank's, and its share of the hidden states'."""
+
+    def __init__(self, part: VocabularyPart, *arguments: Any):
+        super().__init__(*arguments)
+        self._part = part
+
+    def _most_words(self) -> int:
+        return self._part.largest
+
+    def _loss_of(self, logits_CV: Tensor, labels_C: Tensor) -> None:
+        own_C = labels_C - self._part.start
+        is_own_C1 = ((own_C >= 0) & (own_C < logits_CV.shape[1]))[:, None]  # -100 is nobody's
+        own_C1 = own_C.clamp(0, logits_CV.shape[1] - 1)[:, None]
+        # A token's largest logit, the sum of exponentials over that, and its label's logit.
+        found_C3 = logits_CV.new_empty(len(labels_C), 3, dtype=self._dtype)
+        for block in blocks_of(logits_CV):
+            z_RV = logits_CV[block].to(self._dtype)
+            label_R1 = torch.where(is_own_C1[block], z_RV.gather(1, own_C1[block]), 0.0)
+            top_R1 = z_RV.amax(1, keepdim=True)
+            sum_R1 = (z_RV - top_R1).exp_().sum(1, keepdim=True)
+            torch.cat((top_R1, sum_R1, label_R1), 1, out=found_C3[block])
+        tops_PC1, sums_PC1, labels_PC1 = self._part.gather(found_C3).split(1, -1)
+        top_C1 = tops_PC1.amax(0)
+        sum_C1 = ((tops_PC1 - top_C1).exp() * sums_PC1).sum(0)
+        is_counted_C1 = (labels_C != IGNORE_INDEX)[:, None]
+        self.loss += torch.where(is_counted_C1, top_C1 + sum_C1.log() - labels_PC1.sum(0), 0.0).sum()
+        if not self._needs:
+            return
+        minus_one_C1 = is_own_C1.to(self._dtype).neg_()
+        for block in blocks_of(logits_CV):
+            p_RV = logits_CV[block].to(self._dtype).sub_(top_C1[block]).exp_().div_(sum_C1[block])
+            p_RV.scatter_add_(1, own_C1[block], minus_one_C1[block])
+            self._keep(p_RV, logits_CV[block], is_counted_C1[block])
+
+
+def blocks_of(logits_NV: Tensor) -> Iterator[slice]:
+    """Rows that are worked on in fp32 at once."""
+    elements = CPU_BLOCK if logits_NV.device.type == "cpu" else GPU_BLOCK
+    rows = max(1, elements // logits_NV.shape[1])
+    for start in range(0, logits_NV.shape[0], rows):
+        yield slice(start, start + rows)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.models.of_transformers import is_model
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
 from pipeline.objectives.model_call import unwrapped
+from pipeline.objectives.vocabulary_part import part_of_vocabulary
 
 
 class OutputHeads:
@@ -81,15 +81,18 @@ def loss_in(head: nn.Linear | None, labels_BT: Tensor) -> Iterator[LossInHead]:
         yield told
         return
 
+    plain = head.forward  # ranks of a cut layer put their logits together
+
     def forward(input: Tensor) -> Tensor:  # as nn.Linear names it
         hidden_BTD = input
         weight_VD, kind = head.weight, hidden_BTD.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
         if hidden_BTD.shape[:-1] != labels_BT.shape:
-            return F.linear(hidden_BTD, weight_VD, head.bias)
+            return plain(hidden_BTD)
         told.is_taken = True
         hidden_ND = hidden_BTD.flatten(0, 1)
-        return linear_cross_entropy_sum(hidden_ND, weight_VD, head.bias, labels_BT.flatten(), dtype)[None]
+        labels_N, part = labels_BT.flatten(), part_of_vocabulary(head)
+        return linear_cross_entropy_sum(hidden_ND, weight_VD, head.bias, labels_N, dtype, part)[None]
 
     head.forward = forward  # type: ignore[method-assign]
     try:
@@ -105,7 +108,8 @@ def _head(model: Any) -> nn.Linear | None:
         return None
     head, decoder = model.get_output_embeddings(), getattr(model, model.base_model_prefix, None)
     names = {child: name for name, child in model.named_children()}
-    if type(head) is not nn.Linear or head not in names or decoder not in names or "forward" in vars(head):
+    is_linear = type(head) is nn.Linear or part_of_vocabulary(head) is not None
+    if not is_linear or head not in names or decoder not in names or "forward" in vars(head):
         return None
     return head if _returns_outputs(model, head, names[head], names[decoder]) else None
 

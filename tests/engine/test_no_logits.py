@@ -52,11 +52,13 @@ def most_rows(job: Job, splits) -> dict[str, int]:
     return found
 
 
+TENSOR_2 = {"tensor_parallel": {"autotp_size": 2}}
 SPLITS = {
     "ddp": {"torch": {"parallel": "ddp"}},
     **{f"ZeRO {stage}": deepspeed_json(stage, "bf16") for stage in (0, 1, 2, 3)},
     **{f"ZeRO {stage}, fp16": deepspeed_json(stage, "fp16") for stage in (0, 2)},
     "stages": deepspeed_json(1, "bf16") | {"pipeline": {"stages": 2}},
+    **{f"tensor, ZeRO {stage}": deepspeed_json(stage, "bf16") | TENSOR_2 for stage in (1, 3)},
     "sequence": deepspeed_json(2, "bf16") | {"sequence_parallel_size": 2},
 }
 
@@ -65,4 +67,5 @@ def test_no_logits_on_two_ranks(ranks):
     by_rank = ranks(2).run(most_rows, SPLITS)
     for name in SPLITS:
         # Stages: only the last one has any.
-        assert max(found[name] for found in by_rank) == ROWS, name
+        # Tensors: no rank has any of all words.
+        assert max(found[name] for found in by_rank) == (0 if "tensor" in name else ROWS), name

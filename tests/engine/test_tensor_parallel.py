@@ -196,9 +196,10 @@ def written(job: Job, tree, json):
     return text, float(job.all_reduce_sum(loss.double()))
 
 
-def test_ranks_write_the_oracles_text_together(ranks):
-    text, loss = written(ALONE, tree_of("llama"), None)
-    for ours, our_loss in ranks(2).run(written, tree_of("llama"), cut_json(1)):
+@pytest.mark.parametrize("model", ["llama", "llama-tied"])
+def test_ranks_write_the_oracles_text_together(ranks, model):
+    text, loss = written(ALONE, tree_of(model), None)
+    for ours, our_loss in ranks(2).run(written, tree_of(model), cut_json(1)):
         assert ours == text
         assert our_loss == pytest.approx(loss, rel=1e-5)
 
