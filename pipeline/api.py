@@ -183,8 +183,8 @@ class Run:
 
     def train(self) -> None:
         """All steps that are left, or those until a stop is agreed (`stopped_by`). Raises as `step` does."""
-        while self.step() is not None:
-            pass
+        with self._explained(self._remedies):
+            self._loop.train()
 
     def evaluate(self) -> dict[str, float] | None:
         """The row of the held-out data (`eval/loss` ...) with the weights as they are, logged if it is new.

@@ -7,7 +7,7 @@ the one record for it, from the engine to the file and back, and the arithmetic 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -105,6 +105,10 @@ class EngineState(Protocol):
 
     def scalars(self) -> Scalars:
         """The optimizer's numbers and the loss scale's state: the same on all ranks."""
+        ...
+
+    def hold_step(self, wait: Callable[[], None]) -> None:
+        """Has the next step call this before it changes what `shards` gave. Buffers may change before."""
         ...
 
     def restore(self, source: ShardSource) -> None:

@@ -79,6 +79,16 @@ class Loop:
         Returns:
             None: the run is over.
         """
+        done = self._step()
+        self._parts.checkpoints.hold_device()  # the caller may change the weights
+        return done
+
+    def train(self) -> None:
+        """All steps that are left."""
+        while self._step() is not None:
+            pass
+
+    def _step(self) -> Step | None:
         self._begin()
         if self._is_over:
             return None
@@ -97,6 +107,8 @@ class Loop:
         step = self.state.global_step
         parts.meters.observe(result)
         agreed = self._flag_reader.read(result.flags)
+        if step == parts.start.global_step + 1 and (parts.save.every or parts.save_minutes):
+            parts.checkpoints.prepare(parts.engine)
         if step == 1 or parts.log.due(step):
             late = self._row(learning_rate)
             self._rows.add(step, late)

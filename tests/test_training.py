@@ -14,6 +14,7 @@ from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
 from pipeline.checkpoint.catalog import steps_in
+from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, FlagReader, StopOnSignal
@@ -242,3 +243,14 @@ def test_a_second_interrupt_ends_at_once():
         assert stop.signal_number == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("every", "times"), [(2, 1), (0, 0)])
+def test_memory_for_saves_is_prepared_after_the_first_step(tmp_path, monkeypatch, every, times):
+    """That of a new run, and that of one which goes on; not where only the end will be saved."""
+    prepared = []
+    monkeypatch.setattr(CheckpointStore, "prepare", lambda store, engine: prepared.append(engine))
+    for last in (3, 6):
+        prepared.clear()
+        assert ended(ALONE, tmp_path, {"max_steps": last, "checkpoint": {"every": every}}) == (last, None)
+        assert len(prepared) == times

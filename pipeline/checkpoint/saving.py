@@ -56,6 +56,19 @@ class Kept:
     """That memory is short."""
 
 
+def prepare(engine: EngineState, peers: Peers, kept: Kept) -> None:
+    """Has pinned memory for the copies of later saves taken beside training, if there is enough. Collective.
+
+    Other memory costs nothing until it is written to, and is taken by the first save.
+    """
+    if kept.device.type != "cuda" or kept.snapshot is not None:
+        return
+    kept.layout = Layout.of(engine.shards())
+    own = Room(peers.host, 0, 0, kept.layout.num_bytes, available_memory())
+    if lack_of_memory(peers.gather(own)) is None:  # else the first save tells of it
+        kept.snapshot = Snapshot(kept.layout, kept.device)
+
+
 class Save:
     """One save of one step. Its methods stand in the order in which they are called.
 
@@ -160,6 +173,8 @@ class Save:
             for _ in shards:  # fetching them may be collective
                 pass
         if self._fits_in_memory(self._exchange(problem, changed)):
+            assert kept.snapshot is not None
+            engine.hold_step(kept.snapshot.hold_device)
             return True
         kept.snapshot = None
         return False

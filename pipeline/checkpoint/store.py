@@ -16,7 +16,7 @@ from pipeline.checkpoint.catalog import Pruner, Retention, newest_whole
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import find_peers
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.saving import Kept, NotSavedError, Save
+from pipeline.checkpoint.saving import Kept, NotSavedError, Save, prepare
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError
 from pipeline.shards import EngineState
@@ -71,11 +71,21 @@ class CheckpointStore:
         self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
         self._is_closed = False
 
+    def prepare(self, engine: EngineState) -> None:
+        """After a first step, where saves in the background will come: takes their memory. Collective."""
+        prepare(engine, self._peers, self._kept)
+
+    def hold_device(self) -> None:
+        """The device goes on once it has copied what is being saved, whoever changes it next."""
+        if self._kept.snapshot is not None:
+            self._kept.snapshot.hold_device()
+
     def save(self, engine: EngineState, state: dict[str, Any], wait: bool = False) -> SaveOutcome:
         """Saves, and removes what the policy does not keep. Collective. One save is under way at a time.
 
-        Training stands still for a copy to host memory; a background thread does the rest. Where memory is
-        short or `wait` is set, it stands still until all is on the disk.
+        Training stands still for a copy to host memory, from a GPU for the start of one that the next step
+        waits for; a background thread does the rest. Where memory is short or `wait` is set, it stands still
+        until all is on the disk.
 
         Args:
             state: JSON values; `global_step`, and `eval_loss` where there is one to choose the best by.

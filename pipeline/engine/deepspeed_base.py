@@ -5,7 +5,7 @@ of them, and how they end.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +21,7 @@ from pipeline.engine.deepspeed_patches import first_update_kept, forget_model, g
 from pipeline.engine.parallel_state import EngineGroups
 from pipeline.engine.profile import without_profilers
 from pipeline.engine.state import State, restore
+from pipeline.engine.step_gate import StepGate
 from pipeline.shards import Scalars, Shard, ShardSource
 
 # The search for an fp16 loss scale: in a checkpoint -> DeepSpeed's word. ZeRO 0 keeps no hysteresis.
@@ -77,6 +78,9 @@ class DeepSpeedBase(ABC):
         self.closing.callback(forget_model, self._engine)
         self.closing.callback(self._engine.destroy)
         go_on_at_the_minimum(self._zero_optimizer)
+        # Stage 3 steps on the device what an offload's `ratio` leaves there.
+        other = getattr(self._zero_optimizer, "backup_optimizer", None)
+        self._gate = StepGate(self.module, self._optimizer, *([] if other is None else [other]))
 
     @property
     def module(self) -> nn.Module:
@@ -105,6 +109,10 @@ class DeepSpeedBase(ABC):
         searched = self._searched()
         search = {key: getattr(searched, word) for key, word in _SEARCH.items() if hasattr(searched, word)}
         return self._state().scalars() | search
+
+    def hold_step(self, wait: Callable[[], None]) -> None:
+        """See EngineState.hold_step."""
+        self._gate.hold(wait)
 
     @torch.no_grad()
     def restore(self, source: ShardSource) -> None:

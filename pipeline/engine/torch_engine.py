@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from pipeline.engine.interface import (
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import ParameterState, kept_buffers, names_of, whole_parameters
 from pipeline.engine.state import restore
+from pipeline.engine.step_gate import StepGate
 from pipeline.engine.unused import warn_of_unused
 from pipeline.errors import ModelError, listed
 from pipeline.models.batch_norm import num_batch_norms
@@ -64,6 +65,7 @@ class TorchEngine:
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_torch_optimizer(groups, optimizer)
+        self._gate = StepGate(self.module, self._optimizer)
         self._ddp: _Reducing | None = None
         self._is_first_step = True
         self._buffers = ChangingBuffers(self.module)
@@ -160,6 +162,10 @@ class TorchEngine:
     def scalars(self) -> Scalars:
         """See EngineState.scalars."""
         return self._state().scalars()
+
+    def hold_step(self, wait: Callable[[], None]) -> None:
+        """See EngineState.hold_step."""
+        self._gate.hold(wait)
 
     @torch.no_grad()
     def restore(self, source: ShardSource) -> None:

@@ -33,7 +33,7 @@ class PlainEngine:
 
     def __init__(self, rank: int, world_size: int, by: str = "values", seed: int = 0):
         self.rank, self.world_size, self.by = rank, world_size, by
-        self.step, self.fails_at = seed, None
+        self.step, self.fails_at, self.waits = seed, None, []
         generator = torch.Generator().manual_seed(seed)
         self.whole = {
             key: torch.randn(shape, generator=generator, dtype=torch.float64).mul(9).to(dtype)
@@ -73,6 +73,9 @@ class PlainEngine:
 
     def scalars(self):
         return {"step": self.step, "loss_scale": 65536.0, "searching": True}
+
+    def hold_step(self, wait):
+        self.waits.append(wait)
 
     def restore(self, source):
         for (name, kind), region, tensor in self.held:

@@ -1,0 +1,71 @@
+"""Memory for the copy of a checkpoint: taken beside training, pinned where it can be. More: tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plain_engine import PlainEngine
+
+from pipeline.checkpoint.catalog import Retention
+from pipeline.checkpoint.shard_file import Layout, write_file
+from pipeline.checkpoint.snapshot import Snapshot, streamed
+from pipeline.checkpoint.store import CheckpointStore
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+
+# As a run on a GPU goes about it. Where torch has none, it pins nothing, and values lie on the host.
+GPU = torch.device("cuda")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can pin memory")
+
+
+def store_of(folder, device):
+    return CheckpointStore(folder, Retention(keep_last=3), Job(Ranks(0, 0, 1, 1), device), "plain PyTorch")
+
+
+@no_gpu
+def test_what_cannot_be_pinned_is_pageable(tmp_path, caplog):
+    engine = PlainEngine(0, 1, seed=4)
+    layout = Layout.of(engine.shards())
+    first = write_file(tmp_path / "live", layout, streamed(layout, engine.shards()))
+    snapshot = Snapshot(layout, GPU)
+    snapshot.fill(engine.shards())
+    engine.forget()
+    assert write_file(tmp_path / "later", layout, snapshot.views()) == first
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("the copy of a checkpoint is slower than it could be: 0 of ")
+
+
+@no_gpu
+def test_saves_take_the_memory_that_was_prepared(tmp_path):
+    store, engine = store_of(tmp_path, GPU), PlainEngine(0, 1, seed=4)
+    store.prepare(engine)
+    prepared = store._kept.snapshot
+    assert prepared is not None
+    for step in (1, 2):
+        assert store.save(engine, {"global_step": step}).problem is None
+        assert store._kept.snapshot is prepared
+        assert engine.waits == [prepared.hold_device] * step  # the next step waits for the copy
+    store.prepare(engine)
+    assert store._kept.snapshot is prepared
+    store.close()
+    engine.forget()
+    store_of(tmp_path, GPU).resume(engine)
+    assert engine.is_model_of(4)
+
+
+@no_gpu
+def test_nothing_is_prepared_where_memory_is_short(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.checkpoint.saving.available_memory", lambda: 100)
+    store, engine = store_of(tmp_path, GPU), PlainEngine(0, 1)
+    store.prepare(engine)
+    assert store._kept.snapshot is None
+    assert store.save(engine, {"global_step": 1}).write_seconds is not None  # streamed, while training stands
+    assert engine.waits == []
+    store.close()
+
+
+def test_on_a_cpu_memory_is_taken_by_the_first_save(tmp_path):
+    store = store_of(tmp_path, torch.device("cpu"))
+    store.prepare(PlainEngine(0, 1))
+    assert store._kept.snapshot is None
+    store.close()
