@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.objectives import VocabularyPart
 from pipeline.objectives import linear_cross_entropy as linear
 
 pytestmark = [
@@ -16,8 +17,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
-def test_it_equals_torchs_own_without_a_sync(dtype, rounding):
+# As under tensor parallelism, but that there is no other rank.
+ALONE = VocabularyPart(0, 1000, lambda tensor: tensor[None], lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("part", [None, ALONE], ids=["whole", "part"])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2), (torch.float16, 1e-2)]
+)
+def test_it_equals_torchs_own_without_a_sync(dtype, rounding, part):
     generator = torch.Generator("cuda").manual_seed(0)
     make = {"generator": generator, "device": "cuda"}
     hidden = torch.randn(300, 64, **make).to(dtype).requires_grad_()
@@ -27,7 +35,7 @@ def test_it_equals_torchs_own_without_a_sync(dtype, rounding):
     with patch.object(linear, "GPU_CHUNK", 128 * 1000), patch.object(linear, "GPU_BLOCK", 50 * 1000):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            total = linear.linear_cross_entropy_sum(hidden, weight, None, labels, dtype)
+            total = linear.linear_cross_entropy_sum(hidden, weight, None, labels, dtype, part)
             (total * 1e-2).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
