@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
 from pipeline.distributed.driver import Torch, idle_card
-from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.ranks import Ranks, check_accelerator
 from pipeline.errors import LaunchError
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,9 @@ def find_device(ranks: Ranks) -> torch.device:
     """This rank's device.
 
     Raises:
-        LaunchError: see device_index.
+        LaunchError: see check_accelerator and device_index.
     """
+    check_accelerator(os.environ)
     if choose_accelerator(tells=ranks.is_main_process) == "cpu":
         return torch.device("cpu")
     choose_allocation(os.environ)

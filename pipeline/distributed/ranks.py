@@ -66,9 +66,7 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     Raises:
         LaunchError: some are set and others are missing, a value is no number or does not fit the others.
     """
-    accelerator = environment.get("DS_ACCELERATOR", "cpu")
-    if accelerator not in ("cpu", "cuda"):
-        raise LaunchError(f"DS_ACCELERATOR={accelerator}: expected cuda or cpu; unset it")
+    check_accelerator(environment)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: environment[name] for name in names if name in environment}
     if not given:
@@ -97,6 +95,17 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
             "of this machine"
         )
     return ranks
+
+
+def check_accelerator(environment: Mapping[str, str]) -> None:
+    """Whether what the user has DeepSpeed compute on is a word that the trainer knows.
+
+    Raises:
+        LaunchError: it is npu, xpu or another.
+    """
+    accelerator = environment.get("DS_ACCELERATOR", "cpu")
+    if accelerator not in ("cpu", "cuda"):
+        raise LaunchError(f"DS_ACCELERATOR={accelerator}: expected cuda or cpu; unset it")
 
 
 def _read_scheduler(environment: Mapping[str, str]) -> Ranks:

@@ -65,12 +65,13 @@ def choose_attention(model: PreTrainedModel, is_auto: bool, length: int | None, 
     """
     given = str(model.config.get_text_config()._attn_implementation)
     if is_auto:
-        register_attention(NAME, DocumentAttention())
+        own = DocumentAttention()
+        register_attention(NAME, own)
         why = _unserved(model, given, length)
         if why is None:
             model.set_attn_implementation(NAME)
-            kernels = "variable-length kernels, cuDNN first" if device.type == "cuda" else "a call a document"
-            log.info("attention: by document, without a mask (scaled_dot_product_attention, %s)", kernels)
+            how = own.kernels(device)
+            log.info("attention: by document, without a mask (scaled_dot_product_attention, %s)", how)
         else:
             log.info("attention: transformers' %s; %s", given, why)
     else:

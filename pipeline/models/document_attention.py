@@ -62,6 +62,7 @@ class DocumentAttention:
     def __init__(self) -> None:
         # Asked here and not in a call, which torch.compile reads.
         self._generation = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+        self._is_hopper = self._generation == 9 and torch.version.hip is None  # AMD's are numbered so, too
         self._flash_options = _flash_options()
         self._last: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
@@ -103,6 +104,12 @@ class DocumentAttention:
         else:
             output = self._in_runs(query, key, value, bounds, positions, dropout, scaling)
         return output, None
+
+    def kernels(self, device: torch.device) -> str:
+        """What computes there, in words."""
+        if device.type != "cuda":
+            return "a call a document"
+        return "variable-length kernels" + (", cuDNN first" if self._is_hopper else "")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _found(self, positions: Tensor, query: Tensor) -> Tensor:
@@ -156,7 +163,7 @@ class DocumentAttention:
             key, value = _repeated(query, key), _repeated(query, value)
             is_grouped = False  # no fused kernel takes groups so wide
         kernels: AbstractContextManager[None] = nullcontext()
-        if query.is_cuda and self._generation == 9:
+        if query.is_cuda and self._is_hopper:
             kernels = sdpa_kernel(HOPPER, set_priority=True)
         with kernels:
             output = F.scaled_dot_product_attention(

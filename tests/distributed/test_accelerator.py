@@ -79,6 +79,13 @@ def test_what_the_user_set_wins(monkeypatch):
             find_device(Ranks(0, 0, 1, 1))
 
 
+@pytest.mark.parametrize("word", ["npu", "xpu", "CUDA"])
+def test_another_accelerator_is_not_taken_for_cuda(monkeypatch, word):
+    monkeypatch.setenv("DS_ACCELERATOR", word)
+    with pytest.raises(LaunchError, match=f"DS_ACCELERATOR={word}: expected cuda or cpu"):
+        find_device(Ranks(0, 0, 1, 1))
+
+
 def compared(devices):
     """What each rank, on one machine of two each, is told."""
     store = HashStore()

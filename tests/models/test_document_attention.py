@@ -108,6 +108,18 @@ def test_one_call_serves_many_short_documents():
     assert not any("math" in name for name in calls), "scores of all pairs are made"
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "is_first"),
+    [((9, 0), None, True), ((8, 0), None, False), ((10, 0), None, False), ((9, 4), "7.0", False)],
+    ids=["H100", "A100", "B200", "MI300X"],
+)
+def test_cudnn_is_said_to_be_first_where_it_is(monkeypatch, capability, hip, is_first):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert ("cuDNN first" in DocumentAttention().kernels(torch.device("cuda"))) == is_first
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2", "mixtral", "gpt_neox", "biogpt"])
 def test_models_of_plain_attention_are_served(architecture, caplog):
     with caplog.at_level(logging.INFO):

@@ -47,7 +47,16 @@ _VIEWS = {
     "unsqueeze",
 }
 _VIEWS |= {"squeeze", "permute", "as_strided", "split", "split_with_sizes", "unbind", "narrow", "lift_fresh"}
-_VIEWS |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "is_same_size"}
+_VIEWS |= {
+    "device",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "set_",
+    "is_same_size",
+}
 _OWN = ("pipeline", "deepspeed", "transformers")
 
 

@@ -1,0 +1,148 @@
+"""What only CUDA runs, run without a card: fused attention, products summed in fp32, streams.
+
+In fake tensors: every operator's checks of devices, types and shapes, forward and backward, and no number.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from support.census import counted
+from support.fake_cuda import DEVICE, hopper
+from support.ranks import RankFailedError, RankPool
+from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeline.assemble import build_loader
+from pipeline.config.batch import plan_batch
+from pipeline.distributed.process_group import Job
+from pipeline.metrics import Meters, Workload
+from pipeline.objectives import CausalLM
+from pipeline.parts import TrainState
+
+LENGTH, LAYERS, MICRO_BATCHES = 24, 2, 2
+SINGLE = {"torch": {"parallel": "single"}}
+# By (packed, in fp32).
+ATTENTION = {
+    (True, False): "torch_attn._varlen_attn",
+    (True, True): "aten._efficient_attention",
+    (False, False): "aten._scaled_dot_product_cudnn_attention",
+    (False, True): "aten._scaled_dot_product_efficient_attention",
+}
+
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def card():
+    """Runs functions in a process of its own, a new one where one was ended by a failure."""
+    pools: list[RankPool] = []
+
+    def run(function: Any, *arguments: Any) -> Any:
+        if not pools or not pools[-1].is_alive:
+            pools.append(RankPool(1))
+        return pools[-1].run(function, *arguments)[0]
+
+    yield run
+    for each in pools:
+        each.close()
+
+
+class Operators(TorchDispatchMode):
+    """By name, those on the device; and what of them is as large as a mask of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.masks: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_cuda]
+        if found:
+            self.names[str(func)] += 1
+        self.masks += [str(func) for t in found if t.shape[-2:] == (LENGTH, LENGTH)]
+        return result
+
+
+def step(job: Job, split: dict[str, Any], packed: bool, model: dict[str, Any], kind: Any = CausalLM) -> Any:
+    """A step as the loop makes it on a card, after one that warms up: its operators and host reads."""
+    batch = {"micro_batch_size": 2, "gradient_accumulation_steps": MICRO_BATCHES}
+    tree = recipe(batch=batch)
+    tree["model"] = tree["model"] | model
+    data, config = token_bundle(packed), settings(tree, dict(split)).config
+    job = replace(job, device=DEVICE)
+    with hopper() as card:
+        engine = make_engine(job, tree, split, data)
+        loader = build_loader(config, plan_batch(config.batch, 1), data, engine)
+        meters = Meters(Workload(1, 1, "tokens", None, None), job, perf_counter)
+        state = TrainState.start(DEVICE)
+        objective = kind()
+        engine.train_step(loader.next_group(), objective, 1e-3, 0)
+        card.may_read = split.get("zero_optimization", {}).get("stage") == 3
+        group = loader.next_group()
+        with counted() as census, Operators() as seen:
+            result = engine.train_step(group, objective, 1e-3, 0)
+            state = state.after(result)
+            meters.observe(result)
+        assert {t.device for t in (result.loss_sum, result.grad_norm, result.skipped)} == {DEVICE}
+        card.may_read = True
+        loader.close()
+        engine.close()
+    return seen.names, seen.masks, census.reads
+
+
+# Of the batch as it lies on the host.
+ON_HOST = ("documents.py:with_bounds", "document_attention.py:document_bounds", "labels.py:wrong_label")
+BF16 = {**SINGLE, "bf16": {"enabled": True}}
+CASES = {
+    "plain": (BF16, {}),
+    "plain, fp32": (SINGLE, {}),
+    **{f"ZeRO {stage}": (deepspeed_json(stage, "bf16"), {}) for stage in (0, 1, 2, 3)},
+    "ZeRO 2, fp32": (deepspeed_json(2), {}),
+    "offload": (BF16, {"activation_checkpointing": "full", "activation_offload": True}),
+    "selective": (BF16, {"activation_checkpointing": "selective"}),
+}
+DAILY = ["plain-True", "plain-False", "ZeRO 2-True", "ZeRO 3-True"]
+
+
+@pytest.mark.daily(*DAILY)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_on_a_card_waits_for_nothing_and_makes_no_mask(card, name, packed):
+    split, model = CASES[name]
+    names, masks, reads = card(step, split, packed, model)
+    in_fp32 = "fp32" in name
+    kernel = ATTENTION[packed, in_fp32]
+    recomputed = 2 if name == "offload" else 1
+    calls = Counter({each: number for each, number in names.items() if each.startswith(kernel)})
+    backward = sum(number for each, number in calls.items() if "backward" in each)
+    assert backward == LAYERS * MICRO_BATCHES
+    assert calls.total() - backward == LAYERS * MICRO_BATCHES * recomputed
+    assert not masks
+    assert names["aten.addmm.dtype_out"] == (0 if in_fp32 else MICRO_BATCHES)  # the output layer's gradient
+    # Any read of the device would have been an error; at ZeRO 3 there is one, whether to step at all.
+    assert reads["utils.py:is_invalid_grad_norm"] == (name == "ZeRO 3")
+    assert set(reads) <= {*ON_HOST, "utils.py:is_invalid_grad_norm"}
+
+
+class Reading(CausalLM):
+    """Somebody looks at the loss."""
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        loss = super().__call__(model, batch)
+        loss.loss_sum.item()
+        return loss
+
+
+def test_a_read_of_the_device_is_an_error_here(card):
+    with pytest.raises(RankFailedError, match="DataDependentOutputException"):
+        card(step, BF16, True, {}, Reading)

@@ -1,0 +1,243 @@
+"""A Hopper that is not there: CUDA tensors with shapes, types and devices, no values, in any build of torch.
+
+Operators run their checks and meta functions, those of the fused kernels too, forward and backward. A host
+read is an error. For a process of its own: torch takes CUDA for available from then on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+DEVICE = torch.device("cuda", 0)
+
+
+class HostWaitsError(AssertionError):
+    """For all that the device was given."""
+
+
+class FakeCuda(TorchDispatchMode):
+    """What lies on CUDA is fake, the host's tensors are real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fakes = FakeTensorMode()
+        self.may_read = True
+        """Whether a host read finds something, 1 or False, and is no error."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        leaves = tree_leaves((args, kwargs))
+        if name in ("is_pinned", "_pin_memory"):
+            return name == "is_pinned" or args[0]
+        on_device = any(isinstance(each, FakeTensor) for each in leaves)
+        if not on_device and not any(
+            isinstance(each, torch.device) and each.type == "cuda" for each in leaves
+        ):
+            return func(*args, **kwargs)
+        if name == "record_stream":
+            return None
+        if name == "copy_":  # also to the host, and from it
+            assert torch.broadcast_shapes(args[0].shape, args[1].shape) == args[0].shape
+            return args[0]
+        if (
+            name == "_efficient_attention_backward"
+        ):  # of whose meta function torch 2.11 to 2.13 forgot arguments
+            with self._fakes:
+                return *(torch.empty_like(each) for each in args[1:4]), torch.empty_like(args[1][:0])
+        if name == "_local_scalar_dense" and self.may_read:
+            return False if args[0].dtype == torch.bool else 1.0
+        if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 has it, but a wrong decomposition of it
+            assert kwargs["out"].dtype == args[3]
+            assert args[1].dtype == args[2].dtype
+            func, args, kwargs = torch.ops.aten.add_.Tensor, (kwargs["out"], args[1].float() @ args[2]), {}
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+        with self._fakes:
+            return func(*fake_args, **fake_kwargs)
+
+    def wait(self, *_: Any) -> None:
+        if not self.may_read:
+            raise HostWaitsError
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Not by the mode's converter: its weak references would keep a parameter from becoming a fake."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with self._fakes:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+
+
+class _Data(TorchFunctionMode):
+    """`parameter.data = fake`: the parameter becomes one, and stays who it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__set__ and isinstance(args[1], FakeTensor):  # type: ignore[attr-defined]
+            parameter, data = args
+            if not isinstance(parameter, FakeTensor) or parameter.device != data.device:
+                own = dict(vars(parameter))
+                _swap(parameter, torch.nn.Parameter(data, parameter.requires_grad))
+                vars(parameter).update(own)
+                return None
+        return func(*args, **(kwargs or {}))
+
+
+_sdpa = F.scaled_dot_product_attention
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool = False, **how: Any
+) -> torch.Tensor:
+    """By the kernel that a Hopper's is, where none is asked for it."""
+    if not isinstance(query, FakeTensor) or not how["is_causal"] or how.get("attn_mask") is not None:
+        return _sdpa(query, key, value, enable_gqa=enable_gqa, **how)
+    assert key.shape[1] == query.shape[1] or enable_gqa
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
+    given = (None, True, how.get("dropout_p", 0.0), True)
+    if query.dtype == torch.float32:
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return kernel(query, key, value, *given, scale=how.get("scale"))[0]
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return kernel(query, key, value, *given, False, scale=how.get("scale"))[0]
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """torch.utils.swap_tensors, without its refusal where somebody holds a weak reference."""
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
+
+
+class _Stream:
+    """Of torch.cuda.Stream and Event what the trainer and DeepSpeed use."""
+
+    def __init__(self, *_: Any, **__: Any):
+        self.device = DEVICE
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Stream:
+        return _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+class _Within:
+    """A stream or a device made the current one."""
+
+    def __init__(self, *_: Any): ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def hopper() -> Iterator[FakeCuda]:
+    """Inside it there is one, `DEVICE`, for DeepSpeed too."""
+    _library().pretend()
+    fake, accelerator = FakeCuda(), get_accelerator()
+    lifted = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is one on the host first
+    with ExitStack() as stack:
+        stack.callback(torch._C._set_only_lift_cpu_tensors, lifted)
+        for owner, name, value in _replaced(fake):
+            stack.enter_context(patch.object(owner, name, value))
+        set_accelerator(CUDA_Accelerator())
+        stack.callback(set_accelerator, accelerator)
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(_Data())
+        yield stack.enter_context(fake)
+
+
+def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
+    """What torch asks of a driver: (owner, name, answer)."""
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        total_memory=80 << 30,
+        multi_processor_count=132,
+        uuid="0",
+    )
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_capability": (9, 0),
+        "get_device_name": properties.name,
+        "get_device_properties": properties,
+        "is_bf16_supported": True,
+        "set_device": None,
+        "mem_get_info": (60 << 30, 80 << 30),
+        "memory_allocated": 0,
+        "memory_reserved": 0,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "_lazy_init": None,
+    }
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.cuda, name, lambda *_, _value=value, **__: _value) for name, value in answers.items()
+    ]
+    replaced += [(torch.cuda, name, _Stream) for name in ("current_stream", "default_stream")]
+    replaced += [(torch.cuda, name, _Stream) for name in ("Stream", "Event")]
+    replaced += [(torch.cuda, name, _Within) for name in ("stream", "device")]
+    replaced.append((torch.cuda, "synchronize", fake.wait))
+    replaced.append((F, "scaled_dot_product_attention", _attention))
+    # Of one rank, whose lists are what all have.
+    replaced.append((partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None))
+    # module.to("cuda") keeps its parameters, as it does on a card, though these become fakes.
+    replaced.append((torch.__future__, "_swap_module_params_on_conversion", True))
+    replaced.append((torch.utils, "swap_tensors", _swap))
+    # An operator of a real stream; and what a CUDA build would do to the guard at each entry of a fake mode.
+    replaced.append((torch.Tensor, "record_stream", lambda *_: None))
+    if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+        replaced.append((torch._C, "_ensureCUDADeviceGuardSet", lambda: None))
+    return replaced
+
+
+def _library() -> ctypes.CDLL:
+    """Compiled once for an environment, in seconds."""
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR", sys.prefix)) / f"fake_cuda-{torch.__version__}.so"
+    if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
+        built.parent.mkdir(parents=True, exist_ok=True)
+        own = built.with_suffix(f".{os.getpid()}")
+        root = Path(torch.__file__).parent
+        how = ["-std=c++20", "-shared", "-fPIC", "-O0", f"-I{root / 'include'}"]
+        subprocess.run(
+            ["g++", *how, str(SOURCE), "-o", str(own), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"],
+            check=True,
+        )
+        own.replace(built)
+    return ctypes.CDLL(str(built))
