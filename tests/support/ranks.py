@@ -12,7 +12,7 @@ import random
 import socket
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -119,6 +119,7 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     from pipeline.engine.deepspeed_engine import start_deepspeed
     from pipeline.engine.parallel_state import EngineGroups
 
+    endings = _endings_of_engines()
     job = start_job(read_ranks(os.environ), distributed=True)
     torch.set_num_threads(1)
     start_deepspeed(job)
@@ -135,16 +136,34 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         else:
-            _close_engines(made)
+            _close_engines(made, endings)
 
 
-def _close_engines(groups: EngineGroups) -> None:
+def _endings_of_engines() -> list[ExitStack]:
+    """What each engine of ours from here on does at its end: what it has registered elsewhere would hold
+    DeepSpeed's engine, and with it groups of three threads each.
+    """
+    from pipeline.engine.deepspeed_base import DeepSpeedBase
+
+    made, endings = DeepSpeedBase.__init__, []
+
+    def make(self: Any, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
+        endings.append(self.closing)
+
+    DeepSpeedBase.__init__ = make  # type: ignore[method-assign]
+    return endings
+
+
+def _close_engines(groups: EngineGroups, endings: list[ExitStack]) -> None:
     """Those that a function left open: the threads of their groups wake a hundred times a second each."""
     from deepspeed import DeepSpeedEngine
 
     from pipeline.engine.deepspeed_patches import forget_model
     from pipeline.engine.parallel_state import EngineGroups
 
+    while endings:
+        endings.pop().close()
     gc.collect()
     for each in gc.get_objects():
         if isinstance(each, DeepSpeedEngine):
