@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.heard import heard
 from torch.distributed import HashStore
 
+from pipeline.distributed import accelerator
 from pipeline.distributed.accelerator import (
     check_own_devices,
     choose_allocation,
@@ -107,3 +109,12 @@ def test_ranks_that_share_a_device_are_named_by_each():
     told = compared(["a", "b", "c", "c"])
     assert set(told) == {told[0]}
     assert told[0].startswith("ranks 2, 3 on node1 have one GPU between them (c); give each its own")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch computes on it")
+def test_a_gpu_that_torch_leaves_idle_is_told_once(monkeypatch):
+    monkeypatch.setattr(accelerator, "idle_card", lambda *_: "this torch is a CPU build")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    with heard() as lines:
+        assert [accelerator.choose_accelerator(tells=True) for _ in range(2)] == ["cpu", "cpu"]
+    assert lines == ["computing on the CPU, beside a GPU: this torch is a CPU build"]
