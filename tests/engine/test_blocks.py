@@ -12,7 +12,7 @@ from support.tiny import BANDS, make_engine, recipe, token_bundle, train_curve
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from pipeline import assemble
+from pipeline import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.engine.zero3 import _learning
 from pipeline.errors import ModelError
@@ -36,7 +36,7 @@ def compiled_curve(job: Job, model: dict[str, Any], split: dict[str, Any]) -> tu
         return graph.forward
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "compile_blocks", partial(compile_blocks, backend=keep))
+        patch.setattr(build_engine, "compile_blocks", partial(compile_blocks, backend=keep))
         curve = train_curve(job, recipe(model=model), split | {"compile": {"enabled": True}}, 3)
     return curve, len(graphs)
 
