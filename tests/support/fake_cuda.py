@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.runtime.zero import partitioned_param_coordinator
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -204,6 +205,7 @@ def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
         "memory_allocated": 0,
         "memory_reserved": 0,
         "empty_cache": None,
+        "is_current_stream_capturing": False,
         "reset_peak_memory_stats": None,
         "_lazy_init": None,
     }
@@ -222,6 +224,7 @@ def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
     replaced.append((torch.utils, "swap_tensors", _swap))
     # An operator of a real stream; and what a CUDA build would do to the guard at each entry of a fake mode.
     replaced.append((torch.Tensor, "record_stream", lambda *_: None))
+    replaced.append((fake_tensor, "init_gpu_context", lambda _: None))
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         replaced.append((torch._C, "_ensureCUDADeviceGuardSet", lambda: None))
     return replaced
