@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -119,6 +120,27 @@ def test_a_large_logit_is_exact_and_one_that_is_no_number_reaches_the_loss(logit
     total = linear_cross_entropy_sum(hidden, weight, None, labels, torch.float32)
     expected = F.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
     torch.testing.assert_close(total, expected, equal_nan=True)
+
+
+def test_besides_the_gradients_only_a_chunk_of_logits_and_pieces_are_allocated(monkeypatch, tmp_path):
+    tokens, words, mib = 192, 1 << 15, 1 << 20
+    monkeypatch.setattr(linear, "CPU_CHUNK", 64 * words)
+    monkeypatch.setattr(linear, "CPU_BLOCK", words)
+    monkeypatch.setattr(linear, "CPU_PART", 1 << 12)
+    hidden, weight = torch.randn(tokens, 32).bfloat16(), torch.randn(words, 32).bfloat16()
+    labels = torch.randint(0, words, (tokens,))
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as seen:
+        linear_cross_entropy_sum(hidden, weight.requires_grad_(), None, labels, torch.bfloat16)
+    seen.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    held, most = 0, 0
+    for event in events:
+        if event.get("name") == "[memory]":
+            held += event["args"]["Bytes"]
+            most = max(most, held)
+    chunk, gradient = 64 * words * 2 / mib, words * 32 * 4 / mib  # 4 MiB each; an fp32 copy would be 8 or 4
+    assert chunk + gradient <= most / mib <= chunk + gradient + 1
 
 
 def test_what_needs_no_gradient_gets_none():

@@ -10,6 +10,7 @@ Shapes: N tokens, D width of the hidden states, V words (of this rank), C tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -31,6 +32,9 @@ GPU_BLOCK = 1 << 26
 # What gradients are multiplied by in fp16 until the incoming one is known: probabilities down to 2^-22 keep
 # all their bits, and a hidden state's gradient, at most 512 times a weight, stays below the largest number.
 FP16_SCALE = 256.0
+# Elements of the weight's gradient that are added up at once on a CPU, 256 words or more: the product is
+# still cached, and neither it nor its fp32 copy is as large as the weight.
+CPU_PART = 1 << 19
 
 
 def linear_cross_entropy_sum(
@@ -131,7 +135,9 @@ class _Sums:
 
     def add(self, labels_N: Tensor) -> None:
         tokens, words = len(labels_N), len(self._weight_VD)
-        size = max(1, (CPU_CHUNK if labels_N.device.type == "cpu" else GPU_CHUNK) // self._most_words())
+        elements = CPU_CHUNK if labels_N.device.type == "cpu" else GPU_CHUNK
+        chunks = math.ceil(tokens / max(1, elements // self._most_words()))
+        size = max(1, math.ceil(tokens / max(1, chunks)))  # alike: a remnant would cost as many passes
         logits_CV = self._x_ND.new_empty(min(size, tokens), words)
         for start in range(0, tokens, size):
             chunk = slice(start, start + size)
@@ -154,20 +160,32 @@ class _Sums:
 
     def _loss_of(self, logits_CV: Tensor, labels_C: Tensor) -> None:
         """Adds the chunk's loss. Logits become gradients of it, where these are needed."""
-        for block in blocks_of(logits_CV):
-            block_RV, labels_R = logits_CV[block], labels_C[block]
-            is_counted_R1 = (labels_R != IGNORE_INDEX)[:, None]
-            label_R1 = labels_R.clamp(min=0)[:, None]
-            z_RV = block_RV.to(self._dtype)
-            own_R1, top_R1 = z_RV.gather(1, label_R1), z_RV.amax(1, keepdim=True)
-            p_RV = torch.softmax(z_RV, 1)
-            # The largest logit's probability is 1 / V or more, so its logarithm is exact.
-            lost_R1 = top_R1 - p_RV.amax(1, keepdim=True).log() - own_R1
-            self.loss += torch.where(is_counted_R1, lost_R1, 0.0).sum()
-            if not self._needs:
-                continue
-            p_RV.scatter_add_(1, label_R1, torch.full_like(own_R1, -1.0))
-            self._keep(p_RV, block_RV, is_counted_R1)
+        on_cpu = labels_C.device.type == "cpu"
+        size = min(len(labels_C), max(1, (CPU_BLOCK if on_cpu else GPU_BLOCK) // logits_CV.shape[1]))
+        is_counted_C1 = (labels_C != IGNORE_INDEX)[:, None]
+        label_C1 = labels_C.clamp(min=0)[:, None]
+        own_C1 = logits_CV.gather(1, label_C1).to(self._dtype)
+        tops, largest, owns = [], [], []
+        works = [logits_CV.new_empty(size, logits_CV.shape[1], dtype=self._dtype) for _ in range(2)]
+        for block_RV, label_R1 in zip(logits_CV.split(size), label_C1.split(size), strict=True):
+            z_RV, p_RV = (work[: len(block_RV)] for work in works)
+            torch.softmax(z_RV.copy_(block_RV), 1, out=p_RV)
+            tops.append(z_RV.amax(1, keepdim=True))
+            largest.append(p_RV.amax(1, keepdim=True))
+            if self._needs:
+                if self.scale != 1.0:
+                    p_RV.mul_(self.scale)
+                owns.append(p_RV.gather(1, label_R1))
+                block_RV.copy_(p_RV)
+        # The largest logit's probability is 1 / V or more, so its logarithm is exact.
+        lost_C1 = torch.cat(tops) - torch.cat(largest).log() - own_C1
+        self.loss += torch.where(is_counted_C1, lost_C1, 0.0).sum()
+        if self._needs:
+            # Not scatter_: of half precision it makes an fp32 copy of all logits, on a CPU.
+            row_C1 = torch.arange(len(labels_C), device=labels_C.device)[:, None]
+            logits_CV[row_C1, label_C1] = (torch.cat(owns) - self.scale).to(logits_CV.dtype)
+            if not on_cpu:  # there all of them count
+                logits_CV.mul_(is_counted_C1)
 
     def _keep(self, gradient_RV: Tensor, block_RV: Tensor, is_counted_R1: Tensor) -> None:
         if block_RV.device.type != "cpu":  # there all of them count
@@ -229,5 +247,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.dtype == torch.float16:  # a sum over tokens may be too large for it
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    elif total.device.type == "cpu" and len(total) > (size := max(256, CPU_PART // b.shape[1])):
+        half, whole = (b.new_empty(size, b.shape[1], dtype=dtype) for dtype in (b.dtype, total.dtype))
+        for part, rows in zip(total.split(size), a.split(size), strict=True):
+            product = torch.mm(rows, b, out=half[: len(rows)])
+            part.add_(whole[: len(rows)].copy_(product))  # the sum of two types would allocate the copy
     else:
         total += a @ b
