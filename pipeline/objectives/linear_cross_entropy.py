@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums.add(own_N)
         grad_ND = sums.hidden_ND
         if rows is not None and grad_ND is not None:
-            grad_ND = torch.zeros_like(hidden_ND, dtype=dtype).index_copy_(0, rows, grad_ND)
+            grad_ND = torch.zeros_like(hidden_ND, dtype=grad_ND.dtype).index_copy_(0, rows, grad_ND)
         ctx.save_for_backward(grad_ND, sums.weight_VD, sums.bias_V)
         ctx.scale, ctx.part = sums.scale, part
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden_ND, weight_VD, bias_V)]
@@ -104,11 +104,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if each is None else (each.mul_(grad) if each.dtype == grad.dtype else each * grad[None])
             for each in ctx.saved_tensors
         ]
+        if ctx.part is not None and found[0] is not None:
+            ctx.part.all_reduce_sum(found[0])
         gradients = [
             None if each is None else each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True)
         ]
-        if ctx.part is not None and gradients[0] is not None:
-            ctx.part.all_reduce_sum(gradients[0])
         return (*gradients, None, None, None, None)
 
 
@@ -148,8 +148,10 @@ class _Sums:
             else:
                 torch.addmm(self._bias_V, x_CD, self._weight_VD.t(), out=grad_CV)
             self._loss_of(grad_CV, labels_C)
-            if self.hidden_ND is not None:
+            if self.hidden_ND is not None and self.hidden_ND.dtype == grad_CV.dtype:
                 torch.mm(grad_CV, self._weight_VD, out=self.hidden_ND[chunk])
+            elif self.hidden_ND is not None:
+                _add_product(self.hidden_ND[chunk], grad_CV, self._weight_VD)
             if self.weight_VD is not None:
                 _add_product(self.weight_VD, grad_CV.t(), x_CD)
             if self.bias_V is not None:
@@ -201,6 +203,8 @@ class _SumsOverRanks(_Sums):
     def __init__(self, part: VocabularyPart, *arguments: Any):
         super().__init__(*arguments)
         self._part = part
+        if self.hidden_ND is not None:  # a sum over ranks, which is rounded once
+            self.hidden_ND = torch.zeros_like(self.hidden_ND, dtype=self._dtype)
 
     def _most_words(self) -> int:
         return self._part.largest
