@@ -40,7 +40,6 @@ def build_engine(
         split.dp_world_size,
         is_autocast=is_half and not isinstance(config.model, CausalLMConfig),
         separate_documents=getattr(config.data, "separate_documents", False),
-        sequence_length=getattr(config.data, "sequence_length", None),
         dtype=DTYPES[split.precision],
     )
     # Weights from elsewhere fill every tensor, where `strict` is set.

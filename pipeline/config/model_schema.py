@@ -75,8 +75,8 @@ class CausalLMConfig(ModelSection):
     """Further fields of the transformers config of this architecture, in its own words."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Who computes attention. `auto`: this trainer by torch's kernels, document by document and without a
-    mask; transformers where a model needs more, such as a sliding window (told at the start). The other names
-    are transformers' own."""
+    mask, sliding windows, capped scores and sinks included; transformers where a model needs more, such as
+    ALiBi (told at the start). The other names are transformers' own."""
     activation_checkpointing: Literal["none", "full", "selective"] | Annotated[int, Field(gt=0)] = "none"
     """Recompute activations in backward instead of keeping them: those of every block (`full`), of every
     Nth (a number), or of every block but for its matrix products (`selective`)."""

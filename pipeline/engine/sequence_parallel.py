@@ -17,8 +17,15 @@ from torch import Tensor, nn
 from pipeline.data.batches import IGNORE_INDEX, on_host
 from pipeline.engine.documents import with_bounds
 from pipeline.errors import DataError, ModelError
-from pipeline.models.attention import attention_function, bounds_for, register_attention
+from pipeline.models.attention import (
+    AttentionFunction,
+    attention_function,
+    bounds_for,
+    register_attention,
+    unserved,
+)
 from pipeline.models.document_attention import BOUNDS, DocumentAttention
+from pipeline.models.document_attention import NAME as OWN
 from pipeline.objectives import Batch
 
 NAME = "ulysses"
@@ -45,10 +52,8 @@ class SequenceParallel:
                 "could be shared out; use zero_optimization.stage 3"
             )
         config: Any = self._model.config.get_text_config()
-        self._window: int | None = getattr(config, "sliding_window", None)
         self._whole = str(config._attn_implementation)
-        # transformers' sdpa would need a mask of whole sequences, which this split exists to avoid.
-        self._core = DocumentAttention() if self._whole == "sdpa" else attention_function(self._whole)
+        self._core = self._attention_of_whole()
         self._bounds: Tensor | None = None  # of the documents of the whole sequences on their way
         self._refuse_heads(config)
         self.use()
@@ -59,6 +64,14 @@ class SequenceParallel:
                 f"transformers' attention ({', '.join(sorted(mixers)) or 'its own'}); use "
                 "zero_optimization.stage 3"
             )
+
+    def _attention_of_whole(self) -> AttentionFunction:
+        """What attends to whole sequences: with no mask of them, which this split exists to avoid."""
+        if "flash" in self._whole:
+            return attention_function(self._whole)
+        if self._whole != OWN and (why := unserved(self._model)):
+            raise ModelError(f"sequence_parallel_size: {why}; use zero_optimization.stage 3")
+        return DocumentAttention()
 
     def _refuse_heads(self, config: Any) -> None:
         heads = config.num_attention_heads
@@ -134,11 +147,6 @@ class SequenceParallel:
                 f"sequence_parallel_size: position_ids of shape {tuple(positions.shape)} for input_ids of "
                 f"shape {tuple(batch['input_ids'].shape)}; give every token its position"
             )
-        if self._window is not None and self._window < length:
-            raise DataError(
-                f"sequence_parallel_size: the model's sliding window of {self._window} is shorter than a "
-                f"sequence of {length} tokens, and attention over a group has none"
-            )
         return int(length)
 
     def _attend(
@@ -147,6 +155,8 @@ class SequenceParallel:
         """query (B, heads, P, width), key and value (B, groups, P, width) -> (B, P, heads, width)."""
         shared = self._shared_attention(query, key)
         groups = getattr(module, "num_key_value_groups", None)
+        if (sinks := rest.get("s_aux")) is not None:  # of this rank's heads
+            rest["s_aux"] = sinks.chunk(self._degree)[self._rank]
         rest["position_ids"] = torch.zeros(1, 1, device=query.device)  # gathered, and then not looked at
         output, _ = shared(module, query, key, value, None, **rest)
         if groups is not None:

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 TWIN_LAYERS = 2
 TWIN_WORDS = 64
+TWIN_WINDOW = 3  # so that it shows in the trial's documents of four tokens
 TWIN_WIDTH = 64  # of what is wide beside attention: an 8B twin has 0.1 B parameters, not 0.4 B
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
 
@@ -55,33 +56,40 @@ def register_attention(name: str, function: AttentionFunction) -> None:
     AttentionInterface.register(name, function)
 
 
-def choose_attention(model: PreTrainedModel, is_auto: bool, length: int | None, device: torch.device) -> None:
+def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device) -> None:
     """Has the model attend by DocumentAttention where that gives what transformers' attention gives it.
 
     Args:
         is_auto: Nobody asked for one of transformers'.
-        length: Tokens of a row, where that is known.
         device: What will compute.
     """
     given = str(model.config.get_text_config()._attn_implementation)
     if is_auto:
-        own = DocumentAttention()
-        register_attention(NAME, own)
-        why = _unserved(model, given, length)
+        why = unserved(model)
         if why is None:
             model.set_attn_implementation(NAME)
-            how = own.kernels(device)
-            log.info("attention: by document, without a mask (scaled_dot_product_attention, %s)", how)
+            how = f"scaled_dot_product_attention, {DocumentAttention().kernels(device)}"
+            if _is_beyond_kernels(model):
+                how = "products of blocks of queries"
+            log.info("attention: by document, without a mask (%s)", how)
         else:
             log.info("attention: transformers' %s; %s", given, why)
     else:
         log.info("attention: transformers' %s", given)
-    _hand_on_bounds(model)
+    _hand_on_bounds(model, given)
+
+
+def _is_beyond_kernels(model: PreTrainedModel) -> bool:
+    """Whether scores are capped or have sinks, which no kernel of torch's knows."""
+    config: Any = model.config.get_text_config()
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return is_capped or any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
 @torch.no_grad()
-def _unserved(model: PreTrainedModel, given: str, length: int | None) -> str | None:
+def unserved(model: PreTrainedModel) -> str | None:
     """What of a model DocumentAttention does not do; None: it serves."""
+    register_attention(NAME, DocumentAttention())
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or not getattr(config, "is_causal", True):
         return "the model is no decoder alone"
@@ -90,9 +98,6 @@ def _unserved(model: PreTrainedModel, given: str, length: int | None) -> str | N
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"the model has layers of {', '.join(sorted(kinds))}"
-    window = getattr(config, "sliding_window", None)
-    if window is not None and (length is None or window < length):
-        return f"the model has a sliding window of {window} tokens"
     trial = _twin(model)
     if trial is None:
         return f"no small {type(model).__name__} could be made to try another one on"
@@ -115,8 +120,11 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel | None:
     text = config.get_text_config()
     try:
         text.num_hidden_layers = min(TWIN_LAYERS, text.num_hidden_layers)
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[: text.num_hidden_layers]
+        if getattr(text, "layer_types", None):  # a layer of each kind first
+            kinds = list(dict.fromkeys(text.layer_types)) + text.layer_types
+            text.layer_types = kinds[: text.num_hidden_layers]
+        if getattr(text, "sliding_window", None):
+            text.sliding_window = min(TWIN_WINDOW, text.sliding_window)
         for name in WIDTHS:
             if isinstance(width := getattr(text, name, None), int):
                 setattr(text, name, min(width, TWIN_WIDTH))
@@ -163,11 +171,12 @@ def bounds_for(name: str, bounds: Tensor | None, is_counted: bool, like: Tensor)
 class _BoundsHook:
     """Around a model's forward: what attention needs to know of documents, and a mask where one is needed.
 
-    A batch with an attention_mask, or a cache of keys as `generate` has it, goes through transformers' sdpa.
-    In training that stays so: what is computed again in backward must find what forward found.
+    A batch with an attention_mask, or a cache of keys as `generate` has it, goes through what transformers
+    would take itself. In training that stays so: what backward computes again must find what forward found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: str) -> None:
+        self.given = given
         self.is_switched = False
 
     def before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -175,9 +184,11 @@ class _BoundsHook:
         has_mask = any(kwargs.get(key) is not None for key in ("attention_mask", "past_key_values"))
         if name == NAME and (has_mask or kwargs.get("use_cache")):
             self.is_switched = not torch.is_grad_enabled()
-            model.config._attn_implementation = "sdpa"
+            model.config._attn_implementation = self.given
             if not self.is_switched:
-                log.info("attention: transformers' sdpa from here on; batches have an attention_mask")
+                log.info(
+                    "attention: transformers' %s from here on; batches have an attention_mask", self.given
+                )
             return args, kwargs
         like = kwargs.get("input_ids", args[0] if args else None)
         if like is None:
@@ -191,8 +202,8 @@ class _BoundsHook:
             self.is_switched = False
 
 
-def _hand_on_bounds(model: PreTrainedModel) -> None:
-    hook = _BoundsHook()
+def _hand_on_bounds(model: PreTrainedModel, given: str) -> None:
+    hook = _BoundsHook(given)
     model.register_forward_pre_hook(hook.before, with_kwargs=True)
     model.register_forward_hook(hook.after, always_call=True)
 
@@ -225,7 +236,7 @@ def _leaks_when_tried(model: PreTrainedModel, device: torch.device, dtype: torch
     trial = _twin(model)
     ready: AbstractContextManager[None] = nullcontext()
     if trial is not None:
-        _hand_on_bounds(trial.to(device, dtype))
+        _hand_on_bounds(trial.to(device, dtype), str(trial.config._attn_implementation))
     elif any(hasattr(p, "ds_numel") for p in model.parameters()):
         return False  # in shards, it cannot be run here
     else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from pipeline.errors import ModelError
+from pipeline.models.block_attention import Scores, attend_in_blocks
+from pipeline.models.document_runs import Runs, is_served, runs_of
 
 NAME = "documents"
 BOUNDS = "cu_seq_lens_q"  # as transformers' models hand it on to attention
-BLOCK = 64  # tokens of short documents that share one small mask on a CPU
 # cuDNN's kernels are the faster ones on Hopper; torch itself takes flash attention there in some releases.
 HOPPER = [
     SDPBackend.CUDNN_ATTENTION,
@@ -30,11 +30,9 @@ HOPPER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# What some models ask of attention besides; sinks are `s_aux`.
-UNSERVED = ("softcap", "s_aux", "position_bias")
-
-Runs = list[tuple[int, Tensor | None]]
-"""Tokens of one call on a CPU, and the mask of its documents; None: it is one document."""
+# What a model may ask besides that nothing here computes; sinks are `s_aux`. The others want our own mask.
+UNSERVED = ("position_bias",)
+OF_SCORES = ("softcap", "s_aux")
 
 
 def document_bounds(positions_BT: Tensor) -> Tensor:
@@ -79,31 +77,53 @@ class DocumentAttention:
     ) -> tuple[Tensor, None]:
         """-> (output (B, T, heads, width), None).
 
-        Bounds are looked for in `position_ids` where `cu_seq_lens_q` is missing. With a mask, or keys of
-        tokens before the first query, transformers' sdpa computes.
+        Bounds are looked for in `position_ids` where `cu_seq_lens_q` is missing; `sliding_window`, `softcap`
+        and `s_aux` are what transformers' models hand on (see Scores and attend_in_blocks). With a mask, or
+        keys of tokens before the first query, transformers' sdpa computes.
 
         Raises:
-            ModelError: the model asks for more than scaled products.
+            ModelError: the model asks for more.
         """
-        if asked := [name for name in UNSERVED if rest.get(name) is not None]:
+        is_causal = rest.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        is_masked = attention_mask is not None or query.shape[2] != key.shape[2] or not is_causal
+        unserved = UNSERVED + OF_SCORES if is_masked else UNSERVED
+        if asked := [name for name in unserved if rest.get(name) is not None]:
             raise ModelError(
                 f"model.attention: auto does not know {asked[0]}, which the model asks for; write "
                 "model.attention=eager"
             )
-        is_causal = rest.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if attention_mask is not None or query.shape[2] != key.shape[2] or not is_causal:
+        if is_masked:
             return _with_mask(module, query, key, value, attention_mask, dropout, scaling, rest)
         bounds, positions = rest.get(BOUNDS), rest.get("position_ids")
-        if (bounds is None and positions is None) or (bounds is not None and not bounds.numel()):
-            output = self._whole_rows(query, key, value, dropout, scaling)
-        elif query.is_cuda:
-            if bounds is None:
-                bounds = self._found(positions, query)
-            output = self._by_kernel(query, key, value, bounds, dropout, scaling)
-        else:
-            output = self._in_runs(query, key, value, bounds, positions, dropout, scaling)
-        return output, None
+        if bounds is not None and not bounds.numel():
+            bounds = positions = None  # each row is one document
+        window, length = rest.get("sliding_window"), query.shape[2]
+        is_wide = window is None or window >= length
+        scores = Scores(scaling, None if is_wide else window, rest.get("softcap"), dropout)
+        attend = self._on_cpu if query.device.type == "cpu" else self._on_device
+        return attend(query, key, value, bounds, positions, rest.get("s_aux"), scores), None
+
+    def _on_device(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor | None,
+        positions: Tensor | None,
+        sinks: Tensor | None,
+        scores: Scores,
+    ) -> Tensor:
+        rows, _, length, _ = query.shape
+        if bounds is None and positions is not None:
+            bounds = self._found(positions, query)
+        if scores.softcap is not None or sinks is not None:
+            return attend_in_blocks(query, key, value, bounds, sinks, scores)
+        if bounds is None and scores.window is None:
+            return self._whole_rows(query, key, value, scores)
+        if bounds is None:
+            bounds = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+        return self._by_kernel(query, key, value, bounds, scores)
 
     def kernels(self, device: torch.device) -> str:
         """What computes there, in words."""
@@ -116,6 +136,23 @@ class DocumentAttention:
         rows = query.shape[0]
         return self._of(positions, rows, lambda: document_bounds(positions.expand(rows, -1)))
 
+    def _on_cpu(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor | None,
+        positions: Tensor | None,
+        sinks: Tensor | None,
+        scores: Scores,
+    ) -> Tensor:
+        """Memory grows with T: where torch's kernel would make all scores of a document, in blocks."""
+        if bounds is not None or positions is not None:
+            return self._in_runs(query, key, value, bounds, positions, sinks, scores)
+        if is_served(query, value, query.shape[2], sinks, scores):
+            return self._whole_rows(query, key, value, scores)
+        return attend_in_blocks(query, key, value, None, sinks, scores)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _in_runs(
         self,
@@ -124,19 +161,22 @@ class DocumentAttention:
         value: Tensor,
         bounds: Tensor | None,
         positions: Tensor,
-        dropout: float,
-        scaling: float | None,
+        sinks: Tensor | None,
+        scores: Scores,
     ) -> Tensor:
-        """On a CPU: a call a document, one for consecutive short ones. Memory grows with T."""
+        """On a CPU: a call a document, one for consecutive short ones."""
         rows, _, length, _ = query.shape
 
-        def find() -> Runs | None:
+        def find() -> tuple[Tensor, Runs | None]:
             found = document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
-            return _runs(found.tolist(), rows, query.dtype)
+            return found, runs_of(found.tolist(), rows, query.dtype)
 
-        runs = self._of(positions if bounds is None else bounds, (rows, query.dtype), find)
+        found, runs = self._of(positions if bounds is None else bounds, (rows, query.dtype), find)
+        longest = length if runs is None else max(size for size, _ in runs)
+        if not is_served(query, value, longest, sinks, scores):
+            return attend_in_blocks(query, key, value, found, sinks, scores)
         if runs is None:
-            return self._whole_rows(query, key, value, dropout, scaling)
+            return self._whole_rows(query, key, value, scores)
         sizes = [size for size, _ in runs]
         parts = [t.transpose(1, 2).flatten(0, 1).split(sizes) for t in (query, key, value)]
         outputs = []
@@ -147,17 +187,15 @@ class DocumentAttention:
                 k,
                 v,
                 attn_mask=mask,
-                dropout_p=dropout,
+                dropout_p=scores.dropout,
                 is_causal=mask is None,
-                scale=scaling,
+                scale=scores.scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).unflatten(0, (rows, length))
 
-    def _whole_rows(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
-    ) -> Tensor:
+    def _whole_rows(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and query.is_cuda and not key.shape[-1] == value.shape[-1] <= 256:
             key, value = _repeated(query, key), _repeated(query, value)
@@ -167,15 +205,20 @@ class DocumentAttention:
             kernels = sdpa_kernel(HOPPER, set_priority=True)
         with kernels:
             output = F.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped
+                query,
+                key,
+                value,
+                dropout_p=scores.dropout,
+                is_causal=True,
+                scale=scores.scaling,
+                enable_gqa=is_grouped,
             )
         return output.transpose(1, 2).contiguous()
 
-    def _by_kernel(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, dropout: float, scaling: float | None
-    ) -> Tensor:
+    def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scores: Scores) -> Tensor:
         """On CUDA, without a look at the bounds: flash attention, or xFormers' kernel for what it refuses
-        (fp32, dropout, cards before Ampere, widths that are no multiple of 8).
+        (fp32, dropout, cards before Ampere, widths that are no multiple of 8), or blocks where that has no
+        window or cannot load widths of no multiple of 16 bytes.
         """
         rows, _, length, width = query.shape
         if torch.is_autocast_enabled("cuda"):  # which knows scaled_dot_product_attention alone
@@ -183,12 +226,16 @@ class DocumentAttention:
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         is_flash = (
             query.dtype in (torch.float16, torch.bfloat16)
-            and dropout == 0
+            and scores.dropout == 0
             and width == value.shape[-1] <= 256
             and width % 8 == 0
             and self._generation >= 8
         )
         options = self._flash_options if is_flash else {}
+        if scores.window is not None and "window_size" in options:
+            options = options | {"window_size": (scores.window - 1, 0)}
+        elif scores.window is not None or any(t.shape[-1] * t.element_size() % 16 for t in (query, value)):
+            return attend_in_blocks(query, key, value, bounds, None, scores)
         if query.shape[1] != key.shape[1]:
             if "enable_gqa" in options:
                 options = options | {"enable_gqa": True}
@@ -196,7 +243,9 @@ class DocumentAttention:
                 key, value = _repeated(query, key), _repeated(query, value)
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
         if is_flash:
-            output: Any = varlen_attn(q, k, v, bounds, bounds, length, length, scale=scaling, **options)
+            output: Any = varlen_attn(
+                q, k, v, bounds, bounds, length, length, scale=scores.scaling, **options
+            )
         else:
             causal = 1
             output = torch.ops.aten._efficient_attention_forward(
@@ -208,10 +257,10 @@ class DocumentAttention:
                 bounds,
                 length,
                 length,
-                dropout,
+                scores.dropout,
                 causal,
                 True,
-                scale=scaling,
+                scale=scores.scaling,
             )[0][0]
         apart: Tensor = output.unflatten(0, (rows, length))
         return apart
@@ -224,29 +273,6 @@ class DocumentAttention:
         found = find()
         self._last = (weakref.ref(given), (version, form), found)
         return found
-
-
-def _runs(bounds: list[int], rows: int, dtype: torch.dtype) -> Runs | None:
-    """The calls that serve these documents; None: each row is one document."""
-    sizes = [end - start for start, end in pairwise(bounds) if end > start]
-    if len(sizes) == rows:
-        return None
-    runs: list[list[int]] = []
-    filled = BLOCK
-    for size in sizes:
-        if filled + size > BLOCK:
-            runs.append([])
-            filled = 0
-        runs[-1].append(size)
-        filled += size
-    return [(sum(run), _mask(run, dtype) if len(run) > 1 else None) for run in runs]
-
-
-def _mask(sizes: list[int], dtype: torch.dtype) -> Tensor:
-    """(n, n), 0 where one attends, else -inf: a boolean one would be made into that by every layer."""
-    document = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    is_seen = (document[:, None] == document).tril_()
-    return torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
 
 
 def _flash_options() -> dict[str, Any]:

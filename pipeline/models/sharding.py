@@ -184,7 +184,8 @@ def runnable(model: Any) -> Iterator[None]:
     """
     was_training, attention = model.training, model.config._attn_implementation
     if "flash" in attention:
-        model.config._attn_implementation = "sdpa"  # flash attention does not run on a CPU
+        # Flash attention does not run on a CPU.
+        model.config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
     model.eval()
     hooks = []
     for name, module in model.named_modules():

@@ -36,8 +36,6 @@ class Placement:
     """Parameters in half precision, of a module written for fp32."""
     separate_documents: bool = False
     """Rows hold several documents, told apart by `position_ids` that start again."""
-    sequence_length: int | None = None
-    """Tokens of a row, where the data says so."""
     dtype: torch.dtype = torch.float32
     """Of products."""
 
@@ -92,7 +90,7 @@ def recompute_activations(model: nn.Module, config: ModelConfig, _: Placement) -
 def choose_who_attends(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
     """`model.attention`."""
     if isinstance(config, CausalLMConfig) and is_model(model):
-        choose_attention(model, config.attention == "auto", placement.sequence_length, placement.device)
+        choose_attention(model, config.attention == "auto", placement.device)
     return model
 
 

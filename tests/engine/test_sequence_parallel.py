@@ -29,8 +29,10 @@ def divided_json(stage: int, precision: str = "fp32", degree: int = 2, **zero):
     return deepspeed_json(stage, precision, **zero) | {"sequence_parallel_size": degree}
 
 
-@pytest.mark.daily("qwen2-grouped")
-@pytest.mark.parametrize("model", ["gpt2", "qwen2-grouped", "llama-checkpointed"])
+@pytest.mark.daily("qwen2-grouped", "mistral-window")
+@pytest.mark.parametrize(
+    "model", ["gpt2", "qwen2-grouped", "llama-checkpointed", "mistral-window", "gemma2", "gpt_oss"]
+)
 def test_other_models_give_their_oracles_curve(ranks, model):
     hold_to_the_oracle(ranks(2), divided_json(2), model, steps=4)
 

@@ -34,6 +34,25 @@ MODELS = {
         "intermediate_size": None,
         "extra": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     },
+    # Shorter than a rank's 12 tokens, so that a window crosses the ranks' border.
+    "mistral-window": {"architecture": "mistral", "num_key_value_heads": 2, "extra": {"sliding_window": 7}},
+    # Local and global layers, capped scores.
+    "gemma2": {
+        "architecture": "gemma2",
+        "num_key_value_heads": 2,
+        "extra": {"sliding_window": 7, "head_dim": 8, "attn_logit_softcapping": 0.5},
+    },
+    "gpt_oss": {  # local and global layers, sinks
+        "architecture": "gpt_oss",
+        "num_key_value_heads": 2,
+        "extra": {
+            "sliding_window": 7,
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.0,
+        },
+    },
 }
 
 

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.models.attention import choose_attention
-from pipeline.models.document_attention import BLOCK, BOUNDS, NAME, DocumentAttention, document_bounds
+from pipeline.models.block_attention import Scores
+from pipeline.models.document_attention import BOUNDS, NAME, DocumentAttention, document_bounds
+from pipeline.models.document_runs import BLOCK
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -130,9 +132,8 @@ def test_models_of_plain_attention_are_served(architecture, caplog):
 @pytest.mark.parametrize(
     ("architecture", "fields", "why"),
     [
-        ("mistral", {"sliding_window": 16}, "a sliding window of 16"),
-        ("gemma2", {"head_dim": 8, "sliding_window": 64}, "not called as transformers' others"),
-        ("gpt_oss", {"head_dim": 8, "sliding_window": 64, "num_local_experts": 2}, "not called as"),
+        ("zaya", {}, "layers of hybrid"),
+        ("bart", {}, "asks more of its attention"),
         ("bloom", {}, "computes attention itself"),
         ("llama4_text", {"head_dim": 8, "num_local_experts": 2}, "layers of chunked_attention"),
     ],
@@ -141,16 +142,10 @@ def test_models_that_ask_more_keep_transformers_attention(architecture, fields, 
     model = make(architecture, None, **({"num_key_value_heads": 4, "pad_token_id": 0} | fields))
     before = model.config._attn_implementation
     with caplog.at_level(logging.INFO):
-        choose_attention(model, True, 32, CPU)
+        choose_attention(model, True, CPU)
     assert model.config._attn_implementation == before
     assert f"attention: transformers' {before}; " in caplog.text
     assert why in caplog.text
-
-
-def test_a_window_as_long_as_the_row_hides_nothing():
-    model = make("mistral", None, sliding_window=32, num_key_value_heads=4)
-    choose_attention(model, True, 32, CPU)
-    assert model.config._attn_implementation == NAME
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -199,7 +194,20 @@ def test_the_kernels_of_a_gpu_take_what_they_are_given(dtype, dropout, groups):
     attention = DocumentAttention()
     attention._generation = 9
     bounds = torch.empty(9, device="meta", dtype=torch.int32)
-    output = attention._by_kernel(query, *others, bounds, dropout, None)
+    output = attention._by_kernel(query, *others, bounds, Scores(dropout=dropout))
     assert output.shape == (2, 16, 4, 8)
     output.float().sum().backward()
     assert all(each.grad.shape == each.shape for each in (query, *others))
+
+
+def test_the_trial_has_a_window_that_shows(monkeypatch, caplog):
+    """The model's own is longer than the trial's documents."""
+    attend = DocumentAttention.__call__
+
+    def without(*given, sliding_window, **rest):
+        return attend(*given, **rest)
+
+    monkeypatch.setattr(DocumentAttention, "__call__", without)
+    with caplog.at_level(logging.INFO):
+        choose_attention(make("mistral", None, sliding_window=4096, num_key_value_heads=4), True, CPU)
+    assert "asks more of its attention than products within documents" in caplog.text

@@ -35,7 +35,7 @@ def make(architecture: str, attention: str | None = "auto", **fields):
         config, attn_implementation=None if attention == "auto" else attention
     )
     if attention == "auto":
-        choose_attention(model, True, 32, torch.device("cpu"))
+        choose_attention(model, True, torch.device("cpu"))
         assert model.config._attn_implementation == NAME
     return model
 
@@ -53,18 +53,23 @@ def gradients(model, logits: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad((logits.sin() * weights).sum(), list(model.parameters())))
 
 
+def each_alone(model, ids: Tensor) -> Tensor:
+    """The logits of each document of `packed_rows`, put together as they are."""
+    return torch.stack(
+        [
+            torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in row.split(lengths)])
+            for row, lengths in zip(ids, (LENGTHS, LENGTHS[::-1]), strict=True)
+        ]
+    )
+
+
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_packed_logits_and_gradients_are_those_of_each_document_alone(architecture, attention):
     model = make(architecture, attention)
     ids, positions = packed_rows()
     together = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    alone = torch.stack(
-        [
-            torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in row.split(lengths)])
-            for row, lengths in zip(ids, (LENGTHS, LENGTHS[::-1]), strict=True)
-        ]
-    )
+    alone = each_alone(model, ids)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(gradients(model, together), gradients(model, alone), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))

@@ -1,0 +1,192 @@
+"""Causal attention in blocks of queries, on any device, for what no fused kernel of torch's computes there.
+
+Scores are those of one block at a time and made again in backward, so memory grows with T and not with T^2.
+Shapes as in document_attention, and Q: queries of a block, K: keys that one of them may attend to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+QUERIES = 256  # of a block: fewer are more calls, more are more pairs beside a window
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a layer asks of its scores."""
+
+    scaling: float | None = None
+    """None: 1 / sqrt(width)."""
+    window: int | None = None
+    """Tokens that one attends to, itself included."""
+    softcap: float | None = None
+    """c of c * tanh(scores / c)."""
+    dropout: float = 0.0
+
+    def asks(self, sinks: Tensor | None) -> bool:
+        """Whether it is more than a mask."""
+        return self.softcap is not None or sinks is not None or self.dropout > 0
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, sinks: Tensor | None, scores: Scores
+) -> Tensor:
+    """-> (B, T, heads, width of value): a token attends to those before it in its document and its window.
+
+    The host looks at bounds on a CPU alone, where it leaves out keys that a block has no use for.
+
+    Args:
+        bounds: Of the documents; None: each row is one.
+        sinks: (heads,): scores of one more key, whose value is 0, for every query (gpt-oss); None: no such.
+    """
+    if torch.is_autocast_enabled(kind := _kind(query)):  # which knows scaled_dot_product_attention alone
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    rows, _, length, _ = query.shape
+    first = _first_keys(bounds, rows, length, scores.window, query.device)
+    starts = range(0, length, QUERIES)
+    if query.device.type == "cpu":
+        begins = first[:, ::QUERIES].amin(0).tolist()
+    else:
+        begins = [0 if scores.window is None else max(0, start - scores.window + 1) for start in starts]
+    blocks = [
+        _Block(start, min(start + QUERIES, length), begin)
+        for start, begin in zip(starts, begins, strict=True)
+    ]
+    output: Tensor = _InBlocks.apply(query, key, value, sinks, first, scores, blocks)
+    return output
+
+
+def _first_keys(
+    bounds: Tensor | None, rows: int, length: int, window: int | None, device: torch.device
+) -> Tensor:
+    """(B or 1, T): the first token of its row that each token attends to."""
+    tokens = torch.arange(length, device=device)
+    first = torch.zeros_like(tokens)[None]
+    if bounds is not None:
+        places = torch.arange(rows * length, device=device, dtype=bounds.dtype)
+        begins = bounds[torch.searchsorted(bounds, places, right=True) - 1].view(rows, length)
+        first = begins - torch.arange(0, rows * length, length, device=device)[:, None]
+    return first if window is None else torch.maximum(first, tokens - window + 1)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries start to end of all rows, and their keys: from begin to end."""
+
+    start: int
+    end: int
+    begin: int
+
+    def cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys = slice(self.begin, self.end)
+        return query[:, :, self.start : self.end], key[:, :, keys], value[:, :, keys]
+
+    def is_seen(self, first: Tensor) -> Tensor:
+        """(B or 1, 1, Q, K)"""
+        keys = torch.arange(self.begin, self.end, device=first.device)
+        queries = torch.arange(self.start, self.end, device=first.device)[:, None]
+        return ((keys >= first[:, self.start : self.end, None]) & (keys <= queries))[:, None]
+
+
+class _InBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        first: Tensor,
+        scores: Scores,
+        blocks: list[_Block],
+    ) -> Tensor:
+        rows, heads, length, _ = query.shape
+        ctx.save_for_backward(query, key, value, sinks, first)
+        ctx.scores, ctx.blocks = scores, blocks
+        if scores.dropout:
+            ctx.random = _random_states(query.device)
+        output = query.new_empty(rows, length, heads, value.shape[-1])
+        for block in blocks:
+            found = _attend(*block.cut(query, key, value), sinks, block.is_seen(first), scores)
+            output[:, block.start : block.end] = found.transpose(1, 2)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, first = ctx.saved_tensors
+        scores: Scores = ctx.scores
+        # Blocks add to the gradients of a key: in fp32, as a kernel does.
+        of_query = torch.empty_like(query)
+        of_key, of_value = (torch.zeros_like(t, dtype=_wide(t.dtype)) for t in (key, value))
+        of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=_wide(sinks.dtype))
+        devices = [query.device] if query.is_cuda else []
+        with torch.random.fork_rng(devices, enabled=scores.dropout > 0):
+            if scores.dropout:
+                _set_random_states(query.device, ctx.random)
+            for block in ctx.blocks:
+                q, k, v = given = [t.detach().requires_grad_() for t in block.cut(query, key, value)]
+                sink = [] if sinks is None else [sinks.detach().requires_grad_()]
+                with torch.enable_grad():
+                    found = _attend(q, k, v, sink[0] if sink else None, block.is_seen(first), scores)
+                of_found = of_output[:, block.start : block.end].transpose(1, 2)
+                mine = torch.autograd.grad(found, [*given, *sink], of_found)
+                of_query[:, :, block.start : block.end] = mine[0]
+                of_key[:, :, block.begin : block.end] += mine[1]
+                of_value[:, :, block.begin : block.end] += mine[2]
+                if of_sinks is not None:
+                    of_sinks += mine[3]
+        narrow = None if of_sinks is None else of_sinks.to(sinks.dtype)
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), narrow, None, None, None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, is_seen: Tensor, scores: Scores
+) -> Tensor:
+    """(B, heads, Q, width of value)"""
+    heads, groups, scaling = query.shape[1], key.shape[1], scores.scaling
+    with torch.autocast(_kind(query), enabled=False):  # backward computes as forward did
+        if not scores.asks(sinks):
+            if query.is_cuda and heads != groups:  # its kernel that takes a mask knows no groups
+                key, value = (t.repeat_interleave(heads // groups, 1) for t in (key, value))
+            return F.scaled_dot_product_attention(
+                query, key, value, is_seen, scale=scaling, enable_gqa=key.shape[1] != heads
+            )
+        # The heads of a group are more queries of it: keys are not repeated.
+        together = query.unflatten(1, (groups, -1)).flatten(2, 3) @ key.mT
+        found = together.to(_wide(together.dtype)).unflatten(2, (heads // groups, -1))
+        found = found * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if scores.softcap is not None:
+            found = (found / scores.softcap).tanh() * scores.softcap
+        found = found.masked_fill(~is_seen[:, :, None], -torch.inf)
+        if sinks is not None:
+            column = sinks.to(found.dtype).view(groups, -1, 1, 1).expand(*found.shape[:-1], 1)
+            found = torch.cat([found, column], -1).softmax(-1)[..., :-1]
+        else:
+            found = found.softmax(-1)
+        found = F.dropout(found.to(value.dtype), scores.dropout)
+        return (found.flatten(2, 3) @ value).unflatten(2, (heads // groups, -1)).flatten(1, 2)
+
+
+def _kind(of: Tensor) -> str:
+    return "cpu" if of.device.type == "cpu" else "cuda"
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -1,0 +1,290 @@
+"""Windows, capped scores, sinks and dropout: exact, and with nothing of T x T elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_document_attention import Largest, heads, positions_of
+from test_packed_attention import each_alone, gradients, make, packed_rows
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.models import block_attention, document_runs
+from pipeline.models.activation_checkpointing import checkpoint_activations
+from pipeline.models.block_attention import Scores, attend_in_blocks
+from pipeline.models.document_attention import BOUNDS, DocumentAttention, document_bounds
+from pipeline.models.sharding import runnable
+from pipeline.models.staging import cut_into_layers
+
+ROWS = {"documents": ([5, 1, 30, 3, 9], [16, 17, 15]), "whole rows": ([48], [48])}
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+ASKED = {
+    "window": {"sliding_window": 7},
+    "one token": {"sliding_window": 1},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"s_aux": SINKS},
+    "all": {"sliding_window": 20, "softcap": 0.7, "s_aux": SINKS},
+}
+MODELS = {
+    "mistral": {"sliding_window": 4},
+    "phi3": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "gemma2": {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 0.5},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 4, "num_hidden_layers": 6},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """So that short rows are several."""
+    for module in (block_attention, document_runs):
+        monkeypatch.setattr(module, "QUERIES", 8)
+
+
+def make_windowed(architecture: str, attention: str | None = "auto"):
+    return make(architecture, attention, num_key_value_heads=2, pad_token_id=0, **MODELS[architecture])
+
+
+def oracle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    sliding_window: int = 1 << 20,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """By the definition, in fp64 and with a mask of (B, T, T)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    document, place = (positions == 0).cumsum(1), torch.arange(positions.shape[1])
+    is_seen = (document[:, :, None] == document[:, None]).tril()
+    is_seen = is_seen & (place[:, None] - place < sliding_window)
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    weights = scores.exp() * is_seen[:, None]
+    total = weights.sum(-1, keepdim=True) + (0 if s_aux is None else s_aux.exp().view(-1, 1, 1))
+    return ((weights / total) @ value).transpose(1, 2)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_outputs_and_gradients_are_the_definitions(rows, asked, groups):
+    positions = positions_of(rows)
+    given = {BOUNDS: document_bounds(positions)} if len(rows[0]) > 1 else {}
+    ours = heads(*positions.shape, groups, torch.float32)
+    exact = heads(*positions.shape, groups, torch.float64)
+    asked_exactly = dict(asked)
+    if "s_aux" in asked:
+        ours.append(SINKS.clone().requires_grad_())
+        exact.append(SINKS.double().requires_grad_())
+        asked, asked_exactly = asked | {"s_aux": ours[-1]}, asked | {"s_aux": exact[-1]}
+    output, _ = DocumentAttention()(nn.Identity(), *ours[:3], None, **given, **asked)
+    expected = oracle(*exact[:3], positions, **asked_exactly)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+    found = torch.autograd.grad((output * weights).sum(), ours)
+    for one, other in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_backward_drops_what_forward_dropped():
+    """The output is linear in the values, so they times their gradients are the output."""
+    query, key, value = heads(2, 48, 2, torch.float32)
+    torch.manual_seed(3)
+    output, _ = DocumentAttention()(nn.Identity(), query, key, value, None, dropout=0.5)
+    after = torch.rand(1)
+    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+    (of_value,) = torch.autograd.grad((output * weights).sum(), value)
+    torch.testing.assert_close((of_value * value).sum(), (output * weights).sum(), rtol=1e-4, atol=1e-4)
+    torch.manual_seed(3)
+    again, _ = DocumentAttention()(nn.Identity(), query, key, value, None, dropout=0.5)
+    assert torch.equal(again, output)
+    assert torch.equal(torch.rand(1), after), "backward moved the run's random numbers"
+    kept, _ = DocumentAttention()(nn.Identity(), query, key, value, None)
+    assert not torch.allclose(kept, output)
+
+
+@pytest.mark.parametrize("size", [200, 10_000])
+@pytest.mark.parametrize(
+    "asked",
+    [{"sliding_window": 50}, {"sliding_window": 300}, {"softcap": 5.0}, {"s_aux": SINKS}, {"dropout": 0.1}],
+    ids=str,
+)
+def test_memory_grows_with_the_row_and_not_with_its_square(asked, size, monkeypatch):
+    for module in (block_attention, document_runs):
+        monkeypatch.setattr(module, "QUERIES", 32)
+    found = []
+    for length in (512, 1024):
+        positions = (torch.arange(length) % size)[None]
+        with Largest() as largest:
+            inputs = heads(1, length, 2, torch.float32)
+            output, _ = DocumentAttention()(nn.Identity(), *inputs, None, position_ids=positions, **asked)
+            output.sum().backward()
+        found.append(largest.elements)
+    assert found[1] <= 2 * found[0]
+    assert found[1] <= 4 * 32 * (1024 + 1)
+
+
+def test_keys_and_values_of_two_widths_make_no_square_either():
+    """As multi-head latent attention has them, for which torch's kernel on a CPU makes all scores."""
+    query, key, _ = heads(1, 1024, 2, torch.float32)
+    value = torch.randn(1, 2, 1024, 6, requires_grad=True)
+    with Largest() as largest:
+        output, _ = DocumentAttention()(nn.Identity(), query, key, value, None)
+        output.sum().backward()
+    assert largest.elements <= 4 * block_attention.QUERIES * 1024
+    expected = oracle(*(each.double() for each in (query, key, value)), torch.arange(1024)[None])
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("architecture", MODELS)
+def test_logits_and_gradients_are_those_of_transformers_eager(architecture, is_packed):
+    """Of each document alone: in one row its gpt_oss lets them see each other."""
+    ids, positions = packed_rows()
+    ours, theirs = make_windowed(architecture).train(), make_windowed(architecture, "eager").train()
+    if is_packed:
+        found = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
+        expected = each_alone(theirs, ids)
+    else:
+        found, expected = (model(input_ids=ids, use_cache=False).logits for model in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(gradients(ours, found), gradients(theirs, expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2"])
+def test_layers_of_pipeline_stages_have_their_windows(architecture):
+    model = make_windowed(architecture).eval()
+    ids, positions = packed_rows()
+    carried = (ids, positions)
+    for layer in cut_into_layers(model).layers:
+        carried = layer(carried)
+    torch.testing.assert_close(carried, each_alone(model, ids), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_is_recomputed_is_what_was_computed(architecture, mode):
+    ids, positions = packed_rows()
+    found = []
+    for is_recomputed in (False, True):
+        model = make_windowed(architecture).train()
+        if is_recomputed:
+            checkpoint_activations(model, mode, None, False)
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        found.append(gradients(model, logits))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt_oss"])
+def test_generation_and_padding_are_transformers_own(architecture):
+    """With windows shorter than the prompt."""
+    ours, theirs = make_windowed(architecture).eval(), make_windowed(architecture, None).eval()
+    ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(ids, **how), theirs.generate(ids, **how))
+    with torch.no_grad():
+        assert torch.equal(
+            ours(input_ids=ids, attention_mask=mask).logits[1, 4:],
+            theirs(input_ids=ids, attention_mask=mask).logits[1, 4:],
+        )
+
+
+class Calls(TorchDispatchMode):
+    """Names of the operators that ran, and the arguments of one."""
+
+    def __init__(self, of: str):
+        super().__init__()
+        self.of, self.names, self.arguments = of, [], None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        if self.of in str(function):
+            self.arguments = args
+        return function(*args, **(kwargs or {}))
+
+
+def on_a_gpu(dtype: torch.dtype, width: int = 8, **asked) -> Calls:
+    """What a layer calls there, by what torch declares of it: there is no device."""
+    inputs = [
+        torch.empty(2, 16, number, width, device="meta", dtype=dtype).transpose(1, 2).requires_grad_()
+        for number in (4, 2, 2)
+    ]
+    attention = DocumentAttention()
+    attention._generation = 9
+    bounds = asked.pop(BOUNDS, torch.empty(9, device="meta", dtype=torch.int32))
+    with Calls("_varlen_attn.") as calls:
+        output, _ = attention(nn.Identity(), *inputs, None, **{BOUNDS: bounds}, **asked)
+        output.float().sum().backward()
+    assert output.shape == (2, 16, 4, width)
+    assert all(each.grad.shape == each.shape for each in inputs)
+    return calls
+
+
+NO_BOUNDS = torch.empty(0, device="meta", dtype=torch.int32)
+
+
+@pytest.mark.parametrize("more", [{}, {BOUNDS: NO_BOUNDS}], ids=["packed", "whole rows"])
+def test_flash_attention_of_a_gpu_is_given_the_window(more):
+    calls = on_a_gpu(torch.bfloat16, sliding_window=5, **more)
+    assert calls.arguments is not None
+    window = [each for each in calls.arguments if isinstance(each, list)]
+    assert window == [[4, 0]], "those 4 before it, and the token itself"
+    assert not any("scaled_dot_product" in name for name in calls.names)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "asked", "kernel"),
+    [
+        (torch.bfloat16, 8, {"sliding_window": 16}, "_varlen_attn."),  # no longer than the row
+        (torch.float32, 8, {}, "_efficient_attention_forward"),
+        (torch.bfloat16, 8, {"dropout": 0.1}, "_efficient_attention_forward"),
+        (torch.bfloat16, 264, {}, "_efficient_attention_forward"),
+        (torch.bfloat16, 20, {}, "aten._safe_softmax."),
+        (torch.float32, 8, {"sliding_window": 5}, "aten._safe_softmax."),
+        (torch.bfloat16, 8, {"softcap": 2.0}, "aten.tanh."),
+        (torch.bfloat16, 8, {"s_aux": SINKS.to("meta")}, "aten._softmax."),
+    ],
+)
+def test_every_branch_of_a_gpu_is_taken_by_what_needs_it(dtype, width, asked, kernel):
+    names = on_a_gpu(dtype, width, **asked).names
+    assert any(kernel in name for name in names)
+    kernels = ("_varlen_attn.", "_efficient_attention_forward", "aten._safe_softmax.")
+    assert sum(any(each in name for name in names) for each in kernels) == (kernel in kernels)
+
+
+def test_weights_of_no_block_are_kept_for_backward():
+    kept = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    inputs = heads(1, 1024, 2, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attend_in_blocks(*inputs, None, None, Scores(softcap=3.0))
+    assert kept <= sum(each.numel() for each in inputs) + 1024
+
+
+def test_a_model_of_flash_attention_is_tried_on_a_cpu_by_what_knows_its_scores():
+    """transformers' sdpa refuses capped scores."""
+    model = make_windowed("gemma2", None)
+    expected = model.config._attn_implementation
+    model.config._attn_implementation = "flash_attention_2"
+    with runnable(model):
+        assert model.config._attn_implementation == expected == "eager"
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    assert model.config._attn_implementation == "flash_attention_2"
