@@ -27,7 +27,7 @@ from pipeline.engine.interface import Engine, Evaluates
 from pipeline.engine.profile import profile_asked_for
 from pipeline.errors import ConfigError
 from pipeline.metrics import Meters, Workload
-from pipeline.models.flops import flops_per_token
+from pipeline.models.flops import flops_per_token, fp8_share
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
 from pipeline.objectives import Objective, build_objective
@@ -198,6 +198,7 @@ def build_meters(
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     length: int | None = getattr(config.data, "sequence_length", None)
     cost = flops_per_token(engine.module, length)
+    in_fp8 = fp8_share(engine.module, getattr(config.model, "fp8", "none"), cost)
     workload = Workload(
         samples_per_step=resolved.plan.global_batch_size,
         world_size=job.ranks.world_size,
@@ -205,7 +206,7 @@ def build_meters(
         means=objective.means,
         num_workers=config.loader.num_workers,
         flops_per_sample=None if length is None or cost is None else length * cost,
-        peak_flops=peak_flops(name, engine.precision, resolved.tf32),
+        peak_flops=peak_flops(name, engine.precision, resolved.tf32, in_fp8),
     )
     stragglers = None
     if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same

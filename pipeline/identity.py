@@ -35,7 +35,7 @@ def _identity(recipe: Tree, split: Tree) -> Tree:
     if isinstance(kept.get("log"), dict):
         kept["log"] = kept["log"] | {"tensorboard": None}  # another reader of the same rows
     if isinstance(kept.get("model"), dict):
-        kept["model"] = kept["model"] | {"attention": None}  # who computes it, not what
+        kept["model"] = kept["model"] | {"attention": None, "fp8": None}  # how it is computed
     return kept | {name: split.get(key) for key, name in DECISIVE.items()}
 
 

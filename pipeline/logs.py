@@ -57,6 +57,9 @@ def log_to_console(ranks: Ranks) -> None:
     for earlier in logger.handlers:  # an earlier run's of this process
         earlier.close()
     logger.handlers[:] = [console]
+    # torchao, which transformers imports where it is installed, tells of its parts for other GPUs.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 

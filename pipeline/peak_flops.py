@@ -80,12 +80,19 @@ def _has(words: str, device_name: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", device_name) is not None
 
 
-def peak_flops(device_name: str, precision: str, tf32: bool = False) -> float | None:
-    """Dense peak in FLOP/s for `fp32` (in TF32 or not), `bf16`, `fp16`; None where it is not known."""
+def peak_flops(device_name: str, precision: str, tf32: bool = False, fp8_share: float = 0.0) -> float | None:
+    """Dense peak in FLOP/s for `fp32` (in TF32 or not), `bf16`, `fp16`; None where it is not known.
+
+    Args:
+        fp8_share: The part of the FLOPs that is multiplied in fp8, at twice the rate of 16 bits on every card
+            that has it. The peak is of all together: they take that part's time and the others'.
+    """
     peaks = find_peaks(device_name)
     if peaks is None:
         return None
     bf16, fp16, reduced, full = peaks
     single = reduced if tf32 and reduced is not None else full
     peak = {"bf16": bf16, "fp16": fp16, "fp32": single}[precision]
-    return None if peak is None else 1e12 * peak
+    if peak is None:
+        return None
+    return 1e12 / (fp8_share / (2 * fp16) + (1 - fp8_share) / peak)

@@ -204,10 +204,12 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
         assert data is not None
         model = build_model(config.model, model_request(config, data, Whole()), config.seed)
     section = config.model.model_copy(update={"weights": str(trained.checkpoint), "strict": True})
+    if isinstance(section, CausalLMConfig):  # trained where there is fp8, read anywhere
+        section = section.model_copy(update={"fp8": "none"})
     load_weights(model, section, Whole(), job, open_checkpoint)
     autocast = not isinstance(config.model, CausalLMConfig)
     is_half = deepspeed is not None and precision_of(deepspeed) != "fp32"
-    model = transform(model, config.model, Placement(job.device, is_autocast=autocast and is_half))
+    model = transform(model, section, Placement(job.device, is_autocast=autocast and is_half))
     if deepspeed is None:
         precision = str(config.engine.precision)
         if precision == "auto":

@@ -116,3 +116,11 @@ def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
     directory, lock = open_run_directory(validate_recipe(ConfigFile(Path("tiny.yaml"), tree)), SPLIT)
     lock.release()
     assert directory == before
+
+
+def test_a_run_goes_on_by_another_attention_and_with_fp8(tmp_path):
+    before = left(tmp_path)
+    model = recipe()["model"] | {"attention": "sdpa", "fp8": "tensorwise"}
+    directory, lock = open_run_directory(configured(tmp_path, model=model), SPLIT)
+    lock.release()
+    assert directory == before

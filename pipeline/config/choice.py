@@ -46,6 +46,10 @@ class Choice:
     def is_language_model(self) -> bool:
         return isinstance(self.config.model, CausalLMConfig)
 
+    @property
+    def multiplies_in_fp8(self) -> bool:
+        return self.model("fp8") not in (None, "none")
+
     def model(self, field: str) -> Any:
         """A number of the recipe's model, None where it is not stated."""
         return getattr(self.config.model, field, None)

@@ -116,6 +116,12 @@ RULES = [
         lambda c: c.compile and c.zero("offload_param.device") == "nvme",
     ),
     Rule(
+        "`model.fp8` with tensor parallelism",
+        "AutoTP puts layers of its own in the place of the linear ones",
+        "ZeRO 3, sequence parallelism or pipeline stages",
+        lambda c: c.multiplies_in_fp8 and c.split.tensor_parallel > 1,
+    ),
+    Rule(
         "`offload_param` without ZeRO 3",
         "below it every rank needs every parameter on its device at all times",
         "zero_optimization.stage 3, or offload_optimizer alone",

@@ -86,6 +86,10 @@ class CausalLMConfig(ModelSection):
     activation_offload: bool = False
     """With `activation_checkpointing`: the input of each block that recomputes waits for backward in host
     memory. For long sequences: what a GPU keeps of one no longer grows with the blocks."""
+    fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """Multiply the blocks' linear layers in fp8, by this recipe of torchao (the `fp8` extra): one scale a
+    tensor, the fastest; one a row; one a row, and the gradients of weights as they are. On a CPU emulated.
+    `evaluate` and `generate` multiply without."""
     trust_remote_code: bool = False
     """Run Python code that ships with the hub repository named in `pretrained`. `--no-import-paths` refuses
     it."""

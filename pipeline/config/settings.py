@@ -20,6 +20,7 @@ from pipeline.config.deepspeed_json import (
     load_deepspeed_json,
     resolve_deepspeed,
 )
+from pipeline.config.fp8 import refuse_fp8
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override, read_yaml
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.recipe import refuse_code, validate_recipe
@@ -118,6 +119,7 @@ class Settings:
             resolved = Resolved(plan, filled, split, tf32, compiled)
         choice = Choice(self.config, resolved.deepspeed or {}, split, device, resolved.compile)
         refuse_impossible(choice, self.split)
+        refuse_fp8(choice)
         return resolved
 
     def plan(self, world_size: int) -> Resolved:

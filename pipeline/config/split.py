@@ -21,6 +21,7 @@ DEGREES = {
 # What Linux calls the instructions, on x86 and on ARM.
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512", "bf16": "Arm's bf16"}  # the fastest first
+FP8_CAPABILITY = 8.9  # of NVIDIA's GPUs: Ada, Hopper and newer
 FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
 
 
@@ -37,6 +38,8 @@ class Device:
     fp16: bool
     bf16_by: str = ""
     """What a CPU has for bf16, in words."""
+    fp8: bool = True
+    """Whether linear layers can multiply in fp8; a CPU emulates it."""
 
     @classmethod
     def cpu(cls) -> Device:
@@ -59,7 +62,8 @@ class Device:
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         try:
             answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
-            return cls("cuda", bf16=min(float(line) for line in answer.split()) >= 8.0, fp16=True)
+            capability = min(float(line) for line in answer.split())
+            return cls("cuda", bf16=capability >= 8.0, fp16=True, fp8=capability >= FP8_CAPABILITY)
         except (OSError, subprocess.SubprocessError, ValueError):
             return cls("cuda", bf16=True, fp16=True) if is_native else cls.cpu()
 

@@ -176,7 +176,14 @@ def allow_tf32(allowed: bool) -> None:
 
 
 def describe_device(device: torch.device) -> Device:
-    """Which half precisions this device has instructions for."""
+    """Which formats shorter than fp32 this device has instructions for."""
     if device.type == "cuda":
-        return Device("cuda", bf16=torch.cuda.is_bf16_supported(including_emulation=False), fp16=True)
+        # AMD's MI200 is 9.0 and has none, MI300 is 9.4.
+        least = (9, 4) if torch.version.hip else (8, 9)
+        return Device(
+            "cuda",
+            bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+            fp16=True,
+            fp8=torch.cuda.get_device_capability(device) >= least,
+        )
     return Device.cpu()

@@ -45,6 +45,25 @@ def flops_per_token(model: nn.Module, sequence_length: int | None, causal: bool 
     return 6.0 * _matrix_elements(config, text) + 6.0 * heads * widths * keys
 
 
+def fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
+    """The part of those FLOPs that is multiplied in fp8: the three products of its layers, or two of them.
+
+    Args:
+        recipe: `model.fp8`.
+        cost: What `flops_per_token` gives.
+    """
+    if recipe == "none" or cost is None:
+        return 0.0
+    from transformers import AutoModelForCausalLM
+
+    from pipeline.models.fp8 import linear_layers
+
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(model.config)
+    elements = sum(layer.in_features * layer.out_features for layer in linear_layers(whole))
+    return (4.0 if recipe == "rowwise_with_gw_hp" else 6.0) * elements / cost
+
+
 def _windows(text: Any) -> list[float]:
     """How far back each layer looks: infinity, a window, or 0 where it keeps a state in place of keys."""
     window = getattr(text, "sliding_window", None) or float("inf")

@@ -101,6 +101,15 @@ def keep_documents_apart(model: nn.Module, _: ModelConfig, placement: Placement)
     return model
 
 
+def multiply_in_fp8(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+    """`model.fp8`."""
+    if isinstance(config, CausalLMConfig) and config.fp8 != "none":
+        from pipeline.models.fp8 import convert  # imports torchao
+
+        convert(model, config.fp8, placement.device)
+    return model
+
+
 def synchronise_statistics(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
     """Batch normalisation counts the samples of all data-parallel ranks."""
     if placement.dp_world_size > 1:
@@ -122,6 +131,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     recompute_activations,
     choose_who_attends,
     keep_documents_apart,
+    multiply_in_fp8,
     synchronise_statistics,
     prepare_precision,
 )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
+import torch
+from support import tiny
 
 from pipeline.cli import main
 from pipeline.config.combinations import RULES, as_markdown
+from pipeline.config.split import Device
+from pipeline.distributed.process_group import describe_device
+from pipeline.errors import ConfigError
 
 LANGUAGE = {"model.num_heads": 4, "model.num_layers": 4, "model.hidden_size": 64, "data.sequence_length": 64}
 TENSOR, SEQUENCE, STAGES = "ds.tensor_parallel.autotp_size", "ds.sequence_parallel_size", "ds.pipeline.stages"
@@ -45,6 +51,7 @@ EXAMPLES = [
         {COMPILE: True, STAGE: 3, PARAMETERS: "nvme", f"{PARAMETERS_ON}.nvme_path": "/tmp"},
         {COMPILE: "auto"},
     ),
+    (2, {"model.fp8": "tensorwise", TENSOR: 2, STAGE: 1}, {TENSOR: 1, STAGE: 3}),
     (1, {PARAMETERS: "cpu", STAGE: 2}, {STAGE: 3}),
     (1, {OPTIMIZER: "cpu", STAGE: 0}, {STAGE: 1}),
     (1, {**NVME, STAGE: 2}, {OPTIMIZER: "cpu"}),
@@ -117,3 +124,32 @@ def test_a_group_of_the_optimizers_own_kind_is_no_second_optimizer(capsys, tmp_p
     groups = [{"patterns": ["*_proj.*"], "kind": "adamw", "learning_rate_factor": 0.5}]
     code, printed = dry_run(capsys, tmp_path, 1, {GROUPS: groups, STAGE: 2})
     assert code == 0, printed.err
+
+
+FP8 = {"model": tiny.recipe()["model"] | {"fp8": "rowwise"}}
+
+
+@pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_fp8_is_for_gpus_that_have_it(monkeypatch, capability, has):
+    """An A100 and an L40S or H100, by what torch says of one, and a CPU, which emulates it."""
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = describe_device(torch.device("cuda:0"))
+    settings = tiny.settings(tiny.recipe(**FP8), None)
+    settings.resolve(1, Device.cpu())
+    if has:
+        settings.resolve(1, gpu)
+        return
+    with pytest.raises(ConfigError, match=r"GPU does not multiply in fp8, .* set model\.fp8=none") as raised:
+        settings.resolve(1, gpu)
+    assert "\n" not in str(raised.value)
+    tiny.settings(tiny.recipe(), None).resolve(1, gpu)
+
+
+def test_fp8_without_torchao_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    monkeypatch.delitem(sys.modules, "torchao", raising=False)
+    with pytest.raises(ConfigError, match="needs torchao, which is not installed: pip install"):
+        tiny.settings(tiny.recipe(**FP8), None).resolve(1, Device.cpu())

@@ -115,3 +115,12 @@ def oracle(case: Case, steps: int = STEPS) -> Trained:
 def largest_difference(a: list[float], b: list[float]) -> float:
     """Relative, over all steps."""
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def differences(got: Trained, expected: Trained) -> list[float]:
+    """Relative, the largest of all steps: loss, gradient norm, evaluation loss."""
+    return [
+        largest_difference(got.losses, expected.losses),
+        largest_difference(got.grad_norms, expected.grad_norms),
+        largest_difference([got.eval_loss], [expected.eval_loss]),
+    ]

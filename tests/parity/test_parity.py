@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from parity.measure import Trained, largest_difference, missing, oracle, train
+from parity.measure import differences, missing, oracle, train
 from parity.splits import SHORT, STEPS, Case, cases, zero
 from support.tiny import BANDS
 
@@ -35,15 +35,6 @@ _bands: dict[str, list[float]] = {}
 
 # Seconds: the first case of a machine that needs a native op compiles it, for up to five minutes.
 PATIENCE = 900.0
-
-
-def differences(got: Trained, expected: Trained) -> list[float]:
-    """Relative, the largest of all steps: loss, gradient norm, evaluation loss."""
-    return [
-        largest_difference(got.losses, expected.losses),
-        largest_difference(got.grad_norms, expected.grad_norms),
-        largest_difference([got.eval_loss], [expected.eval_loss]),
-    ]
 
 
 def band(ranks, case: Case, steps: int) -> list[float]:
