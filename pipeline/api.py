@@ -36,6 +36,7 @@ from pipeline.device_failures import explained, of_generation, of_training
 from pipeline.distributed.accelerator import choose_accelerator
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
+from pipeline.long_lived import LongLived
 from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
 from pipeline.run_directory import agree_on_run_directory
@@ -94,8 +95,7 @@ class Run:
     """
 
     def __init__(self, settings: Settings, joined: tuple[Job, DataBundle] | None = None):
-        self._stack = ExitStack()
-        leaves = joined is None
+        self._stack, leaves = ExitStack(), joined is None
         with ExitStack() as stack:
             if joined is None:
                 ranks = read_ranks(os.environ)
@@ -104,8 +104,7 @@ class Run:
                     stop_with_launcher(ranks)
                 joined = join(settings, ranks, planned.deepspeed)
                 stack.push(partial(_leave, joined[0]))
-            self._settings = settings
-            self._job, self._data = joined
+            self._settings, (self._job, self._data) = settings, joined
             self._explained = partial(explained, self._job.device)
             self._remedies = partial(of_training, settings, self._job)
             stack.enter_context(self._explained(self._remedies))
@@ -126,12 +125,13 @@ class Run:
             log_to_file(self._directory, self._job.ranks)
             if self._job.watchdog is not None:
                 self._job.watchdog.write_to(self._directory)
+            long_lived = stack.enter_context(LongLived())
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             if leaves:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
             stack.enter_context(self._parts.sinks)
-            self._loop = stack.enter_context(Loop(self._parts))
+            self._loop = stack.enter_context(Loop(self._parts, long_lived))
             self._sample: str | None = None
             self._asks = isinstance(config.data, ChatDataConfig)
             _announce(settings, resolved, self._parts, self._directory)

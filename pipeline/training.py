@@ -21,6 +21,7 @@ from pipeline.data.random_numbers import derive_seed
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, StopOnSignal
 from pipeline.errors import CheckpointError
 from pipeline.evaluation import evaluate
+from pipeline.long_lived import LongLived
 from pipeline.parts import Parts
 from pipeline.rows import LateRow, LateRows
 from pipeline.schedule import multiplier
@@ -51,12 +52,13 @@ class Loop:
     As a context manager it gives back what it holds; after an exception it waits for nobody.
     """
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Parts, long_lived: LongLived | None = None):
         self.state = parts.start
         self._parts = parts
         self._flag_reader = FlagReader(parts.engine.device)
         self._objective = parts.meters.timed(parts.objective)
         self._rows = LateRows(parts.watchers, parts.sinks)
+        self._long_lived = long_lived
         self._alarm = Alarm(0)
         self._stop = StopOnSignal()
         self._evaluation: dict[str, float] | None = None
@@ -121,6 +123,10 @@ class Loop:
             self._save()
         self._observe_saves()
         self._end_where_due()
+        if self._long_lived is not None and not self._is_over:
+            with parts.meters.paused():
+                self._long_lived.set_aside()
+            self._long_lived = None
         return Step(step, measured, late)
 
     def evaluate(self) -> dict[str, float] | None:
