@@ -1,7 +1,8 @@
 # make train   set everything up and train the default model; a second call skips what is done. ARGS='max_steps=2'
 # make test    set everything up and run every test; of those with many cases the ones that it names
 # make test-nodes every launcher on 2 and 4 machines made of namespaces: root, and tests/multinode/install.sh
-# make test-all every case of every test, a new .venv for each Python from 3.11 to 3.14 found here among them: hours
+# make test-all every case of every test, a new .venv for each Python from 3.11 to 3.14 found here among them, and
+#              one with torch built for CUDA: hours
 # make test-matrix a run saved under every split, resumed under every other
 # make parity every split x precision x number of ranks against one process
 # make check   ruff, mypy --strict and the quick tests: two minutes on two cores

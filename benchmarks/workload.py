@@ -29,10 +29,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 300,
         "model": LLAMA | {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64},
     },
-    # The default recipe's with the vocabulary that GPT-2 has, and Llama 3 more than twice.
+    # The default recipe's, rows and micro-batch too, with the vocabulary that GPT-2 has, and Llama 3 more
+    # than twice.
     "llama-50k": {
         "sequence_length": 256,
-        "micro_batch_size": 4,
+        "micro_batch_size": 8,
         "vocab_size": 50304,
         "model": LLAMA | {"num_layers": 4, "num_heads": 8, "hidden_size": 256, "intermediate_size": 688},
     },

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from support.launch import DIGITS, ROOT, write_recipe
 
 MADE_HERE = (".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", ".*_cache", "wandb")
@@ -132,3 +133,24 @@ def test_every_python_that_is_promised_installs_and_trains(clone, version):
         assert there.strip() == version
     finally:
         shutil.rmtree(clone / ".venv", ignore_errors=True)  # gigabytes
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_what_only_a_gpu_runs_is_run_by_a_build_of_torch_for_cuda(clone):
+    """In fake tensors, without a card: see tests/engine/test_fake_cuda.py. Gigabytes are downloaded."""
+    if torch.version.cuda is not None:
+        pytest.skip("torch is built for CUDA here: `make test` has run them")
+    try:
+        run(clone, sys.executable, "-m", "venv", ".venv")
+        # Of a pinned version pip takes a build that lies on the disk before the index's.
+        pip = ("env", "PIP_FIND_LINKS=", ".venv/bin/python", "-m", "pip", "install", "-q", "--no-compile")
+        run(clone, *pip, "-c", "constraints.txt", "-e", ".[dev]")
+        cuda = run(clone, ".venv/bin/python", "-c", "import torch; print(torch.version.cuda)").strip()
+        if cuda == "None":
+            pytest.skip("pip brings no build of torch for CUDA here")
+        said = run(clone, ".venv/bin/python", "-m", "pytest", "-q", "tests/engine/test_fake_cuda.py")
+        assert " passed" in said and "skipped" not in said, said
+    finally:
+        shutil.rmtree(clone / ".venv", ignore_errors=True)
