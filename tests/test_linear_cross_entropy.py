@@ -87,6 +87,15 @@ def test_it_equals_torchs_own_over_several_chunks_and_blocks(monkeypatch, dtype,
     compare(*make(tokens, 70, dtype, ignored=0.2), scale=1e-3)
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("words", [1, 97, 128])
+def test_words_that_fill_up_a_layer_are_nobodys(monkeypatch, dtype, words):
+    """As on a GPU."""
+    monkeypatch.setitem(linear.MULTIPLE, "cpu", 64)
+    monkeypatch.setattr(linear, "CPU_CHUNK", 8 * words)
+    compare(*make(20, words, dtype, ignored=0.2))
+
+
 def test_products_in_bf16_give_gradients_of_fp32_parameters_as_under_autocast():
     compare(*make(30, 50, torch.float32), dtype=torch.bfloat16)
 

@@ -60,8 +60,8 @@ NOT_HERE = {
     "autotuning": "benchmarks/throughput.py compares settings",
     "checkpoint": "this trainer writes checkpoints itself, which any split reads; set the recipe's "
     "section checkpoint",
-    "compile.deepcompile": "it was never shown to give the same curve here; compile: {enabled: true} compiles "
-    "the blocks, which ZeRO 3 then gathers one by one",
+    "compile.deepcompile": "it was never shown to give the same curve here; compile: {enabled: true} "
+    "compiles the blocks, which ZeRO 3 then gathers one by one",
     "comet": "metrics.jsonl holds every number",
     "csv_monitor": "metrics.jsonl holds every number",
     "data_efficiency": "the recipe's data section decides what is read, and in what order",
