@@ -137,7 +137,7 @@ def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
 
 
 MEMORY = (
-    r"^\[rank 1\] error: out of memory on cpu at micro_batch_size 8, at \S+faults.py:\d+ in forward .*: "
+    r"^\[rank 1\] error: out of memory on cpu at micro_batch_size 8, at \S+faults.py:\d+ in \w+ .*: "
     r"asked for 4294967296.00 GiB, it held .* GiB .* in use. What helps, most first: "
     r"batch.micro_batch_size=4 batch.gradient_accumulation_steps=2 \(now 8 and 1\)"
 )

@@ -94,7 +94,8 @@ class DocumentAttention:
                 "model.attention=eager"
             )
         if is_masked:
-            return _with_mask(module, query, key, value, attention_mask, dropout, scaling, rest)
+            heads = (query, key, value)
+            return _with_mask(module, *heads, attention_mask, dropout=dropout, scaling=scaling, **rest)
         bounds, positions = rest.get(BOUNDS), rest.get("position_ids")
         if bounds is not None and not bounds.numel():
             bounds = positions = None  # each row is one document
@@ -286,20 +287,8 @@ def _repeated(query: Tensor, heads: Tensor) -> Tensor:
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
 
 
-def _with_mask(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    rest: dict[str, Any],
-) -> tuple[Tensor, None]:
+def _with_mask(*given: Any, **rest: Any) -> tuple[Tensor, None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    output: tuple[Tensor, None] = sdpa(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest
-    )
+    output: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](*given, **rest)
     return output

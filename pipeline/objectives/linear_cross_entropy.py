@@ -163,7 +163,7 @@ class _Sums:
             else:
                 torch.addmm(self._bias_V, x_CD, self._weight_VD.t(), out=grad_CV)
             if words > self._words:
-                grad_CV[:, self._words :] = -torch.inf
+                grad_CV[:, self._words :].fill_(-torch.inf)
             self._loss_of(grad_CV, labels_C)
             if self.hidden_ND is not None and self.hidden_ND.dtype == grad_CV.dtype:
                 torch.mm(grad_CV, self._weight_VD, out=self.hidden_ND[chunk])

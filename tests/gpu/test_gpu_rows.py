@@ -12,7 +12,10 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
 from pipeline.metrics import Meters, Workload
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def test_a_row_waits_for_nothing_until_it_is_read():
