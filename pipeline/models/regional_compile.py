@@ -61,7 +61,7 @@ class _Shared:
     def __init__(self, blocks: Sequence[nn.Module], backend: str | Callable[..., Any]):
         kind = type(blocks[0])
         self._name = f"the {len(blocks)} {kind.__name__} blocks"
-        self._as_written: Callable[..., Any] = kind.forward
+        self._as_written = _forward(blocks)
         # Two, since what evaluation brings (a last, smaller batch) is to change nothing for training.
         self._compiled = {
             is_training: torch.compile(_copied(self._as_written, f"{kind.__name__}_{word}"), backend=backend)
@@ -100,6 +100,33 @@ class _Shared:
                 log.info("compile: %s are compiled once %s%s", self._name, how, why)
         called.add(id(block))
         return result
+
+
+def _forward(blocks: Sequence[nn.Module]) -> Callable[..., Any]:
+    """What a block computes between its hooks, with what it recomputes.
+
+    Older transformers recompute in `__call__`, hooks and all: what was compiled is one operation there, so
+    `selective` would keep nothing of it. These blocks recompute in their forward, as newer ones do.
+    """
+    kind = type(blocks[0])
+    forward: Callable[..., Any] = kind.forward
+    if kind.__call__ is nn.Module.__call__ or not hasattr(blocks[0], "_gradient_checkpointing_func"):
+        return forward
+    for block in blocks:
+        block._recompute = block._gradient_checkpointing_func
+        block._gradient_checkpointing_func = _called  # type: ignore[assignment]
+
+    @functools.wraps(forward)
+    def recomputing(block: Any, *args: Any, **named: Any) -> Any:
+        if block.gradient_checkpointing and block.training:
+            return block._recompute(functools.partial(forward, block, **named), *args)
+        return forward(block, *args, **named)
+
+    return recomputing
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _copied(forward: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -33,8 +33,8 @@ def documents(query, key, value, cu_seqlens_q, softmax_scale=None, **_):
 
 @pytest.fixture
 def flash_model(monkeypatch):
-    kernels = (one_document, documents, None, None, None), (dict, None)
-    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: kernels)
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *_, **__: (one_document, documents, None, None, None))
+    monkeypatch.setattr(flash, "_loaded_implementation", None)  # and so again after the test
     model = make("llama", "sdpa").eval()
     model.config._attn_implementation = "flash_attention_2"
     return model

@@ -72,7 +72,13 @@ def test_as_many_as_torch_counts(config: PretrainedConfig):
     model = AutoModelForCausalLM.from_config(config, **how)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.randint(256, (1, T)), use_cache=False).logits.sum().backward()
-    assert flops_per_token(model, T) == pytest.approx(counter.get_total_flops() / T, rel=1e-6)
+    assert flops_per_token(model, T) == pytest.approx(counted(counter) / T, rel=1e-6)
+
+
+def counted(counter: FlopCounterMode) -> int:
+    """Without rotary angles: no weights are in them, and older transformers make them by a product."""
+    angles = (sum(n.values()) for name, n in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
+    return counter.get_total_flops() - sum(angles)
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,14 @@ def test_what_a_block_recomputes_is_in_its_graph(mode, budget, kinds):
     """A budget is held by how many blocks recompute, which the first one's call decides."""
     expected = gradients(language_model(), batch())
     model = language_model(activation_checkpointing=mode, activation_budget_gib=budget)
-    graphs = compiled(model)
+    graphs, calls = compiled(model), []
+    for block in model.model.layers:
+        block.register_forward_pre_hook(lambda *_: calls.append(1))
     for _ in range(2):
         torch.testing.assert_close(gradients(model, batch()), expected)
+    assert len(calls) == 2 * 4, "hooks stay outside of what is computed again"
     assert len(graphs) == kinds
+    assert sum("tag_activation_checkpoint" in graph.code for graph in graphs) == 1
 
 
 def test_evaluation_compiles_for_itself_and_is_told_what_it_changes(caplog):
