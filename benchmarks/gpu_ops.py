@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from timing import device, kernels_of, median_seconds, or_reason, peak_extra_byt
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline.objectives.cross_entropies import cross_entropy_sum
+from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
 
 # rows, length, heads, heads of keys and values, width of a head
 ATTENTION = {
@@ -167,6 +168,7 @@ def losses(tokens: int, hidden: int, vocabulary: int) -> dict[str, Callable[[], 
         "the head's products alone": head_alone,
         "eager, fp32 logits": eager,
         "ours, blockwise": lambda: given_logits(cross_entropy_sum),
+        "ours, compiled": lambda: given_logits(partial(cross_entropy_sum, kernels=FusedKernels())),
         "DeepSpeed, Triton": lambda: chunked("triton"),
         "torch, linear": linear,
     }

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path) -> Parts:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
-    objective = build_objective(config)
+    objective = build_objective(config, resolved.compile)
     checkpoints = build_store(config, resolved, job, directory)
     job.progress.at("resuming")
     checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first

@@ -17,9 +17,9 @@ SECTIONS = {
 OWN = {"compile", "tf32", "torch"}
 
 OWN_MEANINGS = {
-    "compile.enabled": "`true`: have torch.compile fuse what a model's repeated blocks do, `false`: not, "
-    '`"auto"`: on a GPU, where the split allows it. Default: `"auto"`. DeepSpeed\'s section of this name has '
-    "no such key.",
+    "compile.enabled": "`true`: have torch.compile fuse what a model's repeated blocks do, and the loss of "
+    'logits where a model needs them, `false`: not, `"auto"`: on a GPU, where the split allows it. Default: '
+    '`"auto"`. DeepSpeed\'s section of this name has no such key.',
     "tf32.enabled": '`true` or `"auto"`: let a GPU multiply fp32 matrices in TF32 (10 bits of mantissa): '
     "faster, and no longer fp32's digits. A CPU has none. Default: `false`. No key of DeepSpeed's.",
     "torch": "Plain PyTorch in place of DeepSpeed: the keys `parallel`, `bucket_cap_mb` and "

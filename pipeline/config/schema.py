@@ -111,8 +111,8 @@ class EngineConfig(Closed):
     tf32: bool = False
     """Let a GPU multiply fp32 matrices in TF32 (10 bits of mantissa): faster, and no longer fp32's digits."""
     compile: bool | Literal["auto"] = "auto"
-    """Have torch.compile fuse what a model's repeated blocks do: a minute at the start, then faster steps.
-    `auto`: on a GPU, but for `dp`."""
+    """Have torch.compile fuse what a model's repeated blocks do, and the loss of logits where a model needs
+    them: a minute at the start, then faster steps. `auto`: on a GPU, but for `dp`."""
     bucket_cap_mb: float = Field(25.0, gt=0, le=2**20)
     """MiB of gradients `ddp` sends at once."""
     find_unused_parameters: bool = False

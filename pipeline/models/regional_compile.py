@@ -87,7 +87,7 @@ class _Shared:
             result = self._compiled[block.training](block, *args, **named)
         except TorchDynamoException as error:
             self._compiled.clear()
-            log.warning("compile: %s run as they are written: %s", self._name, _reason(error))
+            log.warning("compile: %s run as they are written: %s", self._name, reason(error))
             return self._as_written(block, *args, **named)
         called = self._called.setdefault(mode, set())
         if counters["frames"]["total"] != frames:
@@ -149,7 +149,8 @@ def _cause() -> str:
     return _short(told[-1].partition(": ")[2]) if told else "torch does not say why"
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: TorchDynamoException) -> str:
+    """Why something could not be compiled, in one line."""
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     return f"{type(inner).__name__}: {one_line(inner)}"
 

@@ -8,6 +8,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.importing import import_object
 from pipeline.objectives.cross_entropies import CausalLM, Classification
+from pipeline.objectives.given_logits import FusedKernels
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.output_head import HeadAlone
@@ -31,8 +32,11 @@ __all__ = [
 ]
 
 
-def build_objective(config: RunConfig) -> Objective:
+def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
     """The objective the recipe names; `auto` follows the model's kind.
+
+    Args:
+        compiled: Whether the run compiles: then the loss of logits is two kernels.
 
     Raises:
         ConfigError: `auto` with a model of one's own, or an import path that leads nowhere.
@@ -52,7 +56,7 @@ def build_objective(config: RunConfig) -> Objective:
         assert isinstance(section, AutoObjectiveConfig | ClassificationObjectiveConfig)
         return Classification(section.class_weights, section.label_smoothing, call)
     if kind == "causal_lm":
-        return CausalLM(call)
+        return CausalLM(call, FusedKernels() if compiled else None)
     if kind == "model_loss":
         return ModelLoss(call)
     return Custom(import_object(kind, ConfigError), call)

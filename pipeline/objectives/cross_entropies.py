@@ -15,9 +15,9 @@ from torch import Tensor
 from pipeline.data.batches import IGNORE_INDEX, shown
 from pipeline.data.extents import first_wrong
 from pipeline.errors import ConfigError, DataError, ModelError
+from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels
-from pipeline.objectives.linear_cross_entropy import blocks_of
 from pipeline.objectives.model_call import Caller, ModelCall
 from pipeline.objectives.output_head import OutputHeads, loss_in
 from pipeline.objectives.outputs import logits_of
@@ -36,13 +36,15 @@ class CausalLM(Caller):
     over the counted tokens of the global batch is minimised too; see router.py.
 
     Where the model's logits are the outputs of its last layer as they are, none are made: see output_head.py.
+    For others `kernels` can be given; see given_logits.py.
     """
 
     unit = "tokens"
     means: Mapping[str, tuple[str, str]] = {"router_aux_loss": ("router_aux_loss", "routed_tokens")}
 
-    def __init__(self, call: ModelCall | None = None):
+    def __init__(self, call: ModelCall | None = None, kernels: FusedKernels | None = None):
         super().__init__(call)
+        self._kernels = kernels
         self._told = FirstCount()
         self._heads = OutputHeads()
         self._of_global_batch: Callable[[Tensor], Tensor] = lambda tokens_E: tokens_E
@@ -76,7 +78,7 @@ class CausalLM(Caller):
                 f"{tuple(logits_BTV.shape)} for labels {tuple(labels_BT.shape)}"
             )
         self._check(batch, logits_BTV.shape[-1])
-        return cross_entropy_sum(logits_BTV.flatten(0, 1), labels_BT.flatten())
+        return cross_entropy_sum(logits_BTV.flatten(0, 1), labels_BT.flatten(), self._kernels)
 
     @staticmethod
     def _check(batch: Batch, vocabulary: int) -> None:
@@ -189,49 +191,3 @@ class Classification(Caller):
         )
         extras = {"correct": (logits.argmax(-1) == labels).sum(), "samples": (labels != IGNORE_INDEX).sum()}
         return LossSum(loss_sum, self.count(batch), extras)
-
-
-def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """Sum over the labels that are not -100, in fp32.
-
-    Args:
-        logits_NV: (tokens, vocabulary), any floating dtype.
-        labels_N: (tokens,), int64.
-
-    Returns:
-        A 0-dim fp32 tensor, as `F.cross_entropy(logits.float(), labels, reduction="sum")` gives.
-    """
-    total: Tensor = _BlockwiseCrossEntropy.apply(logits_NV, labels_N)
-    return total
-
-
-class _BlockwiseCrossEntropy(torch.autograd.Function):
-    """fp32 without an fp32 tensor of (N, V), of which `F.cross_entropy(logits.float(), ...)` makes three.
-
-    A block stays in the cache of a CPU, or small beside the model on a GPU. benchmarks/throughput.py shows
-    what that is worth.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
-        for block in blocks_of(logits_NV):
-            total += F.cross_entropy(
-                logits_NV[block].float(), labels_N[block], ignore_index=IGNORE_INDEX, reduction="sum"
-            )
-        ctx.save_for_backward(logits_NV, labels_N)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """d loss / d logit = (softmax - one-hot of the label) x the incoming gradient; 0 in ignored rows."""
-        logits_NV, labels_N = ctx.saved_tensors
-        grad_NV = torch.empty_like(logits_NV)
-        scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_outputs[0])[:, None]
-        target_N1 = labels_N.clamp(min=0)[:, None]
-        minus_one = torch.full_like(scale_N1, -1.0)
-        for block in blocks_of(logits_NV):
-            p_NV = torch.softmax(logits_NV[block].float(), dim=-1)
-            p_NV.scatter_add_(-1, target_N1[block], minus_one[block])
-            grad_NV[block] = p_NV.mul_(scale_N1[block])
-        return grad_NV, None

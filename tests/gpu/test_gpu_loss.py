@@ -1,4 +1,4 @@
-"""The loss without logits on a GPU: value and gradients over several chunks, and no host sync."""
+"""The loss on a GPU, without logits and of them: value, gradients, memory, and no host sync."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from pipeline.objectives import VocabularyPart
 from pipeline.objectives import linear_cross_entropy as linear
+from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,3 +46,31 @@ def test_it_equals_torchs_own_without_a_sync(dtype, rounding, part):
     torch.testing.assert_close(total.double(), expected.detach(), rtol=rounding, atol=0)
     for leaf, reference in zip((hidden, weight), leaves, strict=True):
         assert (leaf.grad.double() - reference.grad).norm() < rounding * reference.grad.norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7), (torch.float16, 2**-9)]
+)
+def test_compiled_kernels_of_logits_make_their_gradient_alone_without_a_sync(dtype, rounding, caplog):
+    kernels, generator = FusedKernels(), torch.Generator("cuda").manual_seed(0)
+    make = {"generator": generator, "device": "cuda"}
+    for tokens in (300, 1024):  # the first one is compiled for, the other one must not be
+        logits = (3 * torch.randn(tokens, 50257, **make)).to(dtype).requires_grad_()
+        labels = torch.randint(0, 50257, (tokens,), **make)
+        labels[::3] = -100
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_sync_debug_mode("error" if tokens == 1024 else "default")
+        try:
+            total = cross_entropy_sum(logits, labels, kernels)
+            (total * 1e-2).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        size = logits.numel() * logits.element_size()
+        assert torch.cuda.max_memory_allocated() - before < 1.05 * size
+        found, logits.grad = logits.grad, None
+        expected = cross_entropy_sum(logits, labels)
+        (expected * 1e-2).backward()
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found, logits.grad, rtol=rounding, atol=1e-7)
+    assert not [record for record in caplog.records if record.name.startswith("pipeline")]

@@ -51,7 +51,7 @@ def train(
     config, resolved = resolve(recipe, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
     loader = build_loader(config, resolved.plan, data, engine)
-    objective = build_objective(config)
+    objective = build_objective(config, resolved.compile)
     losses, norms, samples, seconds = [], [], [], 0.0
     for step in range(steps):
         seed_step(config.seed, step, engine.seed_rank)

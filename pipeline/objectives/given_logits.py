@@ -1,0 +1,133 @@
+"""Cross entropy of logits that are there: fp32 without an fp32 tensor of (N, V), of which
+`F.cross_entropy(logits.float(), ...)` makes three.
+
+In blocks that stay in the cache of a CPU, or as kernels that torch.compile makes: on a GPU blocks move 42
+bytes a logit in bf16, where 6 have to be.
+
+Shapes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.exc import TorchDynamoException
+from torch.autograd.function import once_differentiable
+
+from pipeline.data.batches import IGNORE_INDEX
+from pipeline.models.regional_compile import reason
+from pipeline.objectives.linear_cross_entropy import blocks_of
+
+log = logging.getLogger(__name__)
+
+
+class FusedKernels:
+    """The loss and its gradient as one compiled function each, for any number of tokens.
+
+    Where they cannot be compiled both are worked out in blocks, with one line.
+    """
+
+    def __init__(self, backend: str | Callable[..., Any] = "inductor"):
+        # In one piece, or not at all: a part that ran as it is written would make tensors of (N, V).
+        self._compiled = {
+            each: torch.compile(each, backend=backend, fullgraph=True) for each in (_loss, _gradient)
+        }
+
+    def loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
+        """The sum; of each row its largest logit and the sum of exponentials over that. Empty: in blocks."""
+        return self._call(_loss, logits_NV, labels_N) or ()
+
+    def gradient(self, *of_loss: Tensor) -> Tensor | None:
+        """Of logits, labels, what `loss` told of the rows, and the incoming gradient. None: in blocks."""
+        return self._call(_gradient, *of_loss)
+
+    def _call(self, function: Callable[..., Any], *given: Tensor) -> Any:
+        if not self._compiled:
+            return None
+        # Detached, since what requires a gradient is compiled for by itself.
+        tensors = [each.detach() for each in given]
+        for each in tensors:
+            if each.dim():
+                maybe_mark_dynamic(each, 0)
+        try:
+            return self._compiled[function](*tensors)
+        except TorchDynamoException as error:
+            self._compiled.clear()
+            log.warning("compile: the loss of logits runs as it is written: %s", reason(error))
+            return None
+
+
+def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None = None) -> Tensor:
+    """Sum over the labels that are not -100, in fp32.
+
+    Args:
+        logits_NV: (tokens, vocabulary), any floating dtype.
+        labels_N: (tokens,), int64.
+        kernels: None: in blocks.
+
+    Returns:
+        A 0-dim fp32 tensor, as `F.cross_entropy(logits.float(), labels, reduction="sum")` gives.
+    """
+    total: Tensor = _CrossEntropy.apply(logits_NV, labels_N, kernels)
+    return total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None) -> Tensor:
+        fused = () if kernels is None else kernels.loss(logits_NV, labels_N)
+        total, *of_rows = fused or (_loss_in_blocks(logits_NV, labels_N),)
+        ctx.save_for_backward(logits_NV, labels_N, *of_rows)
+        ctx.kernels = kernels if of_rows else None
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits_NV, labels_N, *of_rows = ctx.saved_tensors
+        grad_NV = ctx.kernels and ctx.kernels.gradient(logits_NV, labels_N, *of_rows, grad)
+        return _gradient_in_blocks(logits_NV, labels_N, grad) if grad_NV is None else grad_NV, None, None
+
+
+def _loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    z_NV = logits_NV.float()
+    top_N = z_NV.amax(1)
+    sum_N = (z_NV - top_N[:, None]).exp().sum(1)
+    label_N = logits_NV.gather(1, labels_N.clamp(min=0)[:, None])[:, 0].float()
+    lost_N = (top_N - label_N) + sum_N.log()
+    return torch.where(labels_N == IGNORE_INDEX, 0.0, lost_N).sum(), top_N, sum_N
+
+
+def _gradient(logits_NV: Tensor, labels_N: Tensor, top_N: Tensor, sum_N: Tensor, grad: Tensor) -> Tensor:
+    p_NV = (logits_NV.float() - top_N[:, None]).exp() / sum_N[:, None]
+    is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
+    scale_N = torch.where(labels_N == IGNORE_INDEX, 0.0, grad)
+    return ((p_NV - is_label_NV.float()) * scale_N[:, None]).to(logits_NV.dtype)
+
+
+def _loss_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
+    for block in blocks_of(logits_NV):
+        total += F.cross_entropy(
+            logits_NV[block].float(), labels_N[block], ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+    return total
+
+
+def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad: Tensor) -> Tensor:
+    """d loss / d logit = (softmax - one-hot of the label) x the incoming gradient; 0 in ignored rows."""
+    grad_NV = torch.empty_like(logits_NV)
+    scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad)[:, None]
+    target_N1 = labels_N.clamp(min=0)[:, None]
+    minus_one = torch.full_like(scale_N1, -1.0)
+    for block in blocks_of(logits_NV):
+        p_NV = torch.softmax(logits_NV[block].float(), dim=-1)
+        p_NV.scatter_add_(-1, target_N1[block], minus_one[block])
+        grad_NV[block] = p_NV.mul_(scale_N1[block])
+    return grad_NV

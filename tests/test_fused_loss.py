@@ -1,0 +1,153 @@
+"""The loss of logits as compiled kernels: the numbers of the one in blocks, by one graph for any batch."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+
+import pytest
+import torch
+from support.tiny import BANDS, recipe, resolve, token_bundle
+from torch._inductor.utils import run_and_get_code
+
+from pipeline import build_engine, objectives
+from pipeline.assemble import assemble
+from pipeline.data.batches import IGNORE_INDEX
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.models.regional_compile import compile_blocks
+from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
+from pipeline.training import Loop
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+WORDS = 1000
+
+
+class Graphs(list):
+    """A backend: keeps what it is given, and runs it as it is."""
+
+    def __call__(self, graph, inputs):
+        self.append(graph)
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def make(tokens, dtype, spread=3.0):
+    generator = torch.Generator().manual_seed(tokens)
+    logits = (spread * torch.randn(tokens, WORDS, generator=generator)).to(dtype)
+    labels = torch.randint(0, WORDS, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < 0.2] = IGNORE_INDEX
+    return logits, labels
+
+
+def both(logits, labels, kernels=None, scale=0.37):
+    leaf = logits.clone().requires_grad_()
+    total = cross_entropy_sum(leaf, labels, kernels)
+    (total * scale).backward()
+    return total.detach(), leaf.grad
+
+
+def compare(logits, labels, kernels):
+    total, gradient = both(logits, labels, kernels)
+    expected, wanted = both(logits, labels)
+    assert (total.dtype, total.shape) == (torch.float32, ())
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-5)
+    # In half precision what lies between two numbers may be rounded to the other one.
+    rounding = 2e-6 if logits.dtype == torch.float32 else 2 * torch.finfo(logits.dtype).eps
+    torch.testing.assert_close(gradient, wanted, rtol=rounding, atol=1e-7)
+    assert not gradient[labels == IGNORE_INDEX].any()
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("pipeline")]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_number_of_tokens_has_one_graph_and_the_blocks_numbers(dtype):
+    graphs = Graphs()
+    kernels = FusedKernels(graphs)
+    for tokens, spread in ((600, 3.0), (261, 100.0), (2, 3.0), (600, 3.0)):
+        compare(*make(tokens, dtype, spread), kernels)
+    with torch.no_grad():
+        logits, labels = make(77, dtype)
+        total = cross_entropy_sum(logits, labels, kernels)
+        torch.testing.assert_close(total, cross_entropy_sum(logits, labels))
+    assert len(graphs) == 2, "the loss, and its gradient"
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_token_or_none(tokens):
+    compare(*make(tokens, torch.float32), FusedKernels(Graphs()))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torchs_own_compiler_makes_nothing_of_the_logits_size_but_their_gradient(dtype, caplog):
+    """On this machine of C++; on a GPU of Triton: tests/gpu/test_gpu_loss.py."""
+    kernels = FusedKernels()
+    _, code = run_and_get_code(compare, *make(40, dtype), kernels)
+    for tokens in (33, 2):
+        compare(*make(tokens, dtype), kernels)
+    assert not lines(caplog)
+    made = [re.findall(rf"empty_strided_cpu\(\(\w+, {WORDS}\), .*, (\S+)\)", each) for each in code]
+    assert made == [[], [str(dtype)]], code
+
+
+def refuses(graph, inputs):
+    raise RuntimeError("no C++ compiler\nof several lines")
+
+
+def refuses_the_second():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward if len(graphs) == 1 else refuses(graph, inputs)
+
+    return backend
+
+
+@pytest.mark.parametrize("backend", [refuses, refuses_the_second()], ids=["loss", "gradient"])
+def test_what_cannot_be_compiled_is_worked_out_in_blocks_and_that_is_said_once(caplog, backend):
+    kernels, (logits, labels) = FusedKernels(backend), make(50, torch.float32)
+    expected = both(logits, labels)
+    for _ in range(2):
+        torch.testing.assert_close(both(logits, labels, kernels), expected, rtol=1e-6, atol=0)
+    assert lines(caplog) == [
+        "compile: the loss of logits runs as it is written: RuntimeError: no C++ compiler of several lines"
+    ]
+
+
+def test_a_run_that_compiles_has_them_where_a_model_changes_its_logits(tmp_path, monkeypatch):
+    """Cohere scales them. Evaluation has another number of tokens, and a smaller last batch."""
+    model = recipe()["model"] | {"architecture": "cohere", "extra": {"logit_scale": 0.5}}
+
+    def losses(compiled):
+        changes = {"model": model, "max_steps": 3, "log": {"every": 1}, "eval": {"every": 2}}
+        config, resolved = resolve(recipe(**changes, engine={"compile": compiled}), None, 1)
+        folder = tmp_path / str(compiled)
+        run = assemble(config, resolved, ALONE, token_bundle(), folder)
+        with run.sinks, Loop(run) as loop:
+            while loop.step() is not None:
+                pass
+        run.loader.close()
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [row[key] for row in rows for key in ("train/loss", "eval/loss") if key in row]
+
+    graphs = Graphs()
+    monkeypatch.setattr(objectives, "FusedKernels", partial(FusedKernels, graphs))
+    monkeypatch.setattr(build_engine, "compile_blocks", partial(compile_blocks, backend=Graphs()))
+    expected = losses(False)
+    assert len(expected) > 3
+    assert not graphs
+    found = losses(True)
+    assert len(graphs) == 2
+    assert found == pytest.approx(expected, rel=BANDS["fp32"][0])
