@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from pipeline.errors import ModelError
 from pipeline.models.document_attention import BOUNDS, NAME, DocumentAttention, document_bounds, no_bounds
-from pipeline.models.of_transformers import is_model
+from pipeline.models.of_transformers import caps_scores, is_model
 from pipeline.models.sharding import runnable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,18 @@ AttentionFunction = Callable[..., tuple[Any, Any]]
 """(module, query, key, value, mask, **rest) -> (output (B, T, heads, width), weights or None)."""
 
 
-def transformers_name(attention: str) -> str | None:
-    """What transformers builds a model with for `model.attention`; None: what it would choose itself."""
+def transformers_name(attention: str, config: PreTrainedConfig) -> str | None:
+    """What transformers builds a model with for `model.attention`; None: what it would choose itself.
+
+    Raises:
+        ModelError: sdpa was asked for where scores are capped. Older transformers (5.17) leave the cap out.
+    """
+    if caps_scores(config):
+        if attention == "sdpa":
+            raise ModelError(
+                f"model.attention: sdpa cannot cap the scores of a {config.model_type}; write auto or eager"
+            )
+        return "eager" if attention == "auto" else attention
     return None if attention == "auto" else attention
 
 
@@ -81,9 +91,7 @@ def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device
 
 def _is_beyond_kernels(model: PreTrainedModel) -> bool:
     """Whether scores are capped or have sinks, which no kernel of torch's knows."""
-    config: Any = model.config.get_text_config()
-    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return is_capped or any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return caps_scores(model.config) or any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
 @torch.no_grad()

@@ -79,7 +79,7 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
         # Weights are drawn below, module by module: the same ones whatever the split.
-        attention = transformers_name(config.attention)
+        attention = transformers_name(config.attention, hf_config)
         with request.sharding.construct_empty(), no_init_weights():
             model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=torch.float32, attn_implementation=attention
@@ -185,7 +185,7 @@ def _read_pretrained(
             name,
             config=hf_config,
             dtype=torch.float32,
-            attn_implementation=transformers_name(config.attention),
+            attn_implementation=transformers_name(config.attention, hf_config),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
@@ -216,7 +216,7 @@ def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 hf_config,
                 dtype=torch.float32,
-                attn_implementation=transformers_name(config.attention),
+                attn_implementation=transformers_name(config.attention, hf_config),
                 trust_remote_code=trust,
             )
     except (OSError, *IMPOSSIBLE) as error:

@@ -23,6 +23,11 @@ def is_config(value: object) -> TypeGuard[PreTrainedConfig]:
     return _is(value, "transformers.configuration_utils", "PreTrainedConfig")
 
 
+def caps_scores(config: PreTrainedConfig) -> bool:
+    """Whether attention bounds its scores, as in Gemma 2."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
 def _is(value: object, module: str, name: str) -> bool:
     imported = sys.modules.get(module)
     return imported is not None and isinstance(value, getattr(imported, name))

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipeline.models.of_transformers import caps_scores
+
 
 class Sharding(Protocol):
     """What a builder needs to know about a split without knowing DeepSpeed."""
@@ -184,8 +186,9 @@ def runnable(model: Any) -> Iterator[None]:
     """
     was_training, attention = model.training, model.config._attn_implementation
     if "flash" in attention:
-        # Flash attention does not run on a CPU.
-        model.config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
+        # Flash attention does not run on a CPU, and older transformers (5.17) take sdpa for capped scores.
+        has_sdpa = model._supports_sdpa and not caps_scores(model.config)
+        model.config._attn_implementation = "sdpa" if has_sdpa else "eager"
     model.eval()
     hooks = []
     for name, module in model.named_modules():

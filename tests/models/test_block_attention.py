@@ -280,11 +280,10 @@ def test_weights_of_no_block_are_kept_for_backward():
 
 
 def test_a_model_of_flash_attention_is_tried_on_a_cpu_by_what_knows_its_scores():
-    """transformers' sdpa refuses capped scores."""
+    """transformers' sdpa refuses capped scores, or leaves the cap out."""
     model = make_windowed("gemma2", None)
-    expected = model.config._attn_implementation
     model.config._attn_implementation = "flash_attention_2"
     with runnable(model):
-        assert model.config._attn_implementation == expected == "eager"
+        assert model.config._attn_implementation == "eager"
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
     assert model.config._attn_implementation == "flash_attention_2"

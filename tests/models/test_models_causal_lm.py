@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.config.model_schema import CausalLMConfig, CustomModelConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
+from pipeline.models.document_attention import NAME
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
@@ -289,6 +290,7 @@ def test_an_encoder_has_no_language_model_to_train(tmp_path):
         (tiny("gpt2", extra={"attn_pdrop": -1.0}), "model.extra.attn_pdrop is -1.0; expected 0 to 1"),
         (tiny(extra={"head_dim": -4}), "(model.extra has head_dim)"),
         (tiny(extra={"head_dim": 0}), "(model.extra has head_dim)"),
+        (tiny("gemma2", attention="sdpa"), "attention: sdpa cannot cap the scores of a gemma2; write auto"),
         (tiny(num_heads=3), "(32) is not a multiple of the number of attention heads (3)"),
         (tiny("gpt2", num_heads=3), "divisible"),
         (tiny(num_key_value_heads=3), "num_heads 4 is not a multiple of num_key_value_heads 3"),
@@ -319,6 +321,26 @@ def test_the_sizes_of_one_architecture_do_for_another(architecture):
     ids = tokens()
     CausalLM()(model, {"input_ids": ids, "labels": ids}).loss_sum.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("is_pretrained", [False, True])
+def test_capped_scores_are_capped_by_what_transformers_computes_too(is_pretrained, tmp_path):
+    """Its sdpa of older releases leaves the cap out."""
+    config = tiny("gemma2", extra={"head_dim": 8, "attn_logit_softcapping": 0.01})
+    model = build(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(100)
+    if is_pretrained:
+        model.save_pretrained(tmp_path)
+        model = build(CausalLMConfig(pretrained=str(tmp_path)))
+    ours = logits(model)
+    assert model.config._attn_implementation == NAME
+    mask = torch.ones(4, 16, dtype=torch.long)  # goes through transformers'
+    torch.testing.assert_close(model(input_ids=tokens(), attention_mask=mask).logits, ours)
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert (logits(model) - ours).abs().max() > 0.1 * ours.abs().max()
 
 
 def test_data_without_a_tokenizer_needs_a_vocabulary_in_the_recipe():
