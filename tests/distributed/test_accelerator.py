@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,13 +44,37 @@ def test_deepspeed_computes_on_what_was_chosen():
     assert done.stdout.split() == ["cpu", "cpu", "cpu", "False"], done.stderr
 
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+COUNTS = """
+from resource import RUSAGE_SELF, getrusage
+import torch
+from pipeline.distributed.accelerator import find_device
+from pipeline.distributed.ranks import Ranks
+find_device(Ranks(0, 0, 1, 1))
+before = getrusage(RUSAGE_SELF).ru_minflt
+torch.zeros(1 << 26)
+print(getrusage(RUSAGE_SELF).ru_minflt - before)
+"""
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_segments_grow_unless_the_user_chose(name):
-    chosen, untouched = {}, {name: "max_split_size_mb:64"}
+    chosen, untouched = {}, {name: "max_split_size_mb:64", "THP_MEM_ALLOC_ENABLE": "0"}
     choose_allocation(chosen)
     choose_allocation(untouched)
-    assert chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert untouched == {name: "max_split_size_mb:64"}
+    assert chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "THP_MEM_ALLOC_ENABLE": "1"}
+    assert untouched == {name: "max_split_size_mb:64", "THP_MEM_ALLOC_ENABLE": "0"}
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this system gives no huge pages"
+)
+def test_a_large_tensor_costs_few_page_faults():
+    """Whatever was imported before: torch looks at its first large tensor."""
+    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    command = [sys.executable, "-c", COUNTS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert int(done.stdout.split()[-1]) < 4096, done.stderr  # of 65,536 pages of 4 KiB
 
 
 @pytest.mark.parametrize(
