@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
@@ -48,9 +50,6 @@ class FusedKernels:
     def _call(self, function: Callable[..., Any], *given: Tensor) -> Any:
         if not self._compiled:
             return None
-        from torch._dynamo import maybe_mark_dynamic  # a second, which only those pay who compile
-        from torch._dynamo.exc import TorchDynamoException
-
         # Detached, since what requires a gradient is compiled for by itself.
         tensors = [each.detach() for each in given]
         for each in tensors:

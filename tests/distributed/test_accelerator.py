@@ -45,15 +45,20 @@ def test_deepspeed_computes_on_what_was_chosen():
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-COUNTS = """
-from resource import RUSAGE_SELF, getrusage
+FLAGS = """
 import torch
 from pipeline.distributed.accelerator import find_device
 from pipeline.distributed.ranks import Ranks
 find_device(Ranks(0, 0, 1, 1))
-before = getrusage(RUSAGE_SELF).ru_minflt
-torch.zeros(1 << 26)
-print(getrusage(RUSAGE_SELF).ru_minflt - before)
+tensor = torch.zeros(1 << 26)
+inside = False
+for line in open("/proc/self/smaps"):
+    head = line.split()[0]
+    if not head.endswith(":"):
+        first, last = (int(word, 16) for word in head.split("-"))
+        inside = first <= tensor.data_ptr() < last
+    elif inside and head == "VmFlags:":
+        print("flags", line)
 """
 
 
@@ -69,12 +74,12 @@ def test_segments_grow_unless_the_user_chose(name):
 @pytest.mark.skipif(
     not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this system gives no huge pages"
 )
-def test_a_large_tensor_costs_few_page_faults():
-    """Whatever was imported before: torch looks at its first large tensor."""
+def test_a_large_tensor_asks_for_huge_pages():
+    """Whatever was imported before: torch looks at its first large tensor. There may be none to give."""
     environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
-    command = [sys.executable, "-c", COUNTS]
+    command = [sys.executable, "-c", FLAGS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert int(done.stdout.split()[-1]) < 4096, done.stderr  # of 65,536 pages of 4 KiB
+    assert "hg" in done.stdout.split("flags")[-1].split(), done.stderr
 
 
 @pytest.mark.parametrize(
