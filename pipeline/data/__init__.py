@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pipeline.config.data_schema import DataConfig
+from pipeline.data.prepared.pool import end_if_imported
 
 if TYPE_CHECKING:
     from pipeline.data.bundle import DataBundle
@@ -29,6 +30,7 @@ def prepare_data(config: DataConfig) -> DataBundle:
     Raises:
         DataError: a path, file, tokenizer or function the recipe names cannot be used.
     """
+    end_if_imported()
     module, function = PREPARERS["custom" if ":" in config.kind else config.kind]
     bundle: DataBundle = getattr(import_module(f"pipeline.data.{module}"), function)(config)
     return bundle

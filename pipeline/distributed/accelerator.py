@@ -41,12 +41,10 @@ def choose_accelerator(*, tells: bool = False) -> str:
 
 
 def choose_allocation(environment: MutableMapping[str, str]) -> None:
-    """Where the user chose nothing: on a GPU segments that grow, so that blocks of changing sizes leave no
-    holes in them; in host memory huge pages, as a tensor of 32 MiB or more is mapped anew in each step.
+    """Segments that grow, where the user chose nothing: blocks of changing sizes leave no holes in them.
 
-    Before the first large allocation, when torch reads it.
+    Before the first allocation on the device, when torch reads it.
     """
-    environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -58,9 +56,9 @@ def find_device(ranks: Ranks) -> torch.device:
         LaunchError: see check_accelerator and device_index.
     """
     check_accelerator(os.environ)
-    choose_allocation(os.environ)
     if choose_accelerator(tells=ranks.is_main_process) == "cpu":
         return torch.device("cpu")
+    choose_allocation(os.environ)
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", device_index(ranks, visible, os.environ))
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,42 +43,13 @@ def test_deepspeed_computes_on_what_was_chosen():
     assert done.stdout.split() == ["cpu", "cpu", "cpu", "False"], done.stderr
 
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-FLAGS = """
-import torch
-from pipeline.distributed.accelerator import find_device
-from pipeline.distributed.ranks import Ranks
-find_device(Ranks(0, 0, 1, 1))
-tensor = torch.zeros(1 << 26)
-inside = False
-for line in open("/proc/self/smaps"):
-    head = line.split()[0]
-    if not head.endswith(":"):
-        first, last = (int(word, 16) for word in head.split("-"))
-        inside = first <= tensor.data_ptr() < last
-    elif inside and head == "VmFlags:":
-        print("flags", line)
-"""
-
-
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_segments_grow_unless_the_user_chose(name):
-    chosen, untouched = {}, {name: "max_split_size_mb:64", "THP_MEM_ALLOC_ENABLE": "0"}
+    chosen, untouched = {}, {name: "max_split_size_mb:64"}
     choose_allocation(chosen)
     choose_allocation(untouched)
-    assert chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "THP_MEM_ALLOC_ENABLE": "1"}
-    assert untouched == {name: "max_split_size_mb:64", "THP_MEM_ALLOC_ENABLE": "0"}
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this system gives no huge pages"
-)
-def test_a_large_tensor_asks_for_huge_pages():
-    """Whatever was imported before: torch looks at its first large tensor. There may be none to give."""
-    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
-    command = [sys.executable, "-c", FLAGS]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert "hg" in done.stdout.split("flags")[-1].split(), done.stderr
+    assert chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert untouched == {name: "max_split_size_mb:64"}
 
 
 @pytest.mark.parametrize(

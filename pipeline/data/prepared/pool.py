@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
@@ -25,6 +26,9 @@ from pipeline.data.prepared.progress_bar import PrepareProgress
 from pipeline.errors import DataError, PipelineError
 
 PATIENCE_SECONDS = 60.0  # for a worker to notice that it is to end, after a batch; the machine may be busy
+
+
+SCRIPT_RAN_CODE = 3  # of a worker in which the user's script, which it imports, began to prepare data itself
 
 
 class _Abandoned(Exception):
@@ -130,7 +134,22 @@ def _receive(worker: _Worker, task: PartTask) -> Advance | bool:
     return message
 
 
+def end_if_imported() -> None:
+    """Ends a worker that imports a script which trains without asking whether it is the main program.
+
+    It would wait for its own parent's lock, for ever. The parent says what to change.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(SCRIPT_RAN_CODE)
+
+
 def _describe_death(code: int, task: PartTask) -> str:
+    if code == SCRIPT_RAN_CODE:
+        script = getattr(sys.modules["__main__"], "__file__", "the script")
+        return (
+            f"{script} is imported by processes that prepare data: put what it does under "
+            'if __name__ == "__main__":'
+        )
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     hint = "; most often there was too little memory, and fewer data.prepare_workers need less"
     return (

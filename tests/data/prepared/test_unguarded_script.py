@@ -1,0 +1,29 @@
+"""A script that trains wherever it is imported: workers that prepare its data import it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import json, sys
+from pipeline.config.data_schema import TextDataConfig
+from pipeline.data import prepare_data
+
+prepare_data(TextDataConfig.model_validate_json(sys.argv[1]))
+"""
+
+
+def test_it_is_told_what_to_change(make_config, corpus, tmp_path):
+    """And does not wait for the lock that its parent has."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    config = make_config(corpus, tmp_path / "cache", prepare_workers=2)
+    command = [sys.executable, str(path), config.model_dump_json(exclude_unset=True)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    last = ended.stderr.splitlines()[-1]
+    assert f"DataError: {path} is imported by processes that prepare data" in last, ended.stderr
+    assert last.endswith('put what it does under if __name__ == "__main__":')
+    guarded = SCRIPT.replace("\nprepare_data", '\nif __name__ == "__main__":\n    prepare_data')
+    path.write_text(guarded)
+    assert subprocess.run(command, timeout=300, check=False).returncode == 0
