@@ -150,14 +150,16 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, is_seen: Tensor, scores: Scores
 ) -> Tensor:
     """(B, heads, Q, width of value)"""
-    heads, groups, scaling = query.shape[1], key.shape[1], scores.scaling
+    heads, groups, scaling, dtype = query.shape[1], key.shape[1], scores.scaling, query.dtype
+    if not query.is_cuda:  # see cpu_attention
+        query, key, value = (t.to(_wide(dtype)) for t in (query, key, value))
     with torch.autocast(_kind(query), enabled=False):  # backward computes as forward did
         if not scores.asks(sinks):
             if query.is_cuda and heads != groups:  # its kernel that takes a mask knows no groups
                 key, value = (t.repeat_interleave(heads // groups, 1) for t in (key, value))
             return F.scaled_dot_product_attention(
                 query, key, value, is_seen, scale=scaling, enable_gqa=key.shape[1] != heads
-            )
+            ).to(dtype)
         # The heads of a group are more queries of it: keys are not repeated.
         together = query.unflatten(1, (groups, -1)).flatten(2, 3) @ key.mT
         found = together.to(_wide(together.dtype)).unflatten(2, (heads // groups, -1))
@@ -171,7 +173,7 @@ def _attend(
         else:
             found = found.softmax(-1)
         found = F.dropout(found.to(value.dtype), scores.dropout)
-        return (found.flatten(2, 3) @ value).unflatten(2, (heads // groups, -1)).flatten(1, 2)
+        return (found.flatten(2, 3) @ value).unflatten(2, (heads // groups, -1)).flatten(1, 2).to(dtype)
 
 
 def _kind(of: Tensor) -> str:

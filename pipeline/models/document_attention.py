@@ -19,6 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from pipeline.errors import ModelError
 from pipeline.models.block_attention import Scores, attend_in_blocks
+from pipeline.models.cpu_attention import attend_on_cpu
 from pipeline.models.document_runs import Runs, is_served, runs_of
 
 NAME = "documents"
@@ -170,9 +171,9 @@ class DocumentAttention:
 
         def find() -> tuple[Tensor, Runs | None]:
             found = document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
-            return found, runs_of(found.tolist(), rows, query.dtype)
+            return found, runs_of(found.tolist(), rows)
 
-        found, runs = self._of(positions if bounds is None else bounds, (rows, query.dtype), find)
+        found, runs = self._of(positions if bounds is None else bounds, rows, find)
         longest = length if runs is None else max(size for size, _ in runs)
         if not is_served(query, value, longest, sinks, scores):
             return attend_in_blocks(query, key, value, found, sinks, scores)
@@ -183,20 +184,12 @@ class DocumentAttention:
         outputs = []
         for (_, mask), *of_run in zip(runs, *parts, strict=True):
             q, k, v = (t.transpose(0, 1)[None] for t in of_run)
-            output = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=scores.dropout,
-                is_causal=mask is None,
-                scale=scores.scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            outputs.append(output[0].transpose(0, 1))
+            outputs.append(attend_on_cpu(q, k, v, mask, scores)[0].transpose(0, 1))
         return torch.cat(outputs).unflatten(0, (rows, length))
 
     def _whole_rows(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        if query.device.type == "cpu":
+            return attend_on_cpu(query, key, value, None, scores).transpose(1, 2).contiguous()
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and query.is_cuda and not key.shape[-1] == value.shape[-1] <= 256:
             key, value = _repeated(query, key), _repeated(query, value)

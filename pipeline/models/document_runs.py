@@ -22,7 +22,7 @@ def is_served(query: Tensor, value: Tensor, longest: int, sinks: Tensor | None, 
     return longest <= QUERIES or (scores.dropout == 0 and query.shape[-1] == value.shape[-1])
 
 
-def runs_of(bounds: list[int], rows: int, dtype: torch.dtype) -> Runs | None:
+def runs_of(bounds: list[int], rows: int) -> Runs | None:
     """The calls that serve these documents; None: each row is one document."""
     sizes = [end - start for start, end in pairwise(bounds) if end > start]
     if len(sizes) == rows:
@@ -35,11 +35,11 @@ def runs_of(bounds: list[int], rows: int, dtype: torch.dtype) -> Runs | None:
             filled = 0
         runs[-1].append(size)
         filled += size
-    return [(sum(run), _mask(run, dtype) if len(run) > 1 else None) for run in runs]
+    return [(sum(run), _mask(run) if len(run) > 1 else None) for run in runs]
 
 
-def _mask(sizes: list[int], dtype: torch.dtype) -> Tensor:
+def _mask(sizes: list[int]) -> Tensor:
     """(n, n), 0 where one attends, else -inf: a boolean one would be made into that by every layer."""
     document = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     is_seen = (document[:, None] == document).tril_()
-    return torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
+    return torch.zeros(is_seen.shape, dtype=torch.float32).masked_fill_(~is_seen, -torch.inf)

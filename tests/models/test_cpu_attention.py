@@ -1,0 +1,89 @@
+"""Attention on a CPU in half precision: computed in fp32, kept in half."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_document_attention import heads
+from torch import Tensor, nn
+
+from pipeline.models.block_attention import Scores, attend_in_blocks
+from pipeline.models.document_attention import BOUNDS, DocumentAttention, document_bounds, no_bounds
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def whole_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    bounds = {BOUNDS: no_bounds(query.device)}
+    return DocumentAttention()(nn.Identity(), query, key, value, None, **bounds)[0].transpose(1, 2)
+
+
+def short_documents(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Of ten tokens, several to a call with a mask."""
+    positions = (torch.arange(query.shape[2]) % 10).expand(len(query), -1)
+    bounds = {BOUNDS: document_bounds(positions)}
+    return DocumentAttention()(nn.Identity(), query, key, value, None, **bounds)[0].transpose(1, 2)
+
+
+def in_window(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_in_blocks(query, key, value, None, None, Scores(window=7)).transpose(1, 2)
+
+
+def capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_in_blocks(query, key, value, None, None, Scores(softcap=2.0)).transpose(1, 2)
+
+
+WAYS = pytest.mark.parametrize("attend", [whole_rows, short_documents, in_window, capped])
+
+
+@HALVES
+@WAYS
+@pytest.mark.parametrize("groups", [4, 2])
+def test_it_is_fp32_attention_rounded_once(attend, groups, dtype):
+    halves = heads(2, 300, groups, dtype)
+    wide = [each.detach().float().requires_grad_() for each in halves]
+    output, expected = attend(*halves), attend(*wide)
+    assert output.dtype == dtype
+    assert torch.equal(output, expected.to(dtype))
+    weights = torch.linspace(-1, 1, expected.numel()).view_as(expected).to(dtype)
+    gradients = torch.autograd.grad(output, halves, weights)
+    exact = torch.autograd.grad(expected, wide, weights.float())
+    # The backward knows the rounded output alone.
+    for found, wanted in zip(gradients, exact, strict=True):
+        assert (found - wanted).norm() < torch.finfo(dtype).eps * wanted.norm()
+
+
+@WAYS
+def test_autocast_says_what_it_is_rounded_to(attend):
+    wide = heads(1, 50, 4, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attend(*wide)
+    assert torch.equal(output, attend(*(each.bfloat16() for each in wide)))
+
+
+@HALVES
+@pytest.mark.parametrize("attend", [whole_rows, in_window])
+def test_no_fp32_copy_is_kept_for_backward(attend, dtype):
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    query, key, value = heads(2, 300, 4, dtype)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attend(query, key, value)
+    rows = 4 * query[..., 0].numel()  # the logarithm of the sum of exponentials, of first keys
+    assert sum(kept.values()) <= 4 * query.numel() * query.element_size() + rows
+
+
+def test_dropout_and_other_widths_go_through_torchs_function():
+    query, key, value = heads(1, 20, 4, torch.bfloat16)
+    wider = torch.cat([value, value], -1)
+    expected = F.scaled_dot_product_attention(query, key, wider, is_causal=True)
+    torch.testing.assert_close(whole_rows(query, key, wider), expected)
+    attention = DocumentAttention()
+    dropped, _ = attention(nn.Identity(), query, key, value, None, 0.5, cu_seq_lens_q=no_bounds(query.device))
+    assert dropped.shape == (1, 20, 4, 8)
+    assert not torch.equal(dropped.transpose(1, 2), whole_rows(query, key, value))
