@@ -1,4 +1,4 @@
-"""The pictures of docs/: python benchmarks/figures.py benchmarks/results/cpu-2026-11-24.json ...
+"""The pictures of docs/: python benchmarks/figures.py benchmarks/results/cpu-2026-11-25.json ...
 
 docs/speed.svg from results of throughput.py (one panel a model and kind of rows), docs/scaling.svg from
 scaling_model.py and the published runs. The same input gives the same bytes.
@@ -27,7 +27,7 @@ COLORS = {1: "#3b6fb6", 2: "#e08a2e", 4: "#5a9e5a"}
 def main(files: list[Path]) -> int:
     plt.rcParams.update({"svg.hashsalt": "figures", "svg.fonttype": "none", "font.size": 9})
     if not files:
-        print("figures.py: give files of results, such as benchmarks/results/cpu-2026-11-24.json")
+        print("figures.py: give files of results, such as benchmarks/results/cpu-2026-11-25.json")
         return 2
     pairs = [pair for path in files for pair in json.loads(path.read_text())["ratios"]]
     speed(pairs, DOCS / "speed.svg")

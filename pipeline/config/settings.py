@@ -46,12 +46,12 @@ class Resolved:
     compile: bool
 
     def slow_precision(self, device: Device) -> str | None:
-        """What to say of a half precision that this machine's processor has no instructions for."""
+        """What to say of a half precision that this machine's processor has no fast instructions for."""
         precision = self.split.precision
-        if not device.emulates(precision):
+        if not device.is_slow_in(precision):
             return None
         cure = "engine.precision=fp32" if self.deepspeed is None else f"ds.{precision}.enabled=false"
-        return f"this CPU has no instructions for {precision} and is faster in fp32: {cure}"
+        return f"this CPU has no fast instructions for {precision}; fp32 is faster: {cure}"
 
     def told_of_bf16(self, device: Device) -> str | None:
         """What to say of a CPU that has instructions for bf16: which they are, or that they lie idle."""

@@ -27,9 +27,9 @@ FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
 
 @dataclass(frozen=True)
 class Device:
-    """What the ranks compute on, and which half precisions it has instructions for.
+    """What the ranks compute on, and in which half precisions that is faster than in fp32.
 
-    `auto` chooses among those. A CPU computes in the others too when told to, slowly; a GPU does not.
+    `auto` chooses among those. A CPU computes in the others too when told to; a GPU does not.
     """
 
     kind: str
@@ -49,6 +49,8 @@ class Device:
         except OSError:
             words = set()
         bf16_by = next((name for flag, name in BF16_FLAGS.items() if flag in words), "")
+        if bf16_by == "AVX-512" and "GenuineIntel" in words:
+            bf16_by = ""  # there its products take twice as long as fp32's
         return cls("cpu", bool(bf16_by), bool(words & FP16_FLAGS), bf16_by)
 
     @classmethod
@@ -67,7 +69,8 @@ class Device:
         except (OSError, subprocess.SubprocessError, ValueError):
             return cls("cuda", bf16=True, fp16=True) if is_native else cls.cpu()
 
-    def emulates(self, precision: str) -> bool:
+    def is_slow_in(self, precision: str) -> bool:
+        """Whether it is a CPU that is faster in fp32."""
         has = {"fp32": True, "bf16": self.bf16, "fp16": self.fp16}
         return self.kind == "cpu" and not has[precision]
 

@@ -368,6 +368,8 @@ def test_a_profile_of_modules_leaves_them_uncompiled(tmp_path):
     [
         ("avx512f avx512_bf16 amx_bf16 amx_tile", True, "bf16 is multiplied by this CPU's AMX"),
         ("avx512f avx512_bf16", True, "bf16 is multiplied by this CPU's AVX-512"),
+        ("avx512f avx512_bf16 vendor_id : GenuineIntel", True, None),
+        ("avx512_bf16 amx_bf16 vendor_id : GenuineIntel", True, "bf16 is multiplied by this CPU's AMX"),
         (
             "avx512_bf16 amx_bf16",
             False,
