@@ -151,7 +151,7 @@ def _attend(
 ) -> Tensor:
     """(B, heads, Q, width of value)"""
     heads, groups, scaling, dtype = query.shape[1], key.shape[1], scores.scaling, query.dtype
-    if not query.is_cuda:  # see cpu_attention
+    if dtype == torch.bfloat16 and not query.is_cuda:  # see cpu_attention
         query, key, value = (t.to(_wide(dtype)) for t in (query, key, value))
     with torch.autocast(_kind(query), enabled=False):  # backward computes as forward did
         if not scores.asks(sinks):

@@ -1,4 +1,4 @@
-"""torch's attention kernel on a CPU, in fp32 whatever comes and goes.
+"""torch's attention kernel on a CPU, in fp32 also where bf16 comes and goes.
 
 In bf16 it multiplies small blocks by a general product of half precision: forward and backward together take
 1.6 to 2.2 times as long as in fp32, copies included. Shapes as in document_attention.
@@ -29,8 +29,7 @@ def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    if is_half and scores.dropout == 0 and query.shape[-1] == value.shape[-1]:
+    if query.dtype == torch.bfloat16 and scores.dropout == 0 and query.shape[-1] == value.shape[-1]:
         output: Tensor = _InFp32.apply(query, key, value, mask, scores.scaling)
         return output
     return F.scaled_dot_product_attention(
