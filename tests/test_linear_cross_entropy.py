@@ -82,7 +82,7 @@ def test_it_equals_torchs_own(tokens, words, dtype, with_bias, ignored, spread, 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("tokens", [15, 16, 17, 50])
 def test_it_equals_torchs_own_over_several_chunks_and_blocks(monkeypatch, dtype, tokens):
-    monkeypatch.setattr(linear, "CPU_CHUNK", (16 * 70, 1))
+    monkeypatch.setattr(linear, "CPU_CHUNK", (16 * 70 * dtype.itemsize, 1))
     monkeypatch.setattr(linear, "CPU_BLOCK", 3 * 70)
     compare(*make(tokens, 70, dtype, ignored=0.2), scale=1e-3)
 
@@ -92,7 +92,7 @@ def test_it_equals_torchs_own_over_several_chunks_and_blocks(monkeypatch, dtype,
 def test_words_that_fill_up_a_layer_are_nobodys(monkeypatch, dtype, words):
     """As on a GPU."""
     monkeypatch.setitem(linear.MULTIPLE, "cpu", 64)
-    monkeypatch.setattr(linear, "CPU_CHUNK", (8 * words, 1))
+    monkeypatch.setattr(linear, "CPU_CHUNK", (8 * words * dtype.itemsize, 1))
     compare(*make(20, words, dtype, ignored=0.2))
 
 
@@ -133,7 +133,7 @@ def test_a_large_logit_is_exact_and_one_that_is_no_number_reaches_the_loss(logit
 
 def test_besides_the_gradients_only_a_chunk_of_logits_and_pieces_are_allocated(monkeypatch, tmp_path):
     tokens, words, mib = 192, 1 << 15, 1 << 20
-    monkeypatch.setattr(linear, "CPU_CHUNK", (64 * words, 1))
+    monkeypatch.setattr(linear, "CPU_CHUNK", (64 * words * 2, 1))
     monkeypatch.setattr(linear, "CPU_BLOCK", words)
     monkeypatch.setattr(linear, "CPU_PART", 1 << 12)
     hidden, weight = torch.randn(tokens, 32).bfloat16(), torch.randn(words, 32).bfloat16()
@@ -287,7 +287,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_no_tensor_of_all_logits_is_made(monkeypatch, is_training):
-    monkeypatch.setattr(linear, "CPU_CHUNK", (8 * 1000, 1))
+    monkeypatch.setattr(linear, "CPU_CHUNK", (8 * 1000 * 4, 1))
     model = small("llama", vocab_size=1000)
     batch = {key: value.repeat(40, 1) for key, value in tokens().items()}  # 1,200 of them
     with Largest() as largest, torch.set_grad_enabled(is_training):
@@ -297,10 +297,13 @@ def test_no_tensor_of_all_logits_is_made(monkeypatch, is_training):
     assert largest.elements < 1200 * 1000 / 4
 
 
-@pytest.mark.parametrize("words", [8192, 50304])
-def test_logits_of_some_thousand_words_stay_below_what_malloc_maps(words):
-    """32 MiB of bf16; of more words at least 512 tokens."""
-    hidden, weight = torch.zeros(2048, 8, dtype=torch.bfloat16), torch.zeros(words, 8, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("words", "dtype", "chunk"),
+    [(8192, torch.bfloat16, 1024), (8192, torch.float32, 683), (50304, torch.bfloat16, 512)],
+)
+def test_logits_of_some_thousand_words_stay_below_what_malloc_maps(words, dtype, chunk):
+    """32 MiB; of more words they are at least of 512 tokens."""
+    hidden, weight = torch.zeros(2048, 8, dtype=dtype), torch.zeros(words, 8, dtype=dtype)
     with Largest() as largest:
-        linear.linear_cross_entropy_sum(hidden, weight, None, torch.zeros(2048).long(), torch.bfloat16)
-    assert largest.elements == {8192: 1024 * 8192, 50304: 512 * 50304}[words]
+        linear.linear_cross_entropy_sum(hidden, weight, None, torch.zeros(2048).long(), dtype)
+    assert largest.elements == chunk * words

@@ -107,7 +107,7 @@ class EngineConfig(Closed):
     """`single`: one process, one device. `dp`: nn.DataParallel, one process and all visible GPUs. `ddp`:
     DistributedDataParallel, one process a device. `auto`: `ddp` where a launcher started several ranks."""
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
-    """`bf16` computes under autocast; parameters stay in fp32. `auto`: bf16 where the device has it."""
+    """`bf16` computes under autocast; parameters stay in fp32. `auto`: bf16 where that is faster."""
     tf32: bool = False
     """Let a GPU multiply fp32 matrices in TF32 (10 bits of mantissa): faster, and no longer fp32's digits."""
     compile: bool | Literal["auto"] = "auto"

@@ -46,12 +46,12 @@ class Resolved:
     compile: bool
 
     def slow_precision(self, device: Device) -> str | None:
-        """What to say of a half precision that this machine's processor has no fast instructions for."""
+        """What to say of a half precision in which this machine's processor is not faster than in fp32."""
         precision = self.split.precision
         if not device.is_slow_in(precision):
             return None
         cure = "engine.precision=fp32" if self.deepspeed is None else f"ds.{precision}.enabled=false"
-        return f"this CPU has no fast instructions for {precision}; fp32 is faster: {cure}"
+        return f"this CPU is not faster in {precision} than in fp32: {cure}"
 
     def told_of_bf16(self, device: Device) -> str | None:
         """What to say of a CPU that has instructions for bf16: which they are, or that they lie idle."""

@@ -152,7 +152,7 @@ class DocumentAttention:
         if bounds is not None or positions is not None:
             return self._in_runs(query, key, value, bounds, positions, sinks, scores)
         if is_served(query, value, query.shape[2], sinks, scores):
-            return self._whole_rows(query, key, value, scores)
+            return attend_on_cpu(query, key, value, None, scores).transpose(1, 2).contiguous()
         return attend_in_blocks(query, key, value, None, sinks, scores)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -178,7 +178,7 @@ class DocumentAttention:
         if not is_served(query, value, longest, sinks, scores):
             return attend_in_blocks(query, key, value, found, sinks, scores)
         if runs is None:
-            return self._whole_rows(query, key, value, scores)
+            return attend_on_cpu(query, key, value, None, scores).transpose(1, 2).contiguous()
         sizes = [size for size, _ in runs]
         parts = [t.transpose(1, 2).flatten(0, 1).split(sizes) for t in (query, key, value)]
         outputs = []
@@ -188,14 +188,12 @@ class DocumentAttention:
         return torch.cat(outputs).unflatten(0, (rows, length))
 
     def _whole_rows(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        if query.device.type == "cpu":
-            return attend_on_cpu(query, key, value, None, scores).transpose(1, 2).contiguous()
         is_grouped = query.shape[1] != key.shape[1]
-        if is_grouped and query.is_cuda and not key.shape[-1] == value.shape[-1] <= 256:
+        if is_grouped and not key.shape[-1] == value.shape[-1] <= 256:
             key, value = _repeated(query, key), _repeated(query, value)
             is_grouped = False  # no fused kernel takes groups so wide
         kernels: AbstractContextManager[None] = nullcontext()
-        if query.is_cuda and self._is_hopper:
+        if self._is_hopper:
             kernels = sdpa_kernel(HOPPER, set_priority=True)
         with kernels:
             output = F.scaled_dot_product_attention(

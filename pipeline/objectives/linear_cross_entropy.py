@@ -23,11 +23,11 @@ from torch.autograd.function import once_differentiable
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.objectives.vocabulary_part import VocabularyPart
 
-# Elements of a chunk's logits, and tokens where these are more: products are fast from a few hundred tokens
-# on, and adding up the weight's gradient costs a pass over it a chunk. 5,300 tokens on a GPU with 50k words;
-# on a CPU 30 MiB in bf16, as glibc maps 32 MiB or more anew in each step.
-CPU_CHUNK = (15 << 20, 512)
-GPU_CHUNK = (1 << 28, 1)
+# Bytes of a chunk's logits, and tokens where these are more: products are fast from a few hundred tokens on,
+# and adding up the weight's gradient costs a pass over it a chunk. 5,300 tokens on a GPU in bf16 with 50k
+# words; on a CPU less than the 32 MiB from which on glibc maps a block anew in each step.
+CPU_CHUNK = (30 << 20, 512)
+GPU_CHUNK = (1 << 29, 1)
 # fp32 elements that are worked on at once: 1 MiB stays in a core's cache; a GPU wants few, large kernels.
 CPU_BLOCK = 1 << 18
 GPU_BLOCK = 1 << 26
@@ -151,8 +151,8 @@ class _Sums:
 
     def add(self, labels_N: Tensor) -> None:
         tokens, words = len(labels_N), len(self._weight_VD)
-        elements, least = CPU_CHUNK if labels_N.device.type == "cpu" else GPU_CHUNK
-        chunks = math.ceil(tokens / max(least, elements // self._most_words()))
+        most, least = CPU_CHUNK if labels_N.device.type == "cpu" else GPU_CHUNK
+        chunks = math.ceil(tokens / max(least, most // (self._most_words() * self._x_ND.element_size())))
         size = max(1, math.ceil(tokens / max(1, chunks)))  # alike: a remnant would cost as many passes
         logits_CV = self._x_ND.new_empty(min(size, tokens), words)
         for start in range(0, tokens, size):

@@ -364,6 +364,28 @@ def test_a_profile_of_modules_leaves_them_uncompiled(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ("avx512_bf16 avx512_fp16 vendor_id : GenuineIntel", "fp32"),
+        ("avx512_bf16 avx512_fp16 amx_bf16 vendor_id : GenuineIntel", "bf16"),
+        ("avx512_bf16 vendor_id : AuthenticAMD", "bf16"),
+        ("avx2 fma", "fp32"),
+        ("asimdhp bf16", "bf16"),
+    ],
+)
+def test_auto_takes_the_precision_in_which_a_cpu_is_fastest(tmp_path, monkeypatch, flags, chosen):
+    (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} sse2\n")
+    monkeypatch.setattr(split, "CPU_INFO", tmp_path / "cpuinfo")
+    (tmp_path / "split.json").write_text(json.dumps({key: {"enabled": "auto"} for key in ("bf16", "fp16")}))
+    recipe = "max_steps: 3\nmodel: {kind: cnn}\ndata: {kind: digits}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    (tmp_path / "plain.yaml").write_text(recipe + "engine: {precision: auto}\n")
+    for name, json_file in (("recipe.yaml", tmp_path / "split.json"), ("plain.yaml", None)):
+        found = load_settings(tmp_path / name, json_file, []).resolve(1, Device.cpu())
+        assert found.split.precision == chosen
+
+
+@pytest.mark.parametrize(
     ("flags", "bf16", "told"),
     [
         ("avx512f avx512_bf16 amx_bf16 amx_tile", True, "bf16 is multiplied by this CPU's AMX"),

@@ -43,7 +43,8 @@ def most_rows(job: Job, splits) -> dict[str, int]:
         engine, objective = build_engine(config, resolved, job, data), build_objective(config)
         loader = build_loader(config, resolved.plan, data, engine)
         group = loader.next_group()
-        with patch.object(linear_cross_entropy, "CPU_CHUNK", (ROWS * VOCABULARY, 1)), Rows() as rows:
+        chunk = ROWS * VOCABULARY * (4 if resolved.split.precision == "fp32" else 2)
+        with patch.object(linear_cross_entropy, "CPU_CHUNK", (chunk, 1)), Rows() as rows:
             engine.train_step(group, objective, 1e-3, 0)
             engine.eval_step(group[0], objective)
         found[name] = rows.most

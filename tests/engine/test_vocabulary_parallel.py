@@ -51,7 +51,7 @@ def cut(job: Job, cases):
     """(loss, gradients of the hidden states, of this rank's rows and of their biases) of each."""
     own, found = (slice(0, 20), slice(20, WORDS))[job.ranks.rank], []
     with (
-        patch.object(linear_cross_entropy, "CPU_CHUNK", (16 * 20, 1)),
+        patch.object(linear_cross_entropy, "CPU_CHUNK", (16 * 20 * 2, 1)),
         patch.object(linear_cross_entropy, "CPU_BLOCK", 3 * 20),
         patch.dict(linear_cross_entropy.MULTIPLE, cpu=8),  # rows are filled up as on a GPU
     ):

@@ -33,7 +33,10 @@ def test_it_equals_torchs_own_without_a_sync(dtype, rounding, part):
     weight = torch.randn(1000, 64, **make).to(dtype).requires_grad_()
     labels = torch.randint(0, 1000, (300,), **make)
     labels[::3] = -100
-    with patch.object(linear, "GPU_CHUNK", (128 * 1000, 1)), patch.object(linear, "GPU_BLOCK", 50 * 1000):
+    with (
+        patch.object(linear, "GPU_CHUNK", (128 * 1000 * dtype.itemsize, 1)),
+        patch.object(linear, "GPU_BLOCK", 50 * 1000),
+    ):
         torch.cuda.set_sync_debug_mode("error")
         try:
             total = linear.linear_cross_entropy_sum(hidden, weight, None, labels, dtype, part)

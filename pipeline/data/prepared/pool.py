@@ -26,8 +26,7 @@ from pipeline.data.prepared.progress_bar import PrepareProgress
 from pipeline.errors import DataError, PipelineError
 
 PATIENCE_SECONDS = 60.0  # for a worker to notice that it is to end, after a batch; the machine may be busy
-
-
+WORKER = "prepare-data"  # how a process of the pool is called
 SCRIPT_RAN_CODE = 3  # of a worker in which the user's script, which it imports, began to prepare data itself
 
 
@@ -135,21 +134,25 @@ def _receive(worker: _Worker, task: PartTask) -> Advance | bool:
 
 
 def end_if_imported() -> None:
-    """Ends a worker that imports a script which trains without asking whether it is the main program.
+    """Ends a process that imports a script which trains without asking whether it is the main program.
 
-    It would wait for its own parent's lock, for ever. The parent says what to change.
+    One that was started to prepare data would wait for its own parent's lock, for ever; its parent says what
+    to change, once. One of somebody else, such as a loader's, says it itself.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(SCRIPT_RAN_CODE)
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):
+        sys.exit(SCRIPT_RAN_CODE if process.name.startswith(WORKER) else f"error: {_unguarded()}")
+
+
+def _unguarded() -> str:
+    return (
+        f'{sys.argv[0]} is imported by further processes: put what it does under if __name__ == "__main__":'
+    )
 
 
 def _describe_death(code: int, task: PartTask) -> str:
     if code == SCRIPT_RAN_CODE:
-        script = getattr(sys.modules["__main__"], "__file__", "the script")
-        return (
-            f"{script} is imported by processes that prepare data: put what it does under "
-            'if __name__ == "__main__":'
-        )
+        return _unguarded()
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     hint = "; most often there was too little memory, and fewer data.prepare_workers need less"
     return (
@@ -164,9 +167,10 @@ def _pool(count: int, settings: EncoderSettings) -> Iterator[list[_Worker]]:
     pool: list[_Worker] = []
     try:
         with _ignoring_interrupts():
-            for _ in range(count):
+            for n in range(count):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(theirs, settings), daemon=True)
+                name, given = f"{WORKER}-{n}", (theirs, settings)
+                process = context.Process(target=serve, name=name, args=given, daemon=True)
                 process.start()
                 theirs.close()
                 pool.append(_Worker(process, ours))
