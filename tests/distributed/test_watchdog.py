@@ -121,7 +121,7 @@ def test_a_real_run_that_hangs_ends_with_its_own_code(tmp_path):
         model={"kind": "support.faults:faulty", "args": {"fault": "sleep", "rank": 1}},
         data={"kind": "support.faults:points"},
         objective={"kind": "classification"},
-        distributed={"hang_seconds": 3},
+        distributed={"hang_seconds": 10},
     )
     zero2 = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
     result = launch("--config", str(recipe), *zero2, ranks=2, **FAULTS)
