@@ -92,8 +92,8 @@ def test_a_whole_set_and_another_set(text_run, call, tmp_path):
     assert (code, errors) == (0, [])
     told = table(out)
     assert float(told["eval/other/loss"][0]) > 4
-    now, then = told["eval/loss"]  # up to the last digit: other batches round otherwise
-    assert float(now) == pytest.approx(float(then), abs=2e-6)
+    now, then = told["eval/loss"]  # up to one unit of the last digit: other batches round otherwise
+    assert float(now) == pytest.approx(float(then), abs=1.1e-6)
 
 
 @pytest.mark.slow
