@@ -204,7 +204,7 @@ def _zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
 
 
 def decide_precision(file: ConfigFile, device: Device) -> str:
-    """`bf16` where it is asked for, or left open and the device has it; else `fp16`; else `fp32`.
+    """`bf16`, else `fp16`, where asked for, or left open and the device is faster in it; else `fp32`.
 
     Raises:
         ConfigError: both half precisions asked for, or one the device does not compute in.

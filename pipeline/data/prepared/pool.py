@@ -169,8 +169,9 @@ def _pool(count: int, settings: EncoderSettings) -> Iterator[list[_Worker]]:
         with _ignoring_interrupts():
             for n in range(count):
                 ours, theirs = context.Pipe()
-                name, given = f"{WORKER}-{n}", (theirs, settings)
-                process = context.Process(target=serve, name=name, args=given, daemon=True)
+                process = context.Process(
+                    target=serve, name=f"{WORKER}-{n}", args=(theirs, settings), daemon=True
+                )
                 process.start()
                 theirs.close()
                 pool.append(_Worker(process, ours))
