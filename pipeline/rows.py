@@ -76,7 +76,7 @@ class LateRows:
             at, late = self._rows.popleft()
             row = late.read()
             try:
-                ask(self._watchers, at, row)
+                ask(self._watchers, at, row, self._sinks.tell)
             except BaseException:
                 self._rows.clear()
                 raise

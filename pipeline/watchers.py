@@ -5,24 +5,18 @@ A row's numbers are sums over all ranks, so every rank's watchers answer alike, 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from pipeline.errors import NonFiniteLossError, PipelineError
+from pipeline.events import Event
 
-log = logging.getLogger(__name__)
+Tell = Callable[[int, Event], None]
+"""Takes what happened at a step."""
 
 # Steps in a row without a finite gradient that end a run. fp16 first searches its loss scale: 2**32 takes 32.
 MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
-
-
-@dataclass(frozen=True)
-class Alert:
-    """A line for the log; the run goes on."""
-
-    line: str
 
 
 @dataclass(frozen=True)
@@ -35,21 +29,21 @@ class Stop:
 class Watcher(Protocol):
     """Asked on every rank about every row of training."""
 
-    def __call__(self, step: int, row: Mapping[str, float]) -> Alert | Stop | None:
+    def __call__(self, step: int, row: Mapping[str, float]) -> Event | Stop | None:
         """The answer depends on what all ranks are given alike: the step, the rows so far, the recipe."""
         ...
 
 
-def ask(watchers: Iterable[Watcher], step: int, row: Mapping[str, float]) -> None:
-    """Has each look at the row; logs its alerts.
+def ask(watchers: Iterable[Watcher], step: int, row: Mapping[str, float], tell: Tell) -> None:
+    """Has each look at the row, and tells what it says.
 
     Raises:
         PipelineError: the first stop's.
     """
     for watcher in watchers:
         answer = watcher(step, row)
-        if isinstance(answer, Alert):
-            log.warning("%s", answer.line)
+        if isinstance(answer, Event):
+            tell(step, answer)
         elif isinstance(answer, Stop):
             raise answer.error
 

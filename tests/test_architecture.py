@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Lower layers first; a module imports from its own layer or from lower ones.
 LAYERS = [
-    ["errors", "foreign"],
+    ["errors", "events", "foreign"],
     ["config", "importing", "durable", "op_builds", "shards"],
     ["distributed", "logs"],
     ["launching", "device_failures"],

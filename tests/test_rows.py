@@ -59,6 +59,9 @@ class Watched:
         if "train/loss" in row:
             self.lag.append(self._engine.steps - step)
 
+    def tell(self, step, event):
+        pass
+
     def close(self, exit_code):
         pass
 

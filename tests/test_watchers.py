@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import NonFiniteLossError
-from pipeline.watchers import MAX_CONSECUTIVE_SKIPS, Alert, NonFiniteSteps, Stop, ask
+from pipeline.events import Event
+from pipeline.watchers import MAX_CONSECUTIVE_SKIPS, NonFiniteSteps, Stop, ask
 
 
 def skipped(steps: int) -> dict[str, float]:
@@ -35,20 +36,21 @@ def test_a_good_last_step_ends_no_run_that_goes_on_at_its_end():
     assert NonFiniteSteps("fp32", 24, 24)(24, skipped(0)) is None
 
 
-def test_alerts_are_logged_and_the_first_stop_raises_its_error(caplog):
-    rows = []
+def test_what_watchers_say_is_told_and_the_first_stop_raises_its_error():
+    rows, told = [], []
+    high = Event("loss_spike", "the loss is high", "lower the learning rate")
 
     def tells(step, row):
         rows.append((step, row))
-        return Alert("the loss is high")
+        return high
 
     def ends(step, row):
         return Stop(NonFiniteLossError("enough"))
 
-    ask([tells, lambda step, row: None], 3, {"train/loss": 9.0})
+    ask([tells, lambda step, row: None], 3, {"train/loss": 9.0}, lambda *event: told.append(event))
     assert rows == [(3, {"train/loss": 9.0})]
-    assert caplog.messages == ["the loss is high"]
+    assert told == [(3, high)]
     with pytest.raises(NonFiniteLossError, match="enough") as ended:
-        ask([tells, ends, tells], 4, {})
-    assert len(rows) == 2
+        ask([tells, ends, tells], 4, {}, lambda *event: told.append(event))
+    assert told == [(3, high), (4, high)]
     assert ended.value.exit_code == 2

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import PipelineError
+from pipeline.events import Event
 from pipeline.sinks.console import ConsoleSink
 from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_metrics
 
@@ -33,6 +34,13 @@ class Sink(Protocol):
         Args:
             step: Optimizer steps done (`global_step`); never smaller than in the row before.
             row: Metric key (`group/snake_case`) to value.
+        """
+
+    def tell(self, step: int, event: Event) -> None:
+        """Take what happened at a step.
+
+        Args:
+            step: As of `write`, but that the row of the same step may come after it.
         """
 
     def close(self, exit_code: int) -> None:
@@ -62,6 +70,12 @@ class Sinks:
         """Hand one row to every sink."""
         for sink in self._sinks:
             sink.write(step, row)
+
+    def tell(self, step: int, event: Event) -> None:
+        """Log what happened, on every rank, and hand it to every sink."""
+        logger.log(logging.getLevelName(event.level.upper()), "%s", event.line)
+        for sink in self._sinks:
+            sink.tell(step, event)
 
     def close(self, exit_code: int) -> None:
         """Close every sink, also after one of them failed to; the failure is raised at the end.

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pipeline.distributed.signals import printing
+from pipeline.events import Event
 
 _BAR_MIN, _BAR_MAX = 8, 24
 _GAP = "  "
@@ -81,6 +82,9 @@ class ConsoleSink:
                 self._print_throttled(step, fields)
         if evaluation:
             self._print_evaluation(eval_fields(step, self._max_steps, evaluation))
+
+    def tell(self, step: int, event: Event) -> None:
+        """Nothing: the log has it, which is on the screen."""
 
     @printing()
     def close(self, exit_code: int) -> None:

@@ -1,4 +1,5 @@
-"""metrics.jsonl, the record of the run: one JSON object a line, there as soon as the row was written.
+"""metrics.jsonl, the record of the run: one JSON object a line, there as soon as it was written. A row of
+numbers, or an event: `{"step": 7, "event": NAME, "level": ..., "message": ...}`.
 
 Non-finite numbers are the strings "NaN", "Infinity" and "-Infinity", so that any JSON reader takes the file.
 """
@@ -18,10 +19,12 @@ from pydantic_core import from_json
 
 from pipeline.durable import synchronise
 from pipeline.errors import PipelineError
+from pipeline.events import Event
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NUMBERS = frozenset((int, float))
+_NUMBERS_AND_TEXT = _NUMBERS | {str}
 
 
 class MetricsFileError(PipelineError):
@@ -78,7 +81,17 @@ class JsonlSink:
         Raises:
             MetricsFileError: Full disk, quota, lost mount: training ends, since its record would have holes.
         """
-        data = encode_row(step, row)
+        self._append(encode_row(step, row))
+
+    def tell(self, step: int, event: Event) -> None:
+        """Append an event.
+
+        Raises:
+            MetricsFileError: see `write`.
+        """
+        self._append(encode_row(step, event.columns))
+
+    def _append(self, data: bytes) -> None:
         try:
             while data:
                 data = data[self._file.write(data) :]
@@ -93,10 +106,13 @@ class JsonlSink:
             raise _cannot_write(self.path, error) from error
 
 
-def encode_row(step: int, row: Mapping[str, float]) -> bytes:
+def encode_row(step: int, row: Mapping[str, str | float]) -> bytes:
     """One line of the file, newline included."""
     fields: dict[str, Any] = {"step": step}
     for key, value in row.items():
+        if isinstance(value, str):
+            fields[key] = value
+            continue
         number = value if isinstance(value, int) else float(value)  # numpy's own floats end here
         fields[key] = number if math.isfinite(number) else json.dumps(number)
     return (json.dumps(fields, allow_nan=False) + "\n").encode()
@@ -108,10 +124,16 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """The rows of a metrics.jsonl one by one, also while a run writes to it: a torn last line is left out.
+    """The rows of a metrics.jsonl one by one, without the events. See `iterate_record`."""
+    return (row for row in iterate_record(path) if "event" not in row)
+
+
+def iterate_record(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows and events of a metrics.jsonl one by one, also while a run writes to it: a torn last line is left
+    out.
 
     Yields:
-        The rows in file order: `step` and the metrics, non-finite numbers as floats again.
+        In file order: `step` and the metrics, non-finite numbers as floats again; or the fields of an event.
 
     Raises:
         MetricsFileError: The file cannot be read, or a line before the last is no row.
@@ -138,8 +160,8 @@ def _stretches(missing: Collection[int], steps: Collection[int]) -> str:
     return ", ".join(said[:5]) + (" ..." if len(said) > 5 else "")
 
 
-def _decode(line: bytes) -> dict[str, float] | None:
-    """The row in a line, or None where the line is torn or something else."""
+def _decode(line: bytes) -> dict[str, Any] | None:
+    """The row or event in a line, or None where the line is torn or something else."""
     try:
         row = from_json(line)  # a quarter of json.loads' time
     except ValueError:
@@ -148,12 +170,14 @@ def _decode(line: bytes) -> dict[str, float] | None:
         return None
     if _NUMBERS.issuperset(map(type, row.values())):
         return row
+    if isinstance(row.get("event"), str):
+        return row if _NUMBERS_AND_TEXT.issuperset(map(type, row.values())) else None
     row = {key: _NON_FINITE.get(value) if isinstance(value, str) else value for key, value in row.items()}
     return row if _NUMBERS.issuperset(map(type, row.values())) else None
 
 
 def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> tuple[Mapping[str, set[int]], int]:
-    """Removes rows after `last_step` and lines that are no rows, in one step: a kill leaves old or new.
+    """Removes what came after `last_step` and lines that say nothing, in one step: a kill leaves old or new.
 
     A row at a time: a long run has hundreds of thousands. What goes is at the end, after a kill; only a
     file that was damaged in between is written anew.

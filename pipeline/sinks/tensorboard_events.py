@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError
+from pipeline.events import Event
 
 
 class TensorBoardSink:
@@ -36,6 +37,10 @@ class TensorBoardSink:
         """Add one scalar a metric."""
         for key, value in row.items():
             self._writer.add_scalar(key, value, step)
+
+    def tell(self, step: int, event: Event) -> None:
+        """Add a text under the event's name."""
+        self._writer.add_text(f"events/{event.name}", event.line, step)
 
     def close(self, exit_code: int) -> None:
         """Write out the queue and close the file."""

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
+from pipeline.events import Event
 from pipeline.sinks.scratch import temporary_files_in_scratch
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,11 @@ class WandbSink:
         self._step = step
         self._row |= row
 
+    def tell(self, step: int, event: Event) -> None:
+        """Send an alert, by mail or chat as the user's settings there say; W&B holds back repeated ones."""
+        if self._is_on and event.level != "info":
+            self._is_on = _never_crash("stopped", lambda: self._alert(step, event)) is not None
+
     def close(self, exit_code: int) -> None:
         """Finish the run; waits for the server at most `FINISH_TIMEOUT_SECONDS`.
 
@@ -126,6 +132,11 @@ class WandbSink:
 
     def _log(self, row: dict[str, float]) -> bool:
         self._run.log(row, step=self._step, commit=True)
+        return True
+
+    def _alert(self, step: int, event: Event) -> bool:
+        level = "ERROR" if event.level == "error" else "WARN"
+        self._run.alert(title=event.name, text=f"step {step}: {event.line}", level=level, wait_duration=60)
         return True
 
     def _finish(self, exit_code: int) -> None:

@@ -10,6 +10,7 @@ from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.config.model_schema import CNNConfig
 from pipeline.config.schema import LogConfig, RunConfig, WandbConfig
 from pipeline.errors import ConfigError
+from pipeline.events import Event
 from pipeline.sinks import Sinks, build_sinks
 from pipeline.sinks.jsonl import MetricsFileError, read_metrics
 
@@ -17,11 +18,15 @@ from pipeline.sinks.jsonl import MetricsFileError, read_metrics
 class Recorder:
     def __init__(self, failure: Exception | None = None):
         self.rows: list[tuple[int, dict[str, float]]] = []
+        self.events: list[tuple[int, Event]] = []
         self.closed_with: list[int] = []
         self.failure = failure
 
     def write(self, step, row):
         self.rows.append((step, dict(row)))
+
+    def tell(self, step, event):
+        self.events.append((step, event))
 
     def close(self, exit_code):
         self.closed_with.append(exit_code)
@@ -48,6 +53,22 @@ def build(run_dir: Path, config: RunConfig, *, start_step: int = 0, is_main_proc
         max_steps=4,
         run_config={},
     )
+
+
+def test_what_happened_is_logged_once_and_handed_to_every_sink(caplog):
+    caplog.set_level("INFO", logger="pipeline")
+    sinks = [Recorder(), Recorder()]
+    events = [
+        Event("loss_spike", "the loss is 9", "look at the data"),
+        Event("skip", "left out", level="info"),
+    ]
+    for step, event in enumerate(events):
+        Sinks(sinks).tell(step, event)
+    assert sinks[0].events == sinks[1].events == list(enumerate(events))
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("WARNING", "the loss is 9; look at the data"),
+        ("INFO", "left out"),
+    ]
 
 
 def test_exit_code_is_0_normally_and_1_after_an_exception():

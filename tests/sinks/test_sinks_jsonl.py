@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.sinks.jsonl import JsonlSink, MetricsFileError, encode_row, read_metrics
+from pipeline.events import Event
+from pipeline.sinks.jsonl import JsonlSink, MetricsFileError, encode_row, iterate_record, read_metrics
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 ROWS = st.dictionaries(st.text(min_size=1).filter(lambda key: key != "step"), FLOATS | st.integers())
@@ -80,6 +81,25 @@ def test_a_new_run_starts_with_no_rows(tmp_path: Path):
     path.write_bytes(encode_row(3, {"train/loss": 1.0}))
     JsonlSink(path, start_step=0).close(0)
     assert path.read_bytes() == b""
+
+
+def test_events_stand_between_the_rows_and_are_no_rows(tmp_path: Path):
+    spike = Event("loss_spike", "the loss is NaN", "look at it", "error", {"sample": 3, "source": "code"})
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, start_step=0)
+    sink.write(1, {"train/loss": 2.0})
+    sink.tell(2, spike)
+    sink.write(2, {"train/loss": math.inf})
+    sink.tell(3, spike)
+    sink.close(0)
+    assert read_metrics(path) == [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": math.inf}]
+    line = {"step": 2, "event": "loss_spike", "level": "error", "message": "the loss is NaN"}
+    line |= {"advice": "look at it", "sample": 3, "source": "code"}
+    assert list(iterate_record(path))[1] == line
+    again = JsonlSink(path, start_step=2)
+    assert again.gaps({"train": [1, 2]}) is None
+    again.close(0)
+    assert [each["step"] for each in iterate_record(path)] == [1, 2, 2]
 
 
 def test_every_row_is_in_the_file_before_write_returns(tmp_path: Path):

@@ -1,0 +1,35 @@
+"""What a run tells besides its numbers: alerts, and what was done about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Level = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step: a line of the log and of metrics.jsonl, an alert elsewhere."""
+
+    name: str
+    """One of few words in snake_case, as `loss_spike`: what a reader filters by."""
+    message: str
+    """What happened, with its numbers."""
+    advice: str = ""
+    """What to try, where there is something."""
+    level: Level = "warning"
+    fields: Mapping[str, str | float] = field(default_factory=dict)
+    """Further columns of its line in metrics.jsonl."""
+
+    @property
+    def line(self) -> str:
+        """Message and advice as the log has them."""
+        return f"{self.message}; {self.advice}" if self.advice else self.message
+
+    @property
+    def columns(self) -> dict[str, str | float]:
+        """Its line in metrics.jsonl, without the step."""
+        said: dict[str, str | float] = {"event": self.name, "level": self.level, "message": self.message}
+        return said | ({"advice": self.advice} if self.advice else {}) | dict(self.fields)
