@@ -59,7 +59,8 @@ def build_engine(
         return TorchEngine(
             model_in(Placed(job.device, torch.float32)), config.optimizer, config.engine, split, job
         )
-    from pipeline.engine.deepspeed_engine import DeepSpeedEngine, sharding_for, start_deepspeed
+    from pipeline.engine.deepspeed_base import start_deepspeed
+    from pipeline.engine.deepspeed_engine import DeepSpeedEngine, sharding_for
     from pipeline.engine.native_ops import prepare_native_ops
     from pipeline.engine.nvme import SwapFolder
 

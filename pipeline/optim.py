@@ -158,9 +158,11 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
         group["lr"] = learning_rate * group["lr_factor"]
 
 
-def clip_or_skip(optimizer: Optimizer, norm: Tensor, max_norm: float) -> Tensor:
-    """Before a step: gradients are clipped to `max_norm`, and where the norm is not finite, no parameter and
-    no state of the optimizer will move.
+def clip_or_skip(
+    optimizer: Optimizer, norm: Tensor, max_norm: float, is_refused: Tensor | None = None
+) -> Tensor:
+    """Before a step: gradients are clipped to `max_norm`, and where the norm is not finite, or the step is
+    refused, no parameter and no state of the optimizer will move.
 
     Fused kernels read `grad_scale` and `found_inf` on the device, the attributes that torch's GradScaler
     sets. What steps on the host is waited for, and has the gradients taken away: torch's optimizers pass over
@@ -169,11 +171,13 @@ def clip_or_skip(optimizer: Optimizer, norm: Tensor, max_norm: float) -> Tensor:
     Args:
         norm: Of all gradients together, 0-dim.
         max_norm: 0: nothing is clipped.
+        is_refused: bool, 0-dim; None: it is not.
 
     Returns:
         1 where the step is skipped, else 0; 0-dim.
     """
-    skipped = (~torch.isfinite(norm)).float()
+    is_skipped = ~torch.isfinite(norm)
+    skipped = (is_skipped if is_refused is None else is_skipped | is_refused).float()
     if reads_found_inf(optimizer):
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         if max_norm > 0:  # as clip_grads_with_norm_ has it

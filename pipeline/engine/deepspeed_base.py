@@ -4,6 +4,10 @@ of them, and how they end.
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,9 +21,15 @@ from torch import nn
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.deepspeed_patches import first_update_kept, forget_model, go_on_at_the_minimum
+from pipeline.engine.deepspeed_patches import (
+    first_update_kept,
+    forget_model,
+    go_on_at_the_minimum,
+    prepare_for_cpu,
+)
 from pipeline.engine.parallel_state import EngineGroups
 from pipeline.engine.profile import without_profilers
+from pipeline.engine.refusal import Refusal
 from pipeline.engine.state import State, restore
 from pipeline.engine.step_gate import StepGate
 from pipeline.shards import Scalars, Shard, ShardSource
@@ -31,6 +41,19 @@ _SEARCH = {
     "loss_scale_last_overflow": "last_overflow_iter",
     "loss_scale_hysteresis": "cur_hysteresis",
 }
+
+
+def start_deepspeed(job: Job) -> None:
+    """Hands the job's process group to DeepSpeed and turns off what a CPU run does not need."""
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # ninja, which compiles DeepSpeed's ops, lies beside the venv's python, activated or not.
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times a step: 5 % of it, and the log.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if job.device.type == "cpu":
+        prepare_for_cpu()
+    deepspeed.utils.nvtx.enable_nvtx = False  # a range around every hook, for a profiler that is not there
+    deepspeed.init_distributed(dist_init_required=False)
 
 
 # Elements: below, a reduction takes its latency. In so many parts a model is reduced beside its backward.
@@ -64,6 +87,7 @@ class DeepSpeedBase(ABC):
         self._job = job
         self._max_grad_norm = optimizer.max_grad_norm
         self._skipped = torch.zeros((), device=self.device)
+        self._own_loss_scale = 1.0
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: Any = None) -> None:
         """Puts DeepSpeed around the model and `_optimizer`. Collective."""
@@ -80,7 +104,20 @@ class DeepSpeedBase(ABC):
         go_on_at_the_minimum(self._zero_optimizer)
         # Stage 3 steps on the device what an offload's `ratio` leaves there.
         other = getattr(self._zero_optimizer, "backup_optimizer", None)
-        self._gate = StepGate(self.module, self._optimizer, *([] if other is None else [other]))
+        self._stepped = [self._optimizer, *([] if other is None else [other])]
+        self._gate = StepGate(self.module, *self._stepped)
+        self._refusal = Refusal(self._job, self.module)
+
+    def _refuse_steps(self) -> None:
+        """Has steps whose norm is DeepSpeed's held to their limits: it has the norm before they begin."""
+        for optimizer in self._stepped:
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(lambda *_: self._refusal.after())
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._refusal.has_limits:
+            norm = self._zero_optimizer._global_grad_norm
+            self._refusal.before(optimizer, norm / self._own_loss_scale)
 
     @property
     def module(self) -> nn.Module:

@@ -5,11 +5,7 @@ and fp16. Pipeline stages have an engine of their own.
 from __future__ import annotations
 
 import copy
-import logging
 import math
-import os
-import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,12 +27,12 @@ from pipeline.engine.deepspeed_patches import (
     keep_autocast,
     keep_misaligned_gradients,
     loss_scale_left_to_us,
-    prepare_for_cpu,
 )
 from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.documents import with_bounds
 from pipeline.engine.interface import (
     DTYPES,
+    Limits,
     StepResult,
     check_gradient,
     count_and_flags,
@@ -57,19 +53,6 @@ from pipeline.models.sharding import Placed, Sharding
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.op_builds import CPU_ADAM, needed_ops
 from pipeline.optim import build_torch_optimizer, parameter_groups, set_learning_rate
-
-
-def start_deepspeed(job: Job) -> None:
-    """Hands the job's process group to DeepSpeed and turns off what a CPU run does not need."""
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    # ninja, which compiles DeepSpeed's ops, lies beside the venv's python, activated or not.
-    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times a step: 5 % of it, and the log.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if job.device.type == "cpu":
-        prepare_for_cpu()
-    deepspeed.utils.nvtx.enable_nvtx = False  # a range around every hook, for a profiler that is not there
-    deepspeed.init_distributed(dist_init_required=False)
 
 
 def sharding_for(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:
@@ -171,6 +154,8 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
             if self._split.precision == "bf16":
                 guard.step_on_device(self._zero_optimizer)
+        if not self._own_guard:
+            self._refuse_steps()
         if stage == 3 and self._split.tensor_parallel == 1:
             guard.one_norm_of_all(self._zero_optimizer, self._job.all_reduce_sum)
 
@@ -187,7 +172,12 @@ class DeepSpeedEngine(DeepSpeedBase):
             return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
+        self,
+        micro_batches: Sequence[Batch],
+        objective: Objective,
+        learning_rate: float,
+        flags: int,
+        limits: Limits | None = None,
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
@@ -198,13 +188,15 @@ class DeepSpeedEngine(DeepSpeedBase):
             count_and_flags(micro_batches, objective, flags, self.device, self._copies)
         )
         averaged_over = self.dp_world_size * self._split.sequence_parallel
-        own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
+        self._refusal.begin(limits)
+        own_loss_scale = self._own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         with self._autocast():
             to_device = partial(self._part_on_device, objective=objective)
             objective.prepare_step(GlobalBatch(engine, micro_batches, to_device, self._job.all_reduce_sum))
         losses: list[LossSum] = []
+        alike = self._split.tensor_parallel  # each rank of a tensor group computed all of it
         for index, cpu_batch in enumerate(micro_batches):
             with self._autocast():
                 loss = objective(engine, self._part_on_device(cpu_batch, objective))
@@ -213,29 +205,40 @@ class DeepSpeedEngine(DeepSpeedBase):
                 totals = arrived()
                 scale = backward_scale(totals[0], averaged_over).float()
             engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
-            if self._own_guard and self._split.zero_stage > 0 and engine.is_gradient_accumulation_boundary():
-                self._clip_and_guard_partition()
-            engine.step()
             losses.append(loss.detached())
+            if engine.is_gradient_accumulation_boundary():
+                total = added(losses, objective.means, self.device)
+                loss_sum = total.loss_sum / alike
+                self._refusal.look(loss_sum, totals[0])
+                if self._own_guard and self._split.zero_stage > 0:
+                    self._clip_and_guard_partition()
+            engine.step()
         self._buffers.share()
         if self._watch is not None:
             warn_of_unused(self._watch.unused())
             self._watch = None
-        num_skipped = engine.skipped_steps - skipped_before
+        grad_norm, skipped = self._outcome(engine.skipped_steps - skipped_before)
+        scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
+        extras = {key: value / alike for key, value in total.extras.items()}
+        mean = self._refusal.loss
+        return StepResult(loss_sum, totals[0], grad_norm, skipped, totals[1], scale_now, extras, mean)
+
+    def _outcome(self, num_skipped: int) -> tuple[Tensor | float | None, Tensor]:
+        """Gradient norm of a step that was done, and 1 where it was not taken, else 0.
+
+        Args:
+            num_skipped: 1 where DeepSpeed left it out, else 0.
+        """
         skipped = torch.full((), float(num_skipped), device=self.device)  # a copy from the host would wait
         grad_norm: Tensor | float | None
         if not self._own_guard:
-            norm = engine.get_global_grad_norm()
-            grad_norm = None if norm is None else norm / own_loss_scale
+            norm = self._engine.get_global_grad_norm()
+            grad_norm = None if norm is None else norm / self._own_loss_scale
         elif num_skipped:  # before the optimizer's hook
             grad_norm = math.inf
         else:
             skipped, grad_norm = self._skipped, self._norm
-        scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        total = added(losses, objective.means, self.device)
-        alike = self._split.tensor_parallel  # each rank of a tensor group computed all of it
-        extras = {key: value / alike for key, value in total.extras.items()}
-        return StepResult(total.loss_sum / alike, totals[0], grad_norm, skipped, totals[1], scale_now, extras)
+        return grad_norm, self._refusal.end(skipped)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self._float_dtype) if self._is_autocast else nullcontext()
@@ -255,12 +258,12 @@ class DeepSpeedEngine(DeepSpeedBase):
         """Before the inner optimizer's step at stage 0, where every rank has all gradients."""
         sums = sum_of_parts if self._split.tensor_parallel > 1 else guard.alone
         self._norm, self._skipped = guard.clip_and_guard(
-            self._optimizer, self._max_grad_norm, self._is_counted, sums
+            self._optimizer, self._max_grad_norm, self._is_counted, sums, self._refusal
         )
 
     def _clip_and_guard_partition(self) -> None:
         self._norm, self._skipped = guard.clip_and_guard_partition(
-            self._zero_optimizer, self._max_grad_norm, self._counts, self._job.all_reduce_sum
+            self._zero_optimizer, self._max_grad_norm, self._counts, self._job.all_reduce_sum, self._refusal
         )
 
     @torch.no_grad()

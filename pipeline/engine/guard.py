@@ -18,6 +18,8 @@ from pipeline.config.split import Split
 from pipeline.optim import clip_or_skip, reads_found_inf
 
 Sums = Callable[[Tensor], Tensor]
+Refused = Callable[[Tensor], Tensor | None]
+"""Norm of the gradients, 0-dim -> whether a step is not to be taken, bool, 0-dim; None: none is refused."""
 
 
 def alone(square: Tensor) -> Tensor:
@@ -55,12 +57,14 @@ def clip_and_guard(
     max_norm: float,
     counted: Iterable[bool] = repeat(True),
     sums: Sums = alone,
+    refused: Refused | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Has the optimizer's next step clip the gradients, or move nothing where they are not finite.
 
     Args:
         counted: Of each parameter of the optimizer, whether it is this rank's to count.
         sums: Adds a 0-dim tensor up over the ranks that hold parts of the model.
+        refused: Whether a step with such a norm is not to be taken.
 
     Returns:
         The global gradient norm before clipping, and 1 where the step is skipped, else 0; both 0-dim.
@@ -68,11 +72,11 @@ def clip_and_guard(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p, own in zip(parameters, counted, strict=False) if own and p.grad is not None]
     norm = sums(square_norm(gradients, parameters[0].device)).sqrt().float()
-    return norm, clip_or_skip(optimizer, norm, max_norm)
+    return norm, clip_or_skip(optimizer, norm, max_norm, refused(norm) if refused is not None else None)
 
 
 def clip_and_guard_partition(
-    zero: Any, max_norm: float, is_counted: Callable[[Tensor], bool], sums: Sums
+    zero: Any, max_norm: float, is_counted: Callable[[Tensor], bool], sums: Sums, refused: Refused
 ) -> tuple[Tensor, Tensor]:
     """`clip_and_guard` at ZeRO 1 and 2, after the last backward, over what is this rank's to step.
 
@@ -86,7 +90,7 @@ def clip_and_guard_partition(
         if is_counted(p)
     ]
     norm = sums(square_norm(gradients, zero.single_partition_of_fp32_groups[0].device)).sqrt().float()
-    return norm, clip_or_skip(zero.optimizer, norm, max_norm)
+    return norm, clip_or_skip(zero.optimizer, norm, max_norm, refused(norm))
 
 
 def one_norm_of_all(zero: Any, sums: Sums) -> None:

@@ -19,6 +19,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a step may not exceed, if it is to be taken; nor may it be infinite or NaN."""
+
+    loss: float
+    """Mean loss of the global batch."""
+    grad_norm: float
+    """Before clipping."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """One optimizer step. Tensors are 0-dim on the device: reading one waits for it."""
 
@@ -29,13 +39,15 @@ class StepResult:
     grad_norm: Tensor | float | None
     """Global norm before clipping."""
     skipped: Tensor
-    """1 where the gradient was not finite and the parameters were left alone, else 0."""
+    """1 where the gradient was not finite or a limit exceeded, and the parameters were left alone, else 0."""
     flags: Tensor
     """Sum over ranks of their stop and save flags; see distributed.stopping."""
     loss_scale: float | None
     """fp16 only."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """This rank's share of the objective's further sums, as `loss_sum` is."""
+    loss: Tensor | None = None
+    """Mean loss of the global batch; None: the step had no limits."""
 
 
 class Profile(Protocol):
@@ -79,12 +91,18 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
     """Of the whole model, wherever its parts lie."""
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
+        self,
+        micro_batches: Sequence[Batch],
+        objective: Objective,
+        learning_rate: float,
+        flags: int,
+        limits: Limits | None = None,
     ) -> StepResult:
         """Forward and backward over the micro-batches, then one optimizer step.
 
         Args:
             flags: This rank's stop and save flags (distributed.stopping), summed over ranks with the counts.
+            limits: Of a step that exceeds them nothing stays. With any, a collective more.
         """
         ...
 

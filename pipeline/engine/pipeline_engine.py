@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -25,7 +25,7 @@ from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale
 from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.documents import with_bounds
 from pipeline.engine.guard import clip_and_guard
-from pipeline.engine.interface import StepResult, count_and_flags, to_device
+from pipeline.engine.interface import Limits, StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import kept_buffers
 from pipeline.engine.stages import Stages, named, stage_groups
@@ -80,8 +80,11 @@ class PipelineEngine(DeepSpeedBase):
         self._norm = torch.full((), torch.inf, device=self.device)
         if self._own_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
+        else:
+            self._refuse_steps()
         have_a_norm_of_nothing(self._zero_optimizer, self.device)
         self._shapes: Any = None
+        self._look: Callable[[], None] = lambda: None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
         self._groups.keep()
@@ -91,7 +94,12 @@ class PipelineEngine(DeepSpeedBase):
         return generate(self.module, prompts, settings, self.device)
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
+        self,
+        micro_batches: Sequence[Batch],
+        objective: Objective,
+        learning_rate: float,
+        flags: int,
+        limits: Limits | None = None,
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
@@ -102,6 +110,9 @@ class PipelineEngine(DeepSpeedBase):
         # PipelineEngine divides by the accumulation steps and cannot be told not to.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
         own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
+        self._own_loss_scale = own_loss_scale
+        self._refusal.begin(limits)
+        self._look = lambda: self._refusal.look(self._total(objective).loss_sum, totals[0])
         self._last.begin(objective, scale * own_loss_scale)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
@@ -114,8 +125,27 @@ class PipelineEngine(DeepSpeedBase):
         if self._own_norm and self.precision == "fp32":
             skipped = self._skipped
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        total = added(self._last.losses, objective.means, self.device)  # 0 before the last stage
-        return StepResult(total.loss_sum, totals[0], norm, skipped, totals[1], scale_now, total.extras)
+        self._look()  # DeepSpeed begins no step whose norm is not finite
+        skipped = self._refusal.end(skipped)
+        total = self._total(objective)
+        return StepResult(
+            total.loss_sum,
+            totals[0],
+            norm,
+            skipped,
+            totals[1],
+            scale_now,
+            total.extras,
+            self._refusal.loss,
+        )
+
+    def _total(self, objective: Objective) -> LossSum:
+        """Of the step's micro-batches so far; 0 before the last stage."""
+        return added(self._last.losses, objective.means, self.device)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *hooked: Any) -> None:
+        self._look()
+        super()._before_step(optimizer, *hooked)
 
     def _on_device(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
         """What PipelineEngine takes: the first stage's inputs, and for the last stage the whole batch."""
@@ -146,8 +176,13 @@ class PipelineEngine(DeepSpeedBase):
 
         DeepSpeed does none of it in fp32, and in fp16 counts tied weights twice.
         """
+        self._look()
         self._norm, self._skipped = clip_and_guard(
-            self._optimizer, self._max_grad_norm, (not each for each in self._is_copy), self._over_stages
+            self._optimizer,
+            self._max_grad_norm,
+            (not each for each in self._is_copy),
+            self._over_stages,
+            self._refusal,
         )
 
     def _over_stages(self, square: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.documents import with_bounds
 from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import (
+    Limits,
     StepResult,
     check_gradient,
     count_and_flags,
@@ -30,6 +31,7 @@ from pipeline.engine.interface import (
 )
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import ParameterState, kept_buffers, names_of, whole_parameters
+from pipeline.engine.refusal import Refusal
 from pipeline.engine.state import restore
 from pipeline.engine.step_gate import StepGate
 from pipeline.engine.unused import warn_of_unused
@@ -69,6 +71,7 @@ class TorchEngine:
         self._ddp: _Reducing | None = None
         self._is_first_step = True
         self._buffers = ChangingBuffers(self.module)
+        self._refusal = Refusal(job, self.module)
         self._replicas: nn.Module = self.module
         if split.parallel == "ddp" and job.is_distributed:
             self._ddp = _Reducing(self.module, config, job)
@@ -87,7 +90,12 @@ class TorchEngine:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def train_step(
-        self, micro_batches: Sequence[Batch], objective: Objective, learning_rate: float, flags: int
+        self,
+        micro_batches: Sequence[Batch],
+        objective: Objective,
+        learning_rate: float,
+        flags: int,
+        limits: Limits | None = None,
     ) -> StepResult:
         """See Engine.train_step.
 
@@ -99,6 +107,7 @@ class TorchEngine:
         # Ranks that come late are waited for behind the forward, not before it.
         arrived = self._job.begin_sum(count_and_flags(micro_batches, objective, flags, self.device))
         self._optimizer.zero_grad(set_to_none=True)
+        self._refusal.begin(limits)
         with self._autocast():
             to_device = partial(self._on_device, objective=objective)
             objective.prepare_step(
@@ -119,10 +128,14 @@ class TorchEngine:
         self._look_for_unused()
         self._buffers.share()
         set_learning_rate(self._optimizer, learning_rate)
-        grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm)
-        self._optimizer.step()
         total = added(losses, objective.means, self.device)
-        return StepResult(total.loss_sum, totals[0], grad_norm, skipped, totals[1], None, total.extras)
+        self._refusal.look(total.loss_sum, totals[0])
+        grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm, refused=self._refusal)
+        self._optimizer.step()
+        skipped = self._refusal.end(skipped)
+        return StepResult(
+            total.loss_sum, totals[0], grad_norm, skipped, totals[1], None, total.extras, self._refusal.loss
+        )
 
     def _reduced_after(self, is_last: bool) -> AbstractContextManager[Any]:
         """Around a forward and backward: gradients are summed over ranks after the last one only."""

@@ -16,7 +16,7 @@ import deepspeed, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from pipeline.distributed.process_group import start_job
 from pipeline.distributed.ranks import read_ranks
-from pipeline.engine.deepspeed_engine import start_deepspeed
+from pipeline.engine.deepspeed_base import start_deepspeed
 
 job = start_job(read_ranks({}), distributed=True, timeout=timedelta(seconds=77))
 start_deepspeed(job)

@@ -150,7 +150,7 @@ def test_a_plan_that_deepspeed_does_not_take_is_told_in_a_line(ranks):
 
 def cut(job: Job, section: dict[str, Any], name: str, change: str):
     """A rank's part of one parameter, frozen, after a change of the whole one."""
-    from pipeline.engine.deepspeed_engine import start_deepspeed
+    from pipeline.engine.deepspeed_base import start_deepspeed
     from pipeline.engine.tensor_sharding import TensorSharding
 
     start_deepspeed(job)

@@ -21,7 +21,7 @@ class Copied(nn.Module):
 
 def whole_weights(job: Job, limit: int) -> list[torch.Tensor]:
     from pipeline.engine import zero3
-    from pipeline.engine.deepspeed_engine import start_deepspeed
+    from pipeline.engine.deepspeed_base import start_deepspeed
 
     start_deepspeed(job)
     deepspeed = {

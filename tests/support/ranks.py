@@ -116,7 +116,7 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
 
     from pipeline.distributed.process_group import start_job
     from pipeline.distributed.ranks import read_ranks
-    from pipeline.engine.deepspeed_engine import start_deepspeed
+    from pipeline.engine.deepspeed_base import start_deepspeed
     from pipeline.engine.parallel_state import EngineGroups
 
     endings = _endings_of_engines()

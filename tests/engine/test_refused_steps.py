@@ -1,0 +1,166 @@
+"""A step that exceeds its limits leaves nothing behind: what follows is bit-equal to a run without it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
+from torch import nn
+
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.engine.interface import Engine, Limits
+from pipeline.engine.refusal import Refusal
+from pipeline.objectives import CausalLM, LossSum
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+SGD = {"optimizer": {"kind": "sgd", "learning_rate": 3e-3, "max_grad_norm": 0.5}}
+# Name -> ranks, DeepSpeed JSON (None: plain PyTorch), what else the recipe says.
+SPLITS: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "single": (1, None, {}),
+    "ddp": (2, None, {}),
+    "ddp-sgd": (2, None, SGD),
+    "zero0": (2, deepspeed_json(0), {}),
+    "zero0-bf16": (2, deepspeed_json(0, "bf16"), {}),
+    "zero1-bf16": (2, deepspeed_json(1, "bf16"), {}),
+    "zero2": (2, deepspeed_json(2), {}),
+    "zero2-sgd": (2, deepspeed_json(2), SGD),
+    "zero2-offload": (2, deepspeed_json(2, **OFFLOAD), {}),
+    "zero3": (2, deepspeed_json(3), {}),
+    "zero3-bf16": (2, deepspeed_json(3, "bf16"), {}),
+    "zero3-offload": (2, deepspeed_json(3, **OFFLOAD), {}),
+    "tensor": (2, deepspeed_json(1) | {"tensor_parallel": {"autotp_size": 2}}, {}),
+    "pipeline": (2, deepspeed_json(0) | {"pipeline": {"stages": 2}}, {}),
+    "pipeline-zero1": (2, deepspeed_json(1) | {"pipeline": {"stages": 2}}, {}),
+    "pipeline-bf16": (2, deepspeed_json(0, "bf16") | {"pipeline": {"stages": 2}}, {}),
+}
+DAILY = ("ddp", "zero0-bf16", "zero2", "zero2-offload", "zero3", "tensor", "pipeline")
+
+
+class Poisoned(CausalLM):
+    """The same loss, times what it is told, in the last of a step's micro-batches alone."""
+
+    factor = 1.0
+
+    def __call__(self, model, batch) -> LossSum:
+        loss = super().__call__(model, batch)
+        factor = self.factor if int(batch["input_ids"][0, 0]) == int(self.poisoned) else 1.0
+        return LossSum(loss.loss_sum * factor, loss.count)
+
+
+def state(engine: Engine) -> tuple[list[torch.Tensor], Any]:
+    return [shard.values.detach().clone() for shard in engine.shards()], engine.scalars()
+
+
+def with_and_without(job: Job, tree, deepspeed, bad: list[tuple[float, Limits]]):
+    """Whether losses, norms and all that is kept are bit-equal to those of a run without the bad steps, and
+    what was said of the bad ones."""
+    data = token_bundle()
+
+    def train(with_bad: bool):
+        engine = make_engine(job, tree, deepspeed, data)
+        objective = Poisoned()
+        width = 2 * engine.dp_world_size
+
+        def batches(first: int):
+            at = first + 2 * engine.dp_rank
+            return [
+                {key: torch.stack([data.train[at + m + i][key] for i in range(2)]) for key in data.train[0]}
+                for m in (0, width)
+            ]
+
+        def step(first: int, factor: float = 1.0, limits: Limits | None = None):
+            group = batches(first)
+            objective.factor = factor
+            objective.poisoned = group[1]["input_ids"][0, 0] if engine.dp_rank == 0 else -1
+            result = engine.train_step(group, objective, 1e-2, 0, limits)
+            return float(job.all_reduce_sum(result.loss_sum.clone())), float(result.grad_norm), result
+
+        curve, said = [step(0)[:2]], []
+        for at, (factor, limits) in enumerate(bad):
+            if with_bad:
+                result = step(32, factor, limits)[2]
+                said.append((float(result.skipped), float(result.loss)))
+            result = step(8 + 8 * at, limits=Limits(100.0, 100.0))
+            curve.append(result[:2])
+            assert float(result[2].skipped) == 0
+            assert math.isclose(
+                float(result[2].loss), result[0] / float(result[2].global_count), rel_tol=1e-6
+            )
+        curve.append(step(24)[:2])  # no limits any more
+        kept = state(engine)
+        engine.close()
+        return curve, kept, said
+
+    (curve, kept, said), (clean_curve, clean, _) = train(True), train(False)
+    equal = all(torch.equal(a, b) for a, b in zip(kept[0], clean[0], strict=True)) and kept[1] == clean[1]
+    return curve == clean_curve, equal, said
+
+
+@pytest.mark.slow
+@pytest.mark.daily(*DAILY)
+@pytest.mark.parametrize("split", SPLITS)
+def test_what_follows_a_refused_step_is_bit_equal_to_a_run_without_it(ranks, split):
+    """A loss that is NaN, one too high, and a gradient that is too long, each on one rank alone."""
+    world_size, deepspeed, changes = SPLITS[split]
+    tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 2}, **changes)
+    bad = [(math.nan, Limits(100.0, 100.0)), (50.0, Limits(12.0, math.inf)), (1.0, Limits(math.inf, 1e-6))]
+    if split == "single":
+        answers = [with_and_without(ALONE, tree, deepspeed, bad)]
+    else:
+        answers = ranks(world_size).run(with_and_without, tree, deepspeed, bad, timeout=500)
+    for same_curve, same_state, said in answers:
+        assert [skipped for skipped, _ in said] == [1.0, 1.0, 1.0]
+        assert math.isnan(said[0][1])
+        assert said[1][1] > 12.0 > said[2][1]
+        assert same_curve
+        assert same_state
+    assert all(said[1:] == answers[0][2][1:] for _, _, said in answers), "ranks were told different losses"
+
+
+class Counting(nn.Module):
+    """Its forward changes a buffer in place, puts another tensor for a second one, and poisons a norm's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(3), persistent=False)
+
+    def forward(self, x):
+        self.seen += len(x)
+        self.last = x.mean(dim=0)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_buffers_of_a_refused_step_are_those_before_it(is_refused):
+    module = Counting()
+    module(torch.randn(4, 3))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    refusal = Refusal(ALONE, module)
+    refusal.begin(Limits(1.0, 1.0))
+    module(torch.full((4, 3), math.nan if is_refused else 1.0))
+    refusal.look(torch.tensor(4 * (math.nan if is_refused else 0.5)), torch.tensor(4.0))
+    assert bool(refusal(torch.tensor(0.5))) is is_refused
+    assert float(refusal.end(torch.zeros(()))) == is_refused
+    after = dict(module.named_buffers())
+    unchanged = all(torch.equal(after[name], each) for name, each in before.items())
+    assert unchanged is is_refused
+    if not is_refused:
+        assert int(after["seen"]) == 8
+        assert torch.equal(after["last"], torch.ones(3))
+
+
+def test_a_step_without_limits_keeps_and_reads_nothing():
+    refusal = Refusal(ALONE, Counting())
+    refusal.begin(None)
+    refusal.look(torch.ones(()), torch.ones(()))
+    assert refusal(torch.tensor(math.nan)) is None
+    assert refusal.loss is None
+    skipped = torch.zeros(())
+    assert refusal.end(skipped) is skipped
