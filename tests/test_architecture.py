@@ -22,7 +22,7 @@ LAYERS = [
     ["objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
     ["checkpoint", "evaluation", "inspection"],
-    ["metrics", "memory_meter", "rows", "starvation", "watchers"],
+    ["band", "metrics", "memory_meter", "rows", "starvation", "watchers"],
     ["long_lived"],
     ["identity"],
     ["run_directory", "parts"],

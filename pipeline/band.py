@@ -1,0 +1,105 @@
+"""What is normal of a noisy series that drifts, such as a loss, and from where on a value is a spike."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+WINDOW = 128  # values that say what is normal
+LEAST = 32  # of them, before anything is a spike
+NEW_LEVEL = 16  # spikes in a row that are no spikes any more
+FLOOR = 0.25  # of the first LEAST values' median: below, nothing is worth the word
+TAIL = 0.95  # quantile that stands for the upper half: a hard source has a few batches in a hundred
+GAUSSIAN_MIDDLE, GAUSSIAN_TAIL = 0.6745, 1.6449  # standard deviations there
+TINY = sys.float_info.min
+LOG_TINY = math.log(TINY)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far above the median a spike begins."""
+
+    ratio: float
+    """Times the median, and beyond that"""
+    deviations: float
+    """standard deviations of the logarithm."""
+
+
+# From 10,000 steps of each shipped recipe, narrowed and with batches as small as run on a CPU. The largest
+# excursions were 1.34 times the median of the loss, at a deviation of 0.11; 6 and 4.8 times that of the
+# gradient norm, at 0.11 and 0.10. A batch of random tokens has twice the loss.
+LOSS = Reach(1.3, 5.0)
+GRADIENT_NORM = Reach(4.0, 8.0)
+
+
+class Band:
+    """Where the last values lie that were no spikes, as median and spread of their logarithms.
+
+    Losses and gradient norms are positive, scatter in proportion to what they are, and have a long tail
+    upwards. Of what is mostly 0 or negative nothing is a spike. A loss that fell to a hundredth scatters by
+    factors of thousands, harmlessly: hence FLOOR.
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._values: deque[float] = deque(maxlen=WINDOW)
+        self._refused = 0
+        self._floor = 0.0
+        self._limit = math.inf
+
+    @property
+    def limit(self) -> float:
+        """Above it a value is a spike; inf until LEAST values were seen."""
+        return self._limit
+
+    @property
+    def middle(self) -> float:
+        """The median of what is normal; NaN before the first value."""
+        return median(self._values) if self._values else math.nan
+
+    def add(self, value: float) -> bool:
+        """Takes the next value, unless it is a spike or not finite.
+
+        Returns:
+            It is a spike. After NEW_LEVEL of them in a row the band starts anew: that is how things are now.
+        """
+        if not math.isfinite(value):
+            return False
+        is_spike = value > self._limit
+        if not is_spike:
+            self._refused = 0
+            self._values.append(value)
+        else:
+            self._refused += 1
+            if self._refused == NEW_LEVEL:
+                self._values.clear()
+                self._refused = 0
+        self._settle()
+        return is_spike
+
+    def _settle(self) -> None:
+        if len(self._values) < LEAST or self.middle <= 0:
+            self._limit = math.inf
+            return
+        if not self._floor:
+            self._floor = FLOOR * self.middle
+        logs = sorted(math.log(value) if value > TINY else LOG_TINY for value in self._values)
+        middle = median(logs)
+        deviation = median([abs(each - middle) for each in logs]) / GAUSSIAN_MIDDLE
+        tail = (logs[int(TAIL * len(logs))] - middle) / GAUSSIAN_TAIL
+        above = math.log(self._reach.ratio) + self._reach.deviations * max(deviation, tail)
+        self._limit = max(math.exp(min(middle + above, 700.0)), self._floor)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """What a checkpoint keeps of it: plain numbers."""
+        return {"values": list(self._values), "refused": [float(self._refused)], "floor": [self._floor]}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Goes on from there."""
+        self._values = deque(state["values"], maxlen=WINDOW)
+        self._refused, self._floor = int(state["refused"][0]), float(state["floor"][0])
+        self._settle()

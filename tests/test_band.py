@@ -1,0 +1,107 @@
+"""The band of what is normal: quiet on what losses and norms are like, and not on what they are not."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from pipeline.band import GRADIENT_NORM, LEAST, LOSS, NEW_LEVEL, WINDOW, Band
+
+STEPS = np.arange(10_000)
+FALLING = 2.0 + 8.0 * np.exp(-STEPS / 60) + 1.5 * np.exp(-STEPS / 1500)
+RISING = 0.8 + 2.0 * (1 - np.exp(-STEPS / 150))
+
+
+def per_sample(rng, tail, samples):
+    """The mean of a batch of samples whose losses have a long tail."""
+    return np.exp(rng.normal(-(tail**2) / 2, tail, (len(STEPS), samples))).mean(axis=1)
+
+
+SERIES = {
+    "narrow": lambda rng: FALLING * np.exp(rng.normal(0, 0.02, len(STEPS))),
+    "small batches": lambda rng: FALLING * np.exp(rng.normal(0, 0.12, len(STEPS))),
+    "long tails": lambda rng: FALLING * per_sample(rng, 0.8, 8),
+    "single samples": lambda rng: FALLING * per_sample(rng, 0.6, 1),
+    "student": lambda rng: FALLING * (1 + 0.03 * rng.standard_t(4, len(STEPS))),
+    "a hard source": lambda rng: FALLING * np.where(rng.random(len(STEPS)) < 0.2, 2.5, 1.0),
+    "learned by heart": lambda rng: (
+        2.3 * np.exp(-STEPS / 300 + rng.normal(0, 2, len(STEPS)) * np.minimum(1, STEPS / 2000))
+    ),
+    "epochs": lambda rng: (2.5 - 0.3 * (STEPS // 700)).clip(0.3) * np.exp(rng.normal(0, 0.05, len(STEPS))),
+    "constant": lambda rng: np.full(len(STEPS), 1.7),
+    "nothing": lambda rng: np.zeros(len(STEPS)),
+    "negative": lambda rng: rng.normal(-1, 0.3, len(STEPS)),
+    "either sign": lambda rng: rng.normal(0.02, 0.3, len(STEPS)),
+}
+NORMS = {
+    "growing": lambda rng: RISING * np.exp(rng.normal(0, 0.1, len(STEPS))),
+    "gamma": lambda rng: RISING * rng.gamma(4, 0.25, len(STEPS)),
+    "student": lambda rng: RISING * np.exp(0.1 * rng.standard_t(5, len(STEPS)).clip(-12, 12)),
+    "clipped to nothing": lambda rng: np.exp(rng.normal(-9, 2.5, len(STEPS))),
+}
+
+
+def spikes(band, values):
+    return [index for index, value in enumerate(values) if band.add(float(value))]
+
+
+@pytest.mark.parametrize("name", SERIES)
+def test_no_loss_of_10_000_clean_steps_is_a_spike(name):
+    assert spikes(Band(LOSS), SERIES[name](np.random.default_rng(0))) == []
+
+
+@pytest.mark.parametrize("name", [*SERIES, *NORMS])
+def test_no_norm_of_10_000_clean_steps_is_a_spike(name):
+    assert spikes(Band(GRADIENT_NORM), (SERIES | NORMS)[name](np.random.default_rng(0))) == []
+
+
+@pytest.mark.parametrize(
+    ("reach", "name", "times"),
+    [
+        (LOSS, "narrow", 1.6),
+        (LOSS, "small batches", 3.0),
+        (LOSS, "epochs", 2.0),
+        (GRADIENT_NORM, "growing", 12),
+    ],
+)
+@pytest.mark.parametrize("at", [400, 2000])
+def test_what_stands_out_is_a_spike(reach, name, times, at):
+    values = (SERIES | NORMS)[name](np.random.default_rng(0))[: at + 50]
+    values[at] *= times
+    assert spikes(Band(reach), values) == [at]
+
+
+def test_a_new_level_becomes_normal():
+    values = [1.0] * 40 + [5.0] * 100 + [25.0]
+    band = Band(LOSS)
+    assert spikes(band, values) == [*range(40, 40 + NEW_LEVEL), 140]
+    assert band.middle == 5.0
+
+
+def test_a_good_value_between_spikes_keeps_the_band():
+    band = Band(LOSS)
+    assert len(spikes(band, [1.0] * 40 + ([5.0] * (NEW_LEVEL - 1) + [1.0]) * 4)) == 4 * (NEW_LEVEL - 1)
+
+
+def test_nothing_is_a_spike_at_first_nor_what_is_not_finite():
+    band = Band(LOSS)
+    assert spikes(band, [1.0] * (LEAST - 1) + [100.0]) == []
+    assert spikes(band, [math.nan, math.inf, -math.inf]) == []
+    assert band.limit < 2.0  # and none of them was taken in
+
+
+def test_it_goes_on_from_a_checkpoint():
+    values = SERIES["small batches"](np.random.default_rng(1))[:300]
+    values[[200, 230, 231, 260]] *= 6
+    whole, first = Band(LOSS), Band(LOSS)
+    expected = spikes(whole, values)
+    assert expected == [200, 230, 231, 260]
+    found = spikes(first, values[:231])
+    second = Band(LOSS)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + [231 + index for index in spikes(second, values[231:])] == expected
+    assert second.state_dict() == whole.state_dict()
+    assert len(second.state_dict()["values"]) == WINDOW
