@@ -150,6 +150,7 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
         seed=config.seed,
         num_workers=config.loader.num_workers,
         num_words=num_words(engine.module) if isinstance(config.model, CausalLMConfig) else None,
+        left_out=config.loader.leave_out,
     )
 
 

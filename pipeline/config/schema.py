@@ -18,12 +18,33 @@ MOST_SAMPLES_AT_ONCE = MOST_ACCUMULATED = 2**24
 MOST_SAMPLES_A_STEP = 2**40
 
 
+Position = Annotated[int, Field(ge=0, le=2**62)]
+
+
 class LoaderConfig(Closed):
     """How samples reach the device."""
 
     num_workers: int = Field(0, ge=0, le=1024)
     """Worker processes that fetch ahead. 0 fetches in the training process: right for tokenised text,
     which is read from memory; images that must be decoded want a few."""
+    leave_out: list[tuple[Position, Position]] = Field([])
+    """Stretches of the run's order that no step takes, `[first, last)` each, counted as `train/samples_seen`
+    counts: what an alert named. The steps before and after them stay the same."""
+
+    @field_validator("leave_out", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        if isinstance(value, list):  # YAML and JSON have no tuples
+            return [tuple(pair) if isinstance(pair, list) else pair for pair in value]
+        return value
+
+    @field_validator("leave_out")
+    @classmethod
+    def _in_order(cls, value: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        for first, last in value:
+            if first >= last:
+                raise ValueError(f"[{first}, {last}] is empty: expected [first, last) with first < last")
+        return value
 
 
 class BatchConfig(Closed):

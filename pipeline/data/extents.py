@@ -86,9 +86,19 @@ def first_wrong(
 def _sample(reading: Reading | None, place: Sequence[int], rows: int) -> str:
     if reading is None or rows != len(reading.indices):  # a collate made other rows
         return ""
-    index = reading.indices[place[0] if place else 0]
-    for name, samples in reading.sources:
-        if index < samples:
-            return f" (sample {index} of {name})"
-        index -= samples
-    return f" (sample {reading.indices[place[0] if place else 0]})"
+    return f" ({place_of(reading.indices[place[0] if place else 0], reading.sources)})"
+
+
+def place_of(index: int, sources: Sequence[tuple[str, int]]) -> str:
+    """`sample 7 of wiki`.
+
+    Args:
+        index: In the data set of all sources.
+        sources: (name, samples) of what it consists of, one behind the other; none: not known.
+    """
+    own = index
+    for name, samples in sources:
+        if own < samples:
+            return f"sample {own} of {name}"
+        own -= samples
+    return f"sample {index}"

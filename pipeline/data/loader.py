@@ -5,19 +5,23 @@ Enters no collective. batches.py says what a batch is, sampler.py in which order
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from pipeline.data.batches import Batch, moved, tensors, usable
 from pipeline.data.bundle import Collate
+from pipeline.data.extents import place_of
 from pipeline.data.fetch import Fetch, read_batches
 from pipeline.data.mixture import MixtureOrder, SourceCounts
-from pipeline.data.sampler import EvalSampler, training_draws
+from pipeline.data.sampler import EvalSampler, LeftOut, training_draws
 from pipeline.errors import DataError
+
+SHOWN = 8  # samples that a line names
 
 
 class BatchSource(Protocol):
@@ -29,7 +33,7 @@ class BatchSource(Protocol):
 
     @property
     def samples_seen(self) -> int:
-        """Samples of the steps handed out so far, over all ranks."""
+        """Samples of the steps handed out so far, over all ranks, with what was passed over."""
 
     @property
     def epoch(self) -> float:
@@ -43,6 +47,12 @@ class BatchSource(Protocol):
 
     def fetch_ahead(self) -> None:
         """Called once a step is on its way: the time to begin with the next group."""
+
+    def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
+        """Has no later step take the samples at these positions of the order, [first, last) each."""
+
+    def describe(self, first: int, last: int) -> str:
+        """Which samples stand at [first, last) of the order, in words: by source and index."""
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands: plain numbers, names and lists of them, the same on every rank."""
@@ -78,6 +88,7 @@ class TrainLoader:
         num_workers: Processes that fetch ahead; 0 fetches in this one.
         is_ahead: Whether to fetch ahead; by default on anything but a CPU.
         num_words: That the model knows: `input_ids` are held to it. None: they are not.
+        left_out: Positions of the order that no step takes, [first, last) each.
     """
 
     def __init__(
@@ -95,12 +106,15 @@ class TrainLoader:
         num_workers: int,
         is_ahead: bool | None = None,
         num_words: int | None = None,
+        left_out: Iterable[Sequence[int]] = (),
     ) -> None:
         assert order.num_samples == len(dataset)  # type: ignore[arg-type]
         assert 0 <= dp_rank < dp_world_size
         self.samples_per_epoch = order.samples_per_epoch
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
         self.samples_seen = 0
+        self._left_out = LeftOut(left_out)
+        self._order = order
         sources = [order.sources]
         self._fetch = Fetch([dataset], collate, seed, is_training=True, sources=sources, num_words=num_words)
         self._draws_from = partial(
@@ -137,6 +151,7 @@ class TrainLoader:
             group = self._take()
         else:
             group = self._read()
+        self.samples_seen = self._left_out.start(self.samples_seen, self.global_batch_size)
         self.samples_seen += self.global_batch_size
         return group
 
@@ -155,7 +170,7 @@ class TrainLoader:
             # The draws never end, so neither do the workers: nothing to keep them for.
             batches = read_batches(
                 self._fetch,
-                self._draws_from(samples_seen=self.samples_seen),
+                self._draws_from(samples_seen=self.samples_seen, left_out=self._left_out),
                 self._num_workers,
                 pin_memory=self._device.type == "cuda",
                 persistent=False,
@@ -174,13 +189,29 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data is: what was handed out, not what was fetched ahead."""
-        return {"samples_seen": self.samples_seen, "source_samples": self.source_samples()}
+        return {
+            "samples_seen": self.samples_seen,
+            "source_samples": self.source_samples(),
+            "left_out": [list(stretch) for stretch in self._left_out.stretches],
+        }
+
+    def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
+        """See BatchSource. What was fetched ahead is read anew."""
+        self._left_out = LeftOut([*self._left_out.stretches, *stretches])
+        self.close()
+
+    def describe(self, first: int, last: int) -> str:
+        """See BatchSource. At most SHOWN of them."""
+        positions = np.arange(first, min(last, first + SHOWN))
+        named = [place_of(int(index), self._order.sources) for index in self._order.samples_at(positions)]
+        return f"{', '.join(named)}{' ...' if last - first > SHOWN else ''}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`, also one of another number of ranks or another batch size.
 
-        `source_samples` may be missing: checkpoints of an earlier version have none.
+        `source_samples` and `left_out` may be missing: checkpoints of an earlier version have none.
         """
+        self.leave_out(state.get("left_out", ()))
         self.seek(int(state["samples_seen"]), state.get("source_samples"))
 
     def seek(self, samples_seen: int, source_samples: Mapping[str, int] | None = None) -> None:

@@ -6,7 +6,7 @@ The order is computed by index, without a shuffled list: no memory, no warm-up, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -71,6 +71,37 @@ class GlobalOrder:
         return left * self._base + right
 
 
+class LeftOut:
+    """Stretches of a run's positions that no step takes: the steps before and after them are unchanged.
+
+    Args:
+        stretches: [first, last) each, in any order; they may overlap.
+    """
+
+    def __init__(self, stretches: Iterable[Sequence[int]] = ()) -> None:
+        self.stretches = tuple(sorted({(int(first), int(last)) for first, last in stretches}))
+
+    def start(self, position: int, size: int) -> int:
+        """Where the next `size` samples begin, from `position` on."""
+        for first, last in self.stretches:
+            if position + size > first and position < last:
+                position = last
+        return position
+
+    def starts(self, position: int, size: int, count: int) -> NDArray[np.int64]:
+        """Where the next `count` steps of `size` samples begin: (count,)."""
+        if not any(last > position for _, last in self.stretches):
+            return position + np.arange(count) * size
+        found = []
+        for _ in range(count):
+            found.append(self.start(position, size))
+            position = found[-1] + size
+        return np.array(found)
+
+
+NONE_LEFT_OUT = LeftOut()
+
+
 def training_draws(
     order: Order,
     *,
@@ -79,6 +110,7 @@ def training_draws(
     dp_rank: int,
     dp_world_size: int,
     samples_seen: int,
+    left_out: LeftOut = NONE_LEFT_OUT,
 ) -> Iterator[Draw]:
     """What one rank's micro-batches are made of, without end, from `samples_seen` on.
 
@@ -88,15 +120,15 @@ def training_draws(
     global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
     micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank
     offsets = micro_batches[:, None] * micro_batch_size + np.arange(micro_batch_size)  # (M, B)
-    steps = np.arange(max(1, BLOCK // offsets.size))
+    steps = max(1, BLOCK // offsets.size)
     start = samples_seen
     while True:
-        firsts = start + steps * global_batch_size
+        firsts = left_out.starts(start, global_batch_size, steps)
         positions = (firsts[:, None, None] + offsets).reshape(-1, micro_batch_size)
         samples = order.samples_at(positions)  # (steps * M, B)
         for position, indices in zip(positions[:, 0].tolist(), samples.tolist(), strict=True):
             yield Draw(0, position, indices)
-        start += len(steps) * global_batch_size
+        start = int(firsts[-1]) + global_batch_size
 
 
 class EvalSampler:

@@ -48,6 +48,12 @@ class Rollouts:
     def fetch_ahead(self):
         pass  # the weights are not there yet
 
+    def leave_out(self, stretches):
+        pass
+
+    def describe(self, first, last):
+        return f"rollouts {first} to {last - 1}"
+
     def state_dict(self):
         return {"samples_seen": self.samples_seen}
 
