@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
-from pipeline.data.loader import BatchSource, EvalLoader, TrainLoader
+from pipeline.data.eval_loader import EvalLoader
+from pipeline.data.loader import BatchSource, TrainLoader
 from pipeline.data.mixture import MixtureOrder
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.stragglers import Stragglers
@@ -33,6 +35,7 @@ from pipeline.models.vocabulary import num_words
 from pipeline.objectives import Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.peak_flops import peak_flops
+from pipeline.safeguard import Safeguard
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
 from pipeline.watchers import NonFiniteSteps
@@ -52,16 +55,17 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
     max_steps = config.max_steps or math.ceil(samples / resolved.plan.global_batch_size)
     tell_of_precision(resolved, job)
-    for line in filter(None, (remark(config.schedule, max_steps), little_data(loader))):
-        log.warning("%s", line)
+    tell_of_length(config, loader, max_steps)
     if job.ranks.is_main_process:
         write_description(engine.module, data.tokenizer, directory / "model")
     job.progress.at("resuming")
-    start, eval_loss = go_on(checkpoints, checkpoint, engine, loader, max_steps)
+    start, remembered = go_on(checkpoints, checkpoint, engine, loader, max_steps)
     job.progress.at("starting")
     held_out = build_eval_loader(config, resolved.plan, data, engine)
     logs, evaluations = Cadence(config.log.every, max_steps), Cadence(config.eval.every, max_steps)
-    owes = eval_loss is None and (start.global_step == 0 or evaluations.due(start.global_step))
+    owes = remembered.get("eval_loss") is None and (
+        start.global_step == 0 or evaluations.due(start.global_step)
+    )
     meters = build_meters(config, resolved, engine, objective, job, directory)
     sinks = build_sinks(
         config,
@@ -69,13 +73,12 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         is_main_process=job.ranks.is_main_process,
         start_step=start.global_step,
         max_steps=max_steps,
-        run_config={
-            "recipe": config.model_dump(mode="json"),
-            **{"deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size},
-        },
+        run_config=described(config, resolved, job),
         due=rows_until(start.global_step, logs, evaluations if held_out else None, owes),
         redo_evaluation=owes,
     )
+    safeguard = Safeguard(config.watch, config.log.every, sinks.tell)
+    safeguard.load_state_dict(remembered.get("safeguard", {}))
     return Parts(
         job=job,
         engine=engine,
@@ -86,7 +89,8 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         sinks=sinks,
         meters=meters,
         watchers=(NonFiniteSteps(engine.precision, start.global_step, max_steps),),
-        rows_behind=int(engine.device.type == "cuda"),
+        safeguard=safeguard,
+        rows_behind=int(engine.device.type == "cuda" and not safeguard.goes_back),
         start=start,
         owes_evaluation=owes,
         max_steps=max_steps,
@@ -99,6 +103,12 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,
     )
+
+
+def described(config: RunConfig, resolved: Resolved, job: Job) -> dict[str, Any]:
+    """A run's settings, for places that show them."""
+    recipe = config.model_dump(mode="json")
+    return {"recipe": recipe, "deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size}
 
 
 def tell_of_precision(resolved: Resolved, job: Job) -> None:
@@ -116,14 +126,14 @@ def go_on(
     engine: Engine,
     loader: BatchSource,
     max_steps: int,
-) -> tuple[TrainState, float | None]:
-    """Engine and data as the checkpoint has them; where that is, and its evaluation loss if it has one.
+) -> tuple[TrainState, dict[str, Any]]:
+    """Engine and data as the checkpoint has them; where that is, and all that it remembers.
 
     Raises:
         ConfigError: that is further than the run is to go.
     """
     if checkpoint is None:
-        return TrainState.start(engine.device), None
+        return TrainState.start(engine.device), {}
     if checkpoint.global_step > max_steps:
         raise ConfigError(
             f"{checkpoints.folder.parent} is at step {checkpoint.global_step} already, and max_steps is "
@@ -131,9 +141,7 @@ def go_on(
         )
     state = checkpoints.restore(engine, checkpoint)
     loader.load_state_dict(state)
-    step = int(state["global_step"])
-    start = TrainState.start(engine.device, step, state["tokens_seen"], state["skipped_steps"])
-    return start, state.get("eval_loss")
+    return TrainState.of(state, engine.device), state
 
 
 def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> TrainLoader:
@@ -152,6 +160,12 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
         num_words=num_words(engine.module) if isinstance(config.model, CausalLMConfig) else None,
         left_out=config.loader.leave_out,
     )
+
+
+def tell_of_length(config: RunConfig, loader: TrainLoader, max_steps: int) -> None:
+    """What is odd about so many steps, or so little data."""
+    for line in filter(None, (remark(config.schedule, max_steps), little_data(loader))):
+        log.warning("%s", line)
 
 
 def little_data(loader: TrainLoader) -> str | None:

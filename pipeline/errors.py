@@ -81,6 +81,10 @@ class NonFiniteLossError(PipelineError):
     """The loss or its gradient stayed infinite or NaN; the parameters were not touched by those steps."""
 
 
+class StoppedError(PipelineError):
+    """Something went wrong that the recipe says a run is to end at (`watch`), or that nothing cures."""
+
+
 class DeviceMemoryError(PipelineError):
     """The device, or the host, has no memory left for what the run needs."""
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from pipeline.data.loader import EvalLoader
+from pipeline.data.eval_loader import EvalLoader
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluates

@@ -21,7 +21,7 @@ from pipeline.foreign import CONFIGURATION, read_plain
 # compared by what it comes to.
 BESIDE_THE_POINT = {
     *("checkpoint", "wandb", "sample", "runs_dir", "run_dir"),
-    *("engine", "batch", "loader", "distributed"),
+    *("engine", "batch", "loader", "distributed", "watch"),
 }
 DECISIVE = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}  # in split.json -> its name
 FINGERPRINT = DECISIVE["data"]

@@ -103,6 +103,12 @@ class Meters:
         self._skipped = torch.zeros((), device=self._job.device)
         self._saves: dict[str, float] = {}
 
+    def restart(self) -> None:
+        """Leaves out what was measured since the last row: the run goes on from elsewhere."""
+        self._data_wait.take()
+        self._forward.take()
+        self._restart(Moment(self._clock, self._job.device))
+
     def waiting_for_data(self) -> AbstractContextManager[None]:
         """Measures the time that the step waits for its next batch. See Span."""
         return self._data_wait.measured()

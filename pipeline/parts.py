@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.schema import ScheduleConfig
-from pipeline.data.loader import BatchSource, EvalLoader
+from pipeline.data.eval_loader import EvalLoader
+from pipeline.data.loader import BatchSource
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, StepResult
 from pipeline.metrics import Meters
 from pipeline.objectives import Objective
+from pipeline.safeguard import Safeguard
 from pipeline.sinks import Sinks
 from pipeline.watchers import Watcher
 
@@ -36,10 +40,18 @@ class TrainState:
         )
 
     @staticmethod
-    def start(device: torch.device, step: int = 0, tokens: float = 0, skipped: float = 0) -> TrainState:
-        """The state at the beginning of a run, or as a checkpoint remembers it."""
-        numbers = (torch.tensor(float(n), dtype=torch.float64, device=device) for n in (tokens, skipped))
-        return TrainState(step, *numbers)
+    def start(device: torch.device) -> TrainState:
+        """The state at the beginning of a run."""
+        return TrainState.of({"global_step": 0, "tokens_seen": 0, "skipped_steps": 0}, device)
+
+    @staticmethod
+    def of(remembered: Mapping[str, Any], device: torch.device) -> TrainState:
+        """As a checkpoint remembers it."""
+        tokens, skipped = (
+            torch.tensor(float(remembered[key]), dtype=torch.float64, device=device)
+            for key in ("tokens_seen", "skipped_steps")
+        )
+        return TrainState(int(remembered["global_step"]), tokens, skipped)
 
 
 @dataclass(frozen=True)
@@ -79,8 +91,11 @@ class Parts:
     meters: Meters
     watchers: tuple[Watcher, ...]
     """What is asked about each row of training."""
+    safeguard: Safeguard
+    """What is done about a step that goes wrong."""
     rows_behind: int
-    """Steps that are launched before a row is read: 1 on a GPU, which is at work on it; 0 on a CPU."""
+    """Steps that are launched before a row is read: 1 on a GPU, which is at work on it; 0 on a CPU, or where
+    the run may go back."""
     start: TrainState
     owes_evaluation: bool
     """That of the step it starts at has still to be done: of the first one, or of one that was stopped."""

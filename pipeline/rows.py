@@ -11,8 +11,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from pipeline.safeguard import GoBack
 from pipeline.sinks import Sinks
-from pipeline.watchers import Watcher, ask
+from pipeline.watchers import Tell, Watcher, ask
 
 LAST_WAIT = 5.0
 """Seconds that a run which fails gives the device to come to the end of a row."""
@@ -57,8 +58,10 @@ class LateRow:
 class LateRows:
     """Rows on their way to the watchers and, where these say nothing, to the sinks: each once, in order."""
 
-    def __init__(self, watchers: Iterable[Watcher], sinks: Sinks):
+    def __init__(self, watchers: Iterable[Watcher], sinks: Sinks, answer: Tell):
+        """Answer: takes what the watchers say."""
         self._watchers = tuple(watchers)
+        self._answer = answer
         self._sinks = sinks
         self._rows: deque[tuple[int, LateRow]] = deque()
 
@@ -71,14 +74,17 @@ class LateRows:
 
         Raises:
             PipelineError: a watcher's; that row and those behind it are not written.
+            GoBack: that row is the last one of what is gone back from.
         """
         while self._rows and self._rows[0][0] <= step:
             at, late = self._rows.popleft()
             row = late.read()
             try:
-                ask(self._watchers, at, row, self._sinks.tell)
-            except BaseException:
+                ask(self._watchers, at, row, self._answer)
+            except BaseException as error:
                 self._rows.clear()
+                if isinstance(error, GoBack):
+                    self._sinks.write(at, row)
                 raise
             self._sinks.write(at, row)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import signal
 import time
 from contextlib import ExitStack
@@ -12,19 +11,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.checkpoint.catalog import folder_name
-from pipeline.data.random_numbers import derive_seed
-from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, StopOnSignal
-from pipeline.errors import CheckpointError
+from pipeline.distributed.stopping import Alarm, StopOnSignal
+from pipeline.errors import CheckpointError, StoppedError
 from pipeline.evaluation import evaluate
 from pipeline.long_lived import LongLived
-from pipeline.parts import Parts
+from pipeline.parts import Parts, TrainState
 from pipeline.rows import LateRow, LateRows
-from pipeline.schedule import multiplier
+from pipeline.safeguard import GoBack
+from pipeline.stepping import Stepper, seed_step
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +53,11 @@ class Loop:
     def __init__(self, parts: Parts, long_lived: LongLived | None = None):
         self.state = parts.start
         self._parts = parts
-        self._flag_reader = FlagReader(parts.engine.device)
-        self._objective = parts.meters.timed(parts.objective)
-        self._rows = LateRows(parts.watchers, parts.sinks)
+        self._rows = LateRows(parts.watchers, parts.sinks, parts.safeguard.answer)
         self._long_lived = long_lived
         self._alarm = Alarm(0)
         self._stop = StopOnSignal()
+        self._stepper = Stepper(parts, self._stop)
         self._evaluation: dict[str, float] | None = None
         self._evaluated_at = -1
         self._write_seconds = 0.0
@@ -95,26 +92,25 @@ class Loop:
         if self._is_over:
             return None
         parts, late, measured = self._parts, None, None
-        parts.job.progress.at("step", self.state.global_step)
-        with parts.meters.waiting_for_data():
-            micro_batches = parts.loader.next_group()
-        seed_step(parts.seed, self.state.global_step, parts.engine.seed_rank)
-        factor = multiplier(parts.schedule, self.state.global_step, parts.max_steps)
-        learning_rate = parts.peak_learning_rate * factor
-        flags = STOP_FLAG if self._stop.requested else SAVE_FLAG if self._alarm.due() else 0
-        result = parts.engine.train_step(micro_batches, self._objective, learning_rate, flags)
-        with parts.meters.waiting_for_data():
-            parts.loader.fetch_ahead()
+        learning_rate = self._stepper.learning_rate(self.state.global_step)
+        result, agreed = self._stepper.step(self.state.global_step, self._alarm)
+        if result is None:
+            self._stopped = True
+            self._end_where_due()
+            return None
         self.state = self.state.after(result)
         step = self.state.global_step
         parts.meters.observe(result)
-        agreed = self._flag_reader.read(result.flags)
         if step == parts.start.global_step + 1 and (parts.save.every or parts.save_minutes):
             parts.checkpoints.prepare(parts.engine)
         if step == 1 or parts.log.due(step):
             late = self._row(learning_rate)
             self._rows.add(step, late)
-        self._rows.write_until(step - parts.rows_behind)
+        try:
+            self._rows.write_until(step - parts.rows_behind)
+        except GoBack as found:
+            self._go_back(found)
+            return Step(self.state.global_step, None, None)
         if parts.eval.due(step) and not agreed.stop:
             measured = self._evaluate()
         self._stopped |= agreed.stop
@@ -128,6 +124,28 @@ class Loop:
                 self._long_lived.set_aside()
             self._long_lived = None
         return Step(step, measured, late)
+
+    def _go_back(self, found: GoBack) -> None:
+        """To the newest checkpoint before a step that went wrong; what comes leaves its samples out."""
+        parts, until = self._parts, self._parts.safeguard.going_back(found)
+        parts.job.progress.at("resuming", self.state.global_step)
+        with parts.meters.paused():
+            remembered = parts.checkpoints.go_back(parts.engine, until)
+        if remembered is None:
+            raise StoppedError(
+                f"{found.why.line}; there is no checkpoint of step {until} or before it to go back to: set "
+                "checkpoint.every, or lower watch.rollback_steps"
+            )
+        parts.loader.load_state_dict(remembered)
+        parts.loader.leave_out(stretches := parts.safeguard.leave_out(found))
+        parts.safeguard.load_state_dict(remembered.get("safeguard", {}))
+        abandoned, self.state = self.state.global_step, TrainState.of(remembered, parts.engine.device)
+        self._evaluation, self._evaluated_at = None, -1
+        parts.meters.restart()
+        parts.sinks.tell(
+            self.state.global_step,
+            parts.safeguard.went_back(found, abandoned, self.state.global_step, stretches),
+        )
 
     def evaluate(self) -> dict[str, float] | None:
         """The evaluation of the weights as they are, done where it was not yet, and logged.
@@ -272,16 +290,6 @@ class Loop:
             "tokens_seen": float(self.state.tokens_seen),
             "skipped_steps": float(self.state.skipped_steps),
             "eval_loss": row["eval/loss"] if row is not None else None,
+            "safeguard": self._parts.safeguard.state_dict(),
             **self._parts.loader.state_dict(),
         }
-
-
-def seed_step(seed: int, step: int, seed_rank: int) -> None:
-    """Makes a step's random numbers (dropout) a pure function of seed, step and rank.
-
-    No generator state needs to be saved, and a resumed run draws what the unbroken one would have drawn.
-    """
-    bits = derive_seed(seed, step, seed_rank) % 2**32
-    torch.manual_seed(bits)
-    np.random.seed(bits)
-    random.seed(bits)

@@ -15,7 +15,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
 from pipeline.objectives import build_objective
-from pipeline.training import seed_step
+from pipeline.stepping import seed_step
 
 STEPS = 4
 COEFFICIENT = 0.5  # large: what it changes shows in the first steps

@@ -157,7 +157,7 @@ def test_after_a_failure_a_row_is_waited_for_no_longer_than_a_moment(monkeypatch
         def close(self, exit_code):
             pass
 
-    rows = LateRows((), Sinks([Kept()]))
+    rows = LateRows((), Sinks([Kept()]), lambda step, event: None)
     for step, kind in enumerate((LateRow, Slow, LateRow), 1):
         rows.add(step, kind({"loss": torch.ones(())}, lambda host: {"train/loss": float(host["loss"])}))
     rows.write_what_arrives()

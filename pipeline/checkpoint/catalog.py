@@ -98,6 +98,13 @@ def remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def remove_after(folder: Path, step: int) -> None:
+    """Removes the checkpoints of later steps. Only while no save is under way."""
+    for later, path in named_in(folder).items():
+        if later > step and not path.is_symlink():
+            remove(path)
+
+
 def bring_back(folder: Path) -> None:
     """Gives a checkpoint that was being saved anew its name back, where a kill came between the two renames.
 
@@ -180,10 +187,13 @@ class Pruner:
             log.warning("old checkpoints stay: %s", error)
 
 
-def newest_whole(folder: Path, peers: Peers) -> tuple[Manifest | None, set[int]]:
+def newest_whole(folder: Path, peers: Peers, until: int | None = None) -> tuple[Manifest | None, set[int]]:
     """The newest checkpoint that verifies on all machines, and the steps passed over. Collective.
 
     Each that is passed over is one line that says why.
+
+    Args:
+        until: The last step that is looked at; None: all are.
 
     Returns:
         No manifest: there is no checkpoint, but maybe a link or a folder without a manifest.
@@ -195,12 +205,14 @@ def newest_whole(folder: Path, peers: Peers) -> tuple[Manifest | None, set[int]]
     steps = peers.gather(list(named_in(folder)) if peers.is_leader else [])
     passed_over: dict[int, str] = {}
     for step in sorted(set(itertools.chain(*steps)), reverse=True):
+        if until is not None and step > until:
+            continue
         answer = _examine(folder / folder_name(step), peers)
         if isinstance(answer, Manifest):
             return answer, set(passed_over)
         log.warning("%s", answer)
         passed_over[step] = answer
-    if any(peers.gather(bool(steps_in(folder)))):
+    if until is None and any(peers.gather(bool(steps_in(folder)))):
         raise CheckpointError(
             f"{folder} holds no whole checkpoint; the newest: {next(iter(passed_over.values()))}; "
             "bring back what is missing, or start a new run with checkpoint.resume=never"

@@ -9,10 +9,11 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.catalog import Pruner, Retention, newest_whole
+from pipeline.checkpoint.catalog import Pruner, Retention, newest_whole, remove_after
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import find_peers
 from pipeline.checkpoint.reader import CheckpointReader
@@ -202,6 +203,24 @@ class CheckpointStore:
             time.perf_counter() - began,
         )
         return manifest.state
+
+    def go_back(self, engine: EngineState, until: int) -> dict[str, Any] | None:
+        """The newest whole checkpoint of a step up to `until`, and none after it from now on. Collective.
+
+        Returns:
+            What `save` was given; None: there is no such checkpoint, and nothing was changed.
+        """
+        self.wait()
+        manifest, _ = newest_whole(self.folder, self._peers, until)
+        if manifest is None:
+            return None
+        state = self.restore(engine, manifest)
+        for problem in filter(
+            None, self._peers.attempt(partial(remove_after, self.folder, manifest.global_step))
+        ):
+            log.warning("later checkpoints stay: %s", problem)
+        self._saved = {step: known for step, known in self._saved.items() if step <= manifest.global_step}
+        return state
 
     def resume(self, engine: EngineState) -> dict[str, Any] | None:
         """`choose` and `restore`; None: there is no checkpoint. Collective."""

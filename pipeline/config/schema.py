@@ -165,6 +165,23 @@ class WandbConfig(Closed):
     """Labels of the run."""
 
 
+class WatchConfig(Closed):
+    """What is done about a step that goes wrong. Whatever it is, all ranks do the same, and it is an event in
+    metrics.jsonl."""
+
+    on_nonfinite: Literal["log", "skip", "rollback", "stop"] = "log"
+    """A step whose gradient is infinite or NaN: it changes no parameter, whatever stands here. `log`: it
+    counts as a step. `skip`: it does not, so that all that follows is as if the data had never held its
+    samples. `rollback`: back to the newest checkpoint before it, and on without its samples. `stop`: the run
+    ends. In fp16, where such steps find the loss scale, `log` alone."""
+    on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
+    """The same of a step whose loss or gradient norm lies far above those of the steps before it. `skip`:
+    it changes nothing; each step then waits for the device."""
+    rollback_steps: int = Field(8, gt=0, le=10**6)
+    """Steps up to the bad one whose samples a rollback leaves out. It goes back to a checkpoint before
+    them."""
+
+
 class EvalConfig(Closed):
     """Evaluation on the held-out split: the exact mean over its tokens, the same on any number of ranks."""
 
@@ -249,6 +266,7 @@ class RunConfig(Closed):
     engine: EngineConfig = EngineConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig = WandbConfig()
+    watch: WatchConfig = WatchConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()

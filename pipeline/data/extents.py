@@ -86,19 +86,20 @@ def first_wrong(
 def _sample(reading: Reading | None, place: Sequence[int], rows: int) -> str:
     if reading is None or rows != len(reading.indices):  # a collate made other rows
         return ""
-    return f" ({place_of(reading.indices[place[0] if place else 0], reading.sources)})"
+    source, own = place_of(reading.indices[place[0] if place else 0], reading.sources)
+    return f" (sample {own} of {source})" if source else f" (sample {own})"
 
 
-def place_of(index: int, sources: Sequence[tuple[str, int]]) -> str:
-    """`sample 7 of wiki`.
+def place_of(index: int, sources: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """Source of a sample, and its index there; an empty name: not known.
 
     Args:
         index: In the data set of all sources.
-        sources: (name, samples) of what it consists of, one behind the other; none: not known.
+        sources: (name, samples) of what it consists of, one behind the other.
     """
     own = index
     for name, samples in sources:
         if own < samples:
-            return f"sample {own} of {name}"
+            return name, own
         own -= samples
-    return f"sample {index}"
+    return "", index

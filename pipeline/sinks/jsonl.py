@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
@@ -19,7 +20,7 @@ from pydantic_core import from_json
 
 from pipeline.durable import synchronise
 from pipeline.errors import PipelineError
-from pipeline.events import Event
+from pipeline.events import ROLLBACK, Event
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -52,8 +53,10 @@ class JsonlSink:
         try:
             if start_step > 0 and path.exists():
                 self._steps, self._num_damaged = _take_back(path, start_step, redo_evaluation)
+            if start_step == 0:
+                path.open("wb").close()
             # Unbuffered: a row is either with the operating system or an error here, never in between.
-            self._file = path.open("ab" if start_step > 0 else "wb", buffering=0)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise _cannot_write(path, error) from error
 
@@ -84,11 +87,16 @@ class JsonlSink:
         self._append(encode_row(step, row))
 
     def tell(self, step: int, event: Event) -> None:
-        """Append an event.
+        """Append an event; of a rollback after what it gives up was moved to a file of its own.
 
         Raises:
             MetricsFileError: see `write`.
         """
+        if event.name == ROLLBACK:
+            try:
+                _set_aside(self.path, step, int(event.fields["from_step"]))
+            except OSError as error:
+                raise _cannot_write(self.path, error) from error
         self._append(encode_row(step, event.columns))
 
     def _append(self, data: bytes) -> None:
@@ -223,6 +231,28 @@ def _rewrite(path: Path, stays: Callable[[Mapping[str, float]], bool]) -> None:
     synchronise(partial)
     partial.replace(path)
     synchronise(path.parent)  # the rename itself, against a power cut
+
+
+def _set_aside(path: Path, last_step: int, until: int) -> None:
+    """Moves what came after `last_step` to `metrics-until-step-<until>.jsonl` beside the file.
+
+    Only the end of a record is of later steps. It is copied before it is cut off: a kill in between leaves
+    it in both, and the run that goes on from there cuts it off.
+    """
+    prefix = 0
+    with path.open("rb") as file:
+        for line in file:
+            record = _decode(line)
+            if record is not None and record["step"] > last_step:
+                break
+            prefix += len(line)
+        file.seek(prefix)
+        kept = path.with_name(f"{path.stem}-until-step-{until}{path.suffix}")
+        with kept.open("ab") as aside:
+            shutil.copyfileobj(file, aside)
+    synchronise(kept)
+    os.truncate(path, prefix)
+    synchronise(path)
 
 
 def _is_evaluation(row: Mapping[str, float], step: int) -> bool:

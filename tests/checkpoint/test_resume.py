@@ -12,7 +12,7 @@ from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import CausalLM
-from pipeline.training import seed_step
+from pipeline.stepping import seed_step
 
 pytestmark = pytest.mark.slow
 

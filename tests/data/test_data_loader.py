@@ -13,8 +13,9 @@ from torch.utils.data import Dataset, Subset
 
 from pipeline.data.batches import stacked, usable
 from pipeline.data.bundle import JoinedDataset, collate_items
+from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.fetch import Fetch, read_batches
-from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.loader import TrainLoader
 from pipeline.data.mixture import MixtureOrder, SourceShare
 from pipeline.data.packing import pack
 from pipeline.data.sampler import Draw

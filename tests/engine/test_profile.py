@@ -12,7 +12,7 @@ from support.tiny import deepspeed_json, make_engine, recipe, resolve, settings,
 from pipeline.assemble import build_loader, build_meters
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
-from pipeline.training import seed_step
+from pipeline.stepping import seed_step
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from pipeline.engine.interface import Engine
 from pipeline.errors import ModelError
 from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import CausalLM
-from pipeline.training import seed_step
+from pipeline.stepping import seed_step
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from pipeline.engine.normalize import mean_loss
 from pipeline.evaluation import evaluate
 from pipeline.objectives import build_objective
 from pipeline.schedule import multiplier
-from pipeline.training import seed_step
+from pipeline.stepping import seed_step
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 

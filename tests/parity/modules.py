@@ -20,7 +20,7 @@ from pipeline.engine.normalize import mean_loss
 from pipeline.engine.parameter_state import kept_buffers
 from pipeline.evaluation import evaluate
 from pipeline.objectives import build_objective
-from pipeline.training import seed_step
+from pipeline.stepping import seed_step
 
 STEPS = 8
 

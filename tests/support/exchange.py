@@ -23,7 +23,7 @@ from pipeline.errors import CheckpointError
 from pipeline.objectives import build_objective
 from pipeline.schedule import multiplier
 from pipeline.shards import Region, copy_runs, overlap
-from pipeline.training import seed_step
+from pipeline.stepping import seed_step
 
 HALF, STEPS = 5, 10
 BAND = 2e-6  # relative, of a loss in fp32

@@ -24,7 +24,7 @@ from pipeline.engine.interface import Engine
 from pipeline.engine.normalize import mean_loss
 from pipeline.objectives import build_objective
 from pipeline.schedule import multiplier
-from pipeline.training import seed_step
+from pipeline.stepping import seed_step
 
 VOCABULARY = 257
 # Relative difference allowed a step against the fp32 oracle: loss, gradient norm. One process in half

@@ -1,0 +1,216 @@
+"""What a run does about a step that goes wrong: leaves it out, goes back, or ends; see `watch` in a recipe.
+
+Every decision rests on numbers that all ranks have alike, so they decide alike without asking each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pipeline.band import GRADIENT_NORM, LOSS, Band
+from pipeline.config.schema import WatchConfig
+from pipeline.engine.interface import Limits, StepResult
+from pipeline.errors import NonFiniteLossError, StoppedError
+from pipeline.events import ROLLBACK, Event
+from pipeline.watchers import Tell
+
+MOST_IN_A_ROW = 10
+"""Steps left out or gone back from, without a good one further on, that end a run."""
+CAUSES = {
+    "loss_spike": "on_spike",
+    "grad_norm_spike": "on_spike",
+    "non_finite": "on_nonfinite",
+}
+"""Event -> the field of `watch` that says what to do about it."""
+
+
+class GoBack(Exception):  # no error: the loop answers it
+    """The run goes on from a checkpoint before a step.
+
+    Args:
+        step: The bad one.
+        why: Its event.
+    """
+
+    def __init__(self, step: int, why: Event):
+        super().__init__(step)
+        self.step = step
+        self.why = why
+
+
+class Safeguard:
+    """Holds steps to what is normal, where the recipe asks for it.
+
+    Args:
+        steps_kept: Of how many steps the samples are remembered: those that a row may be about.
+        tell: Takes what happened.
+    """
+
+    def __init__(self, watch: WatchConfig, steps_kept: int, tell: Tell):
+        self._watch = watch
+        self._tell = tell
+        self._bands = {"loss": Band(LOSS), "gradient norm": Band(GRADIENT_NORM)}
+        self._left_out = 0
+        self._samples: deque[tuple[int, tuple[int, int]]] = deque(maxlen=steps_kept + watch.rollback_steps)
+        self._stretches: list[tuple[int, int]] = []
+        self._backs = 0
+        self._furthest = 0
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether each step is read, and may be left out."""
+        return "skip" in (self._watch.on_spike, self._watch.on_nonfinite)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the run may go back to a checkpoint."""
+        return "rollback" in (self._watch.on_spike, self._watch.on_nonfinite)
+
+    @property
+    def limits(self) -> Limits | None:
+        """Of the next step; None: it is taken, if its gradient is finite."""
+        if not self.reads_steps:
+            return None
+        if self._watch.on_spike != "skip":
+            return Limits(math.inf, math.inf)
+        return Limits(self._bands["loss"].limit, self._bands["gradient norm"].limit)
+
+    def takes(
+        self, step: int, result: StepResult, samples: tuple[int, int], describe: Callable[[int, int], str]
+    ) -> bool:
+        """Whether a step counts. Where one may be left out, this waits for the device.
+
+        Args:
+            step: Its number, if it counts.
+            samples: Its positions in the order, [first, last).
+            describe: Says in words what stands there.
+
+        Raises:
+            NonFiniteLossError, StoppedError: too many were left out in a row.
+        """
+        if not self.reads_steps:
+            self._samples.append((step, samples))
+            return True
+        assert result.loss is not None
+        assert result.grad_norm is not None
+        norm = torch.as_tensor(result.grad_norm, dtype=torch.float64, device=result.loss.device)
+        loss, norm_now, skipped = torch.stack([result.loss, norm, result.skipped.double()]).tolist()
+        seen = {"loss": loss, "gradient norm": norm_now}
+        is_finite = all(map(math.isfinite, seen.values()))
+        action = self._watch.on_spike if is_finite else self._watch.on_nonfinite
+        spikes = [name for name, band in self._bands.items() if seen[name] > band.limit]
+        if self._watch.on_spike == "skip" and (is_finite or action == "skip"):
+            for name, band in self._bands.items():
+                band.add(seen[name])
+        if not skipped or action != "skip":
+            self._left_out = 0
+            self._samples.append((step, samples))
+            return True
+        self._left_out += 1
+        spikes = spikes if is_finite else []
+        self._tell(step, self._leaving_out(step, seen, spikes, samples, describe(*samples)))
+        self._end_if_hopeless(self._left_out, is_finite)
+        return False
+
+    def _leaving_out(
+        self,
+        step: int,
+        seen: Mapping[str, float],
+        spikes: Sequence[str],
+        samples: tuple[int, int],
+        named: str,
+    ) -> Event:
+        what = " and ".join(
+            f"its {name} of {seen[name]:.4g} is above {self._bands[name].limit:.4g}" for name in spikes
+        )
+        what = what or f"its loss is {seen['loss']:.4g} and its gradient norm {seen['gradient norm']:.4g}"
+        first, last = samples
+        return Event(
+            "skip",
+            f"step {step}: a batch is left out, {what}; samples {first} to {last - 1} of the order: {named}",
+            "look at these samples; loader.leave_out keeps them out of the next run",
+            fields={
+                "loss": seen["loss"],
+                "grad_norm": seen["gradient norm"],
+                "first_sample": first,
+                "last_sample": last - 1,
+            },
+        )
+
+    def _end_if_hopeless(self, times: int, is_finite: bool) -> None:
+        if times < MOST_IN_A_ROW:
+            return
+        if not is_finite:
+            raise NonFiniteLossError(
+                f"the last {times} batches had an infinite or NaN loss or gradient and were left out "
+                "(watch.on_nonfinite: skip); it is not the data alone: lower optimizer.learning_rate, raise "
+                "schedule.warmup_steps, or go back with watch.on_nonfinite=rollback"
+            )
+        raise StoppedError(
+            f"the last {times} batches were left out as spikes (watch.on_spike: skip): it is the weights "
+            "that have moved; go back with watch.on_spike=rollback, or lower optimizer.learning_rate"
+        )
+
+    def answer(self, step: int, event: Event) -> None:
+        """Tells what a watcher said, and does about it what the recipe asks for.
+
+        Raises:
+            GoBack: to before the step.
+            StoppedError: the run is to end here.
+        """
+        self._tell(step, event)
+        field = CAUSES.get(event.name)
+        action = getattr(self._watch, field) if field is not None else "log"
+        if action == "stop":
+            raise StoppedError(f"{event.line} (watch.{field}: stop)")
+        if action == "rollback":
+            raise GoBack(int(event.fields.get("at_step", step)), event)
+
+    def going_back(self, found: GoBack) -> int:
+        """The step that a checkpoint must not be beyond, if the run is to go on from it.
+
+        Raises:
+            StoppedError: it went back too often, and came no further.
+        """
+        self._backs = self._backs + 1 if found.step <= self._furthest else 1
+        self._furthest = max(self._furthest, found.step)
+        if self._backs > MOST_IN_A_ROW:
+            raise StoppedError(
+                f"{found.why.line}; the run went back {MOST_IN_A_ROW} times and came no further: lower "
+                "optimizer.learning_rate, or look at the data"
+            )
+        return max(found.step - self._watch.rollback_steps, 0)
+
+    def leave_out(self, found: GoBack) -> list[tuple[int, int]]:
+        """Samples that no later step is to take: of this rollback and of those before it."""
+        first = found.step - self._watch.rollback_steps
+        self._stretches += [samples for step, samples in self._samples if first < step <= found.step]
+        self._samples.clear()
+        return self._stretches
+
+    def went_back(
+        self, found: GoBack, abandoned: int, step: int, stretches: Sequence[tuple[int, int]]
+    ) -> Event:
+        """What is told of a rollback from step `abandoned` to `step`."""
+        first, last = min(a for a, _ in stretches), max(b for _, b in stretches)
+        return Event(
+            ROLLBACK,
+            f"the run goes on from step {step}, and leaves samples {first} to {last - 1} of the order out: "
+            f"{found.why.message}",
+            fields={"from_step": abandoned, "first_sample": first, "last_sample": last - 1},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: plain numbers."""
+        return {name: band.state_dict() for name, band in self._bands.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there; a checkpoint of an earlier version has nothing of it."""
+        for name, band in self._bands.items():
+            if name in state:
+                band.load_state_dict(state[name])
