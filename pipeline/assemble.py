@@ -15,7 +15,6 @@ from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
-from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
@@ -24,11 +23,11 @@ from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.loader import BatchSource, TrainLoader
 from pipeline.data.mixture import MixtureOrder
 from pipeline.distributed.process_group import Job, describe_device
-from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import Engine, Evaluates
 from pipeline.engine.profile import profile_asked_for
 from pipeline.errors import ConfigError
 from pipeline.metrics import Meters, Workload
+from pipeline.models.batch_norm import is_synchronised
 from pipeline.models.flops import flops_per_token, fp8_share
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
@@ -38,7 +37,7 @@ from pipeline.peak_flops import peak_flops
 from pipeline.safeguard import Safeguard
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
-from pipeline.watchers import NonFiniteSteps
+from pipeline.watchers.build import build_watchers
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         checkpoints=checkpoints,
         sinks=sinks,
         meters=meters,
-        watchers=(NonFiniteSteps(engine.precision, start.global_step, max_steps),),
+        watchers=build_watchers(config, resolved, engine, job, start.global_step, max_steps),
         safeguard=safeguard,
         rows_behind=int(engine.device.type == "cuda" and not safeguard.goes_back),
         start=start,
@@ -219,13 +218,16 @@ def build_meters(
         world_size=job.ranks.world_size,
         unit=objective.unit,
         means=objective.means,
-        num_workers=config.loader.num_workers,
         flops_per_sample=None if length is None or cost is None else length * cost,
         peak_flops=peak_flops(name, engine.precision, resolved.tf32, in_fp8),
     )
-    stragglers = None
-    if job.ranks.world_size > 1 and resolved.split.pipeline_stages == 1:  # stages do not all do the same
-        stragglers = Stragglers(job.everyone, config.distributed.straggler_share)
-    lowest, clock = lowest_loss_scale(resolved.deepspeed), time.perf_counter
+    clock = time.perf_counter
     profile = profile_asked_for(resolved.deepspeed, engine, clock, directory, job.ranks.is_main_process)
-    return Meters(workload, job, clock, lowest, stragglers, profile)
+    return Meters(workload, job, clock, profile, forward_waits_for_nobody(resolved, engine, job))
+
+
+def forward_waits_for_nobody(resolved: Resolved, engine: Engine, job: Job) -> bool:
+    """Whether ranks can be compared by what a forward takes: all do the same, and no collective is in it."""
+    split = resolved.split
+    is_whole = split.zero_stage < 3 and split.dp_world_size == job.ranks.world_size > 1
+    return is_whole and not any(is_synchronised(layer) for layer in engine.module.modules())

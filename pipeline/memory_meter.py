@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,15 @@ class MemoryMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
         before, self._before = self._before, stats
         return memory_row(stats, before)
+
+    def in_use(self) -> dict[str, float]:
+        """GiB right now: of the `host` what the process holds alone, without the pages of files that it
+        maps; of a GPU, as `device`, the peak since the last row."""
+        pages = Path("/proc/self/statm").read_text().split()
+        used = {"host": (int(pages[1]) - int(pages[2])) * resource.getpagesize() / GIB}
+        if self._device.type == "cuda":
+            used["device"] = torch.cuda.max_memory_allocated(self._device) / GIB
+        return used
 
 
 def memory_row(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:

@@ -5,10 +5,10 @@ The device is waited for where a row is read, and where a profiler was asked for
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.span import Moment, Span
-from pipeline.distributed.stragglers import Stragglers
 from pipeline.engine.interface import Profile, StepResult
 from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.memory_meter import MemoryMeter
 from pipeline.objectives import Batch, LossSum, Objective
 from pipeline.rows import LateRow
-from pipeline.starvation import Starvation
-
-log = logging.getLogger(__name__)
+from pipeline.step_numbers import StepNumbers
+from pipeline.watchers import Seen
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,6 @@ class Workload:
     """Model FLOPs of forward and backward of one row, whatever of it counts in the loss; None: not known."""
     peak_flops: float | None
     """Dense peak of one device in the run's precision, FLOP/s."""
-    num_workers: int = 0
-    """Processes that read data for one rank."""
     means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """What the objective reports besides its loss; see Objective.means."""
 
@@ -69,38 +65,33 @@ class Meters:
         workload: Workload,
         job: Job,
         clock: Callable[[], float],
-        lowest_scale: float | None = None,
-        stragglers: Stragglers | None = None,
         profile: Profile | None = None,
+        compares_forwards: bool = False,
     ):
         """What is measured of which run.
 
         Args:
-            lowest_scale: The fp16 loss scale below which DeepSpeed does not go, or the fixed one.
-            stragglers: Compares the ranks; None: they do not all do the same work, or there is one.
             profile: What DeepSpeed's profilers were asked for.
+            compares_forwards: All ranks do the same in it, and no collective makes one wait for another.
         """
         self._workload = workload
         self._job = job
-        self._lowest_scale = lowest_scale
         self._clock = clock
         self._memory = MemoryMeter(job.device)
         self._data_wait = Span(clock, job.device)
         self._forward = Span(clock, job.device)
-        self._stragglers = stragglers
+        self._compares_forwards = compares_forwards
         self._profile = profile
-        self._starvation = Starvation(workload.num_workers)
+        self._each = StepNumbers(job.device)
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
-        self._own_before: Callable[[], float] | None = None
+        self._own_before: Callable[[], list[float]] | None = None
         self._restart(Moment(clock, job.device))
 
     def _restart(self, now: Moment) -> None:
         self._began = now
         self._excluded = 0.0
         self._steps = 0
-        self._count = torch.zeros((), dtype=torch.float64, device=self._job.device)
-        self._skipped = torch.zeros((), device=self._job.device)
         self._saves: dict[str, float] = {}
 
     def restart(self) -> None:
@@ -116,7 +107,7 @@ class Meters:
     def timed(self, objective: Objective) -> Objective:
         """The objective, its forwards measured: with the wait for data the part of a step that a rank spends
         alone, where its forward enters no collective."""
-        is_timed = self._stragglers is not None or self._profile is not None
+        is_timed = self._compares_forwards or self._profile is not None
         return TimedObjective(objective, self._forward) if is_timed else objective
 
     @contextmanager
@@ -132,9 +123,8 @@ class Meters:
         """Notes a step, without waiting for it."""
         self._last = result
         self._steps += 1
-        self._count += result.global_count
+        self._each.add(result)
         skipped = result.skipped.to(self._consecutive_skips)
-        self._skipped = self._skipped + skipped
         self._consecutive_skips = (self._consecutive_skips + skipped) * skipped
 
     def observe_save(self, stall_seconds: float, write_seconds: float) -> None:
@@ -153,93 +143,84 @@ class Meters:
         result, further = self._last, further or {}
         assert result is not None, "summary before the first step"
         data, forward = self._data_wait.take(), self._forward.take()
-        numbers = self._from_all({"loss": result.loss_sum, **result.extras}, self._own_seconds(data, forward))
+        numbers = self._each.take()
+        extras = list(result.extras.values())
+        own = self._own_numbers(data, forward)
+        sums, everyones = self._from_all([numbers.pop("loss share"), *extras], list(own.values()))
+        numbers |= {"loss": sums[: self._steps]} | ({"own": everyones} if everyones is not None else {})
+        numbers |= dict(zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True))
         numbers |= {f"further {key}": each for key, each in further.items() if isinstance(each, Tensor)}
-        numbers |= {"global count": result.global_count, "counted": self._count}
-        numbers |= {"skipped": self._skipped, "skips in a row": self._consecutive_skips}
-        if isinstance(result.grad_norm, Tensor):
-            numbers["norm"] = result.grad_norm
+        numbers["skips in a row"] = self._consecutive_skips
         measured = self._memory.take() | self._saves
         if self._profile is not None:
             measured |= self._profile.row(self._steps, forward())
         now = Moment(self._clock, self._job.device)
         interval = Interval(result, self._steps, self._began, now, self._excluded, data, measured)
         self._restart(now)
-        return LateRow(numbers, lambda host: self._row(interval, host, further))
+        return LateRow(numbers, lambda host: self._seen(interval, host, own, further))
 
-    def _own_seconds(self, data: Callable[[], float], forward: Callable[[], float]) -> float | None:
-        """This rank's a step, for the comparison of ranks; None: there is none.
+    def _own_numbers(self, data: Callable[[], float], forward: Callable[[], float]) -> dict[str, float]:
+        """What this rank measures of itself, to be told to all: see Seen.own.
 
-        On a GPU they are those of the interval before: the device is still at work on this one.
+        On a GPU seconds are those of the interval before: the device is still at work on this one.
         """
-        if self._stragglers is None:
-            return None
         steps = self._steps
+        phases = {"data": data} | ({"forward": forward} if self._compares_forwards else {})
 
-        def own() -> float:
-            return (data() + forward()) / steps
+        def own() -> list[float]:
+            return [seconds() / steps for seconds in phases.values()]
 
         before, self._own_before = self._own_before, own
         if self._job.device.type != "cuda":
-            return own()
-        return before() if before is not None else None
+            before = own
+        seconds = dict(zip(phases, before(), strict=True)) if before is not None else {}
+        return seconds | self._memory.in_use()
 
-    def _from_all(self, shares: Mapping[str, Tensor], own_seconds: float | None) -> dict[str, Tensor]:
-        """The step's sums over all ranks, and every rank's own seconds a step, by one collective."""
+    def _from_all(self, shares: Sequence[Tensor], own: Sequence[float]) -> tuple[Tensor, Tensor | None]:
+        """The shares' sums over all ranks, (N,), and every rank's own numbers, (ranks, len(own)), by one
+        collective; None: there is one rank."""
         ranks = self._job.ranks
-        sums = torch.stack([share.to(torch.float64) for share in shares.values()])
-        if own_seconds is None:
-            return dict(zip((f"sum {key}" for key in shares), self._job.all_reduce_sum(sums), strict=True))
-        seconds = sums.new_zeros(ranks.world_size)
-        seconds[ranks.rank].fill_(own_seconds)  # a fill waits for nothing, as a copy from the host would
-        sums = self._job.all_reduce_sum(torch.cat([sums, seconds]))
-        named = dict(zip((f"sum {key}" for key in shares), sums, strict=False))
-        return named | {"own seconds": sums[len(shares) :]}
+        sums = torch.cat([share.to(torch.float64).reshape(-1) for share in shares])
+        if ranks.world_size == 1:
+            return sums, None
+        everyones = sums.new_zeros(ranks.world_size, len(own))
+        for number, value in enumerate(own):
+            everyones[ranks.rank, number].fill_(
+                value
+            )  # which waits for nothing, as a copy from the host would
+        both = self._job.all_reduce_sum(torch.cat([sums, everyones.reshape(-1)]))
+        return both[: len(sums)], both[len(sums) :].reshape(everyones.shape)
 
-    def _row(
-        self, interval: Interval, host: dict[str, Tensor], further: Mapping[str, float | Tensor]
-    ) -> dict[str, float]:
-        result, steps = interval.last, interval.steps
+    def _seen(
+        self,
+        interval: Interval,
+        host: dict[str, Tensor],
+        own: Mapping[str, float],
+        further: Mapping[str, float | Tensor],
+    ) -> Seen:
+        result = interval.last
+        losses = mean_loss(host["loss"], host["count"])
+        row = {"train/loss": float(losses[-1])}
         sums = {key[4:]: value for key, value in host.items() if key.startswith("sum ")}
-        row = {"train/loss": float(mean_loss(sums["loss"], host["global count"]))}
         row |= {f"train/{name}": mean for name, mean in further_means(sums, self._workload.means).items()}
-        if result.grad_norm is not None:
-            row["train/grad_norm"] = float(host.get("norm", result.grad_norm))
+        norms = host["norm"].tolist() if "norm" in host else []
+        if norms:
+            row["train/grad_norm"] = norms[-1]
         if result.loss_scale is not None:
             row["train/loss_scale"] = result.loss_scale
-        if skipped := int(host["skipped"]):
-            log.warning("%s", self._what_was_skipped(skipped, steps, result.loss_scale))
         if skips := int(host["skips in a row"]):
             row["train/skipped_in_a_row"] = skips
-        rates = self._rates(interval, float(host["counted"]))
-        row |= rates | interval.measured
-        if self._stragglers is not None and "own seconds" in host:
-            own = host["own seconds"].tolist()
-            row |= self._stragglers.row(own)
-            line = self._stragglers.look(steps, own, rates["perf/step_time_seconds"])
-            if line is not None:
-                log.warning("%s", line)
+        row |= self._rates(interval, float(host["count"].sum())) | interval.measured
+        everyones = host["own"].T.tolist() if "own" in host else [[each] for each in own.values()]
+        owns = dict(zip(own, everyones, strict=True))
+        row |= slowest(owns)
         for key, each in further.items():
             row[key] = int(host[f"further {key}"]) if isinstance(each, Tensor) else each
-        return row
-
-    def _what_was_skipped(self, skipped: int, steps: int, scale: float | None) -> str:
-        line = f"{skipped} of {steps} steps skipped: the gradient was infinite or NaN"
-        if scale is None:
-            return line
-        if self._lowest_scale is not None and scale <= self._lowest_scale:
-            return (
-                f"{line}, and the fp16 loss scale cannot fall below {scale:g}; use bf16, lower "
-                "optimizer.learning_rate, or raise schedule.warmup_steps"
-            )
-        return f"{line}; the fp16 loss scale is now {scale:g}"
+        return Seen(row, losses.tolist(), norms, [bool(each) for each in host["skipped"]], owns)
 
     def _rates(self, interval: Interval, counted: float) -> dict[str, float]:
         work, steps, data_seconds = self._workload, interval.steps, interval.data()
         seconds = max(1e-9, interval.ended.seconds_since(interval.began) - interval.excluded)
-        warning = self._starvation.look(steps, data_seconds, seconds)
-        if warning is not None:
-            log.warning("%s", warning)
         rates = {
             "perf/step_time_seconds": seconds / steps,
             "perf/data_time_seconds": data_seconds / steps,
@@ -252,6 +233,20 @@ class Meters:
             flops = rates["perf/samples_per_second"] * work.flops_per_sample
             rates["perf/mfu"] = flops / work.world_size / work.peak_flops
         return rates
+
+
+def slowest(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Columns, from the seconds a step that ranks need without waiting for each other; see Seen.own."""
+    phases = [own[phase] for phase in ("data", "forward") if phase in own]
+    together = [sum(each) for each in zip(*phases, strict=True)]
+    if len(together) < 2:
+        return {}
+    slowest = max(range(len(together)), key=lambda rank: together[rank])
+    return {
+        "perf/own_time_seconds": median_low(together),
+        "perf/slowest_rank": slowest,
+        "perf/slowest_rank_own_time_seconds": together[slowest],
+    }
 
 
 class TimedObjective:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.safeguard import GoBack
 from pipeline.sinks import Sinks
-from pipeline.watchers import Tell, Watcher, ask
+from pipeline.watchers import Seen, Tell, Watcher, ask
 
 LAST_WAIT = 5.0
 """Seconds that a run which fails gives the device to come to the end of a row."""
@@ -24,14 +24,14 @@ class LateRow:
 
     Args:
         numbers: Of the device, 0-dim or (N,), by name.
-        make: The row, from their copies on the host: fp64, of the same shapes.
+        make: The row and what it comes with, from their copies on the host: fp64, of the same shapes.
     """
 
-    def __init__(self, numbers: Mapping[str, Tensor], make: Callable[[dict[str, Tensor]], dict[str, float]]):
+    def __init__(self, numbers: Mapping[str, Tensor], make: Callable[[dict[str, Tensor]], Seen]):
         packed = torch.cat([each.to(torch.float64).reshape(-1) for each in numbers.values()])
         self._shapes = {name: each.shape for name, each in numbers.items()}
         self._make = make
-        self._row: dict[str, float] | None = None
+        self._seen: Seen | None = None
         self._arrived: torch.cuda.Event | None = None
         is_gpu = packed.device.type == "cuda"
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=is_gpu)
@@ -44,15 +44,15 @@ class LateRow:
         """Whether `read` waits for nothing."""
         return self._arrived is None or self._arrived.query()
 
-    def read(self) -> dict[str, float]:
-        """The row. Waits for the device to be done with what came before it."""
-        if self._row is None:
+    def read(self) -> Seen:
+        """The row and what it comes with. Waits for the device to be done with what came before it."""
+        if self._seen is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
             parts = self._host.split([shape.numel() for shape in self._shapes.values()])
             named = zip(self._shapes.items(), parts, strict=True)
-            self._row = self._make({name: part.reshape(shape) for (name, shape), part in named})
-        return self._row
+            self._seen = self._make({name: part.reshape(shape) for (name, shape), part in named})
+        return self._seen
 
 
 class LateRows:
@@ -78,15 +78,18 @@ class LateRows:
         """
         while self._rows and self._rows[0][0] <= step:
             at, late = self._rows.popleft()
-            row = late.read()
-            try:
-                ask(self._watchers, at, row, self._answer)
-            except BaseException as error:
-                self._rows.clear()
-                if isinstance(error, GoBack):
-                    self._sinks.write(at, row)
-                raise
-            self._sinks.write(at, row)
+            self.write(at, late.read())
+
+    def write(self, step: int, seen: Seen) -> None:
+        """One that waits for nothing, behind those that were added. See write_until."""
+        try:
+            ask(self._watchers, step, seen, self._answer)
+        except BaseException as error:
+            self._rows.clear()
+            if isinstance(error, GoBack):
+                self._sinks.write(step, seen.row)
+            raise
+        self._sinks.write(step, seen.row)
 
     def write_what_arrives(self) -> None:
         """After a failure of the run: waits for a moment, and for no peer."""
@@ -99,4 +102,4 @@ class LateRows:
                         return
                     time.sleep(0.01)
                 self._rows.popleft()
-                self._sinks.write(at, late.read())
+                self._sinks.write(at, late.read().row)

@@ -23,6 +23,7 @@ from pipeline.parts import Parts, TrainState
 from pipeline.rows import LateRow, LateRows
 from pipeline.safeguard import GoBack
 from pipeline.stepping import Stepper, seed_step
+from pipeline.watchers import Seen
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Step:
     @property
     def row(self) -> dict[str, float] | None:
         """What is logged of it; None: it was no step of `log.every`. On a GPU it waits for the step's end."""
-        return self.late_row.read() if self.late_row is not None else None
+        return self.late_row.read().row if self.late_row is not None else None
 
 
 class Loop:
@@ -277,7 +278,7 @@ class Loop:
             if row is None:
                 self._stopped = True
             else:
-                parts.sinks.write(step, row)
+                self._rows.write(step, Seen(row))
                 self._evaluation, self._evaluated_at = row, step
         return row
 

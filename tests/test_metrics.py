@@ -11,7 +11,8 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
 from pipeline.memory_meter import memory_row
-from pipeline.metrics import Meters, Workload
+from pipeline.metrics import Meters, Workload, slowest
+from pipeline.step_numbers import CHUNK
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
@@ -49,7 +50,7 @@ def test_rates_leave_out_what_is_not_training():
         meter.observe(step())
     with meter.paused():
         clock.now += 100.0
-    row = meter.summary().read()
+    row = meter.summary().read().row
     assert row["train/loss"] == pytest.approx(3.0)
     assert row["perf/step_time_seconds"] == pytest.approx(1.0)
     assert row["perf/data_time_seconds"] == pytest.approx(0.25)
@@ -64,83 +65,49 @@ def test_images_have_no_tokens():
     meter = meters(clock, unit="samples")
     clock.now = 1.0
     meter.observe(step())
-    assert not [key for key in meter.summary().read() if "tokens" in key or "mfu" in key]
+    assert not [key for key in meter.summary().read().row if "tokens" in key or "mfu" in key]
 
 
 def test_skips_in_a_row_are_counted_until_a_good_step():
     meter = meters(Clock())
     for skipped in (1.0, 1.0, 0.0, 1.0, 1.0, 1.0):
         meter.observe(step(skipped=skipped))
-    assert meter.summary().read()["train/skipped_in_a_row"] == 3
+    assert meter.summary().read().row["train/skipped_in_a_row"] == 3
     meter.observe(step(skipped=1.0))
-    assert meter.summary().read()["train/skipped_in_a_row"] == 4
+    assert meter.summary().read().row["train/skipped_in_a_row"] == 4
     meter.observe(step())
-    assert "train/skipped_in_a_row" not in meter.summary().read()
+    assert "train/skipped_in_a_row" not in meter.summary().read().row
 
 
-@pytest.mark.parametrize(
-    ("precision", "scale", "expected"),
-    [
-        ("bf16", None, "2 of 3 steps skipped: the gradient was infinite or NaN"),
-        ("fp16", 64.0, "the fp16 loss scale is now 64"),
-        ("fp16", 1.0, "the fp16 loss scale cannot fall below 1; use bf16"),
-    ],
-)
-def test_skipped_steps_are_told_once_a_logged_step(caplog, precision, scale, expected):
-    meter = Meters(WORKLOAD, ALONE, Clock(), lowest_scale=1.0)
-    for skipped in (1.0, 0.0, 1.0):
-        meter.observe(replace(step(skipped=skipped), loss_scale=scale))
-    meter.summary().read()
-    assert expected in caplog.text
-    caplog.clear()
-    meter.observe(replace(step(), loss_scale=scale))
-    meter.summary().read()
-    assert not caplog.text
-
-
-def run_steps(meter, clock, steps, data, compute):
-    for _ in range(steps):
+def test_a_row_comes_with_each_step_before_it():
+    """Also where there are more of them than are kept one by one."""
+    clock = Clock()
+    meter = meters(clock)
+    for number in range(3 * CHUNK + 5):
         with meter.waiting_for_data():
-            clock.now += data
-        clock.now += compute
-        meter.observe(step())
+            clock.now += 0.25
+        meter.observe(step(loss_sum=10.0 * number, count=5.0, skipped=number % 2, norm=number))
+    seen = meter.summary().read()
+    numbers = range(3 * CHUNK + 5)
+    assert seen.losses == [2.0 * number for number in numbers]
+    assert seen.norms == list(numbers)
+    assert seen.skipped == [number % 2 == 1 for number in numbers]
+    assert seen.row["train/loss"] == seen.losses[-1]
+    assert seen.own["data"] == [pytest.approx(0.25)]
+    assert 0.0 < seen.own["host"][0] < 1000.0
+    meter.observe(step())
+    assert meter.summary().read().losses == [3.0]
 
 
-def test_a_step_that_waits_for_data_is_told_of_once(caplog):
-    clock = Clock()
-    meter = meters(clock)
-    run_steps(meter, clock, 1, 5.0, 0.01)  # workers start
-    meter.summary().read()
-    run_steps(meter, clock, 9, 0.03, 0.07)
-    meter.summary().read()
-    assert not caplog.text  # a few steps say little
-    run_steps(meter, clock, 1, 0.03, 0.07)
-    meter.summary().read()
-    (record,) = caplog.records
-    assert "is 30% of the step (30 of 100 ms)" in record.message
-    assert record.message.endswith("loader.num_workers=2")
-    run_steps(meter, clock, 50, 0.09, 0.01)
-    assert meter.summary().read()["perf/data_time_seconds"] == pytest.approx(0.09)
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize(("data", "compute"), [(0.009, 0.091), (0.0009, 0.0001)], ids=["a tenth", "short"])
-def test_a_short_wait_for_data_is_not_worth_a_line(caplog, data, compute):
-    clock = Clock()
-    meter = meters(clock)
-    for _ in range(3):
-        run_steps(meter, clock, 20, data, compute)
-        meter.summary().read()
-    assert not caplog.text
-
-
-def test_more_workers_are_asked_for_where_there_are_some(caplog):
-    clock = Clock()
-    meter = Meters(replace(WORKLOAD, num_workers=4), ALONE, clock)
-    for _ in range(2):
-        run_steps(meter, clock, 20, 0.5, 0.5)
-        meter.summary().read()
-    assert "loader.num_workers=8" in caplog.text
+def test_ranks_are_compared_by_what_each_needs_without_waiting():
+    own = {"data": [0.1, 0.1, 0.0, 0.1], "forward": [0.3, 0.2, 0.9, 0.4], "host": [1.0] * 4}
+    assert slowest(own) == {
+        "perf/own_time_seconds": pytest.approx(0.4),
+        "perf/slowest_rank": 2,
+        "perf/slowest_rank_own_time_seconds": pytest.approx(0.9),
+    }
+    assert slowest({"data": [0.1], "host": [1.0]}) == {}
+    assert slowest({"host": [1.0, 1.0]}) == {}
 
 
 def test_peaks_and_retries_of_memory_are_those_since_the_last_row():

@@ -18,6 +18,7 @@ from pipeline.errors import NonFiniteLossError
 from pipeline.rows import LateRow, LateRows
 from pipeline.sinks import Sinks
 from pipeline.training import Loop
+from pipeline.watchers import Seen
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 CHANGES = {"eval": {"every": 3}, "checkpoint": {"every": 2, "keep_last": 20}}
@@ -159,13 +160,13 @@ def test_after_a_failure_a_row_is_waited_for_no_longer_than_a_moment(monkeypatch
 
     rows = LateRows((), Sinks([Kept()]), lambda step, event: None)
     for step, kind in enumerate((LateRow, Slow, LateRow), 1):
-        rows.add(step, kind({"loss": torch.ones(())}, lambda host: {"train/loss": float(host["loss"])}))
+        rows.add(step, kind({"loss": torch.ones(())}, lambda host: Seen({"train/loss": float(host["loss"])})))
     rows.write_what_arrives()
     assert written == [1]
 
 
 def test_numbers_of_any_shape_come_over_in_one_piece():
     numbers = {"a": torch.tensor(3), "b": torch.arange(2.0), "c": torch.tensor(True)}
-    late = LateRow(numbers, lambda host: {name: float(each.sum()) for name, each in host.items()})
+    late = LateRow(numbers, lambda host: Seen({n: float(each.sum()) for n, each in host.items()}))
     numbers["b"].zero_()  # the next step has begun
-    assert late.read() == {"a": 3.0, "b": 1.0, "c": 1.0}
+    assert late.read().row == {"a": 3.0, "b": 1.0, "c": 1.0}

@@ -166,9 +166,12 @@ class WandbConfig(Closed):
 
 
 class WatchConfig(Closed):
-    """What is done about a step that goes wrong. Whatever it is, all ranks do the same, and it is an event in
-    metrics.jsonl."""
+    """What is told of a run that goes wrong, and what is done about it: docs/how-to.md. All ranks do the same,
+    and each case is an event in metrics.jsonl."""
 
+    alerts: bool = True
+    """Tell of spikes, steps without a finite gradient, slow steps and ranks, missing data, growing memory,
+    evaluation that leaves training, and parameters that never move."""
     on_nonfinite: Literal["log", "skip", "rollback", "stop"] = "log"
     """A step whose gradient is infinite or NaN: it changes no parameter, whatever stands here. `log`: it
     counts as a step. `skip`: it does not, so that all that follows is as if the data had never held its
@@ -231,9 +234,9 @@ class DistributedConfig(Closed):
     hang_seconds: float | None = Field(None, gt=0, le=10**7)
     """Seconds without a step after which the watchdog writes down where every rank stands, names those that
     are behind, and ends the job with code 124. Default: ten times the recent median step, at least 60."""
-    straggler_share: float = Field(0.25, gt=0)
+    straggler_share: float = Field(0.15, gt=0)
     """A rank whose own part of a step (reading data, the forward) takes longer than the median rank's by
-    this share is named."""
+    this share is named, with what takes it longer."""
     bind_cores: bool | None = None
     """Bind each rank to its share of the cores that it may use, those next to its GPU first. Default: where
     several ranks may use the same ones, and neither the launcher nor OMP_PROC_BIND or the like bound them."""

@@ -34,7 +34,7 @@ def rows_of(job: Job, deepspeed: dict[str, Any], folder: str) -> list[dict[str, 
         seed_step(config.seed, step, engine.seed_rank)
         meters.observe(engine.train_step(groups, meters.timed(objective), 3e-4, 0))
         took = time.perf_counter() - started
-        rows.append(meters.summary().read() | {"took": took})
+        rows.append(meters.summary().read().row | {"took": took})
     engine.close()
     return rows
 

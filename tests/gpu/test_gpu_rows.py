@@ -36,7 +36,7 @@ def test_a_row_waits_for_nothing_until_it_is_read():
         assert not late[-1].has_arrived()
     for number in numbers:
         number.zero_()  # a later step
-    for row in (each.read() for each in late):
+    for row in (each.read().row for each in late):
         assert row["train/loss"] == 3.0
         assert row["train/grad_norm"] == 2.0
         assert row["train/tokens_seen"] == 10

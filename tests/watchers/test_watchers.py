@@ -6,11 +6,12 @@ import pytest
 
 from pipeline.errors import NonFiniteLossError
 from pipeline.events import Event
-from pipeline.watchers import MAX_CONSECUTIVE_SKIPS, NonFiniteSteps, Stop, ask
+from pipeline.watchers import Seen, Stop, ask
+from pipeline.watchers.non_finite import MAX_CONSECUTIVE_SKIPS, NonFiniteSteps
 
 
-def skipped(steps: int) -> dict[str, float]:
-    return {"train/loss": float("nan")} | ({"train/skipped_in_a_row": steps} if steps else {})
+def skipped(steps: int) -> Seen:
+    return Seen({"train/loss": float("nan")} | ({"train/skipped_in_a_row": steps} if steps else {}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -40,17 +41,17 @@ def test_what_watchers_say_is_told_and_the_first_stop_raises_its_error():
     rows, told = [], []
     high = Event("loss_spike", "the loss is high", "lower the learning rate")
 
-    def tells(step, row):
-        rows.append((step, row))
+    def tells(step, seen):
+        rows.append((step, seen))
         return high
 
-    def ends(step, row):
+    def ends(step, seen):
         return Stop(NonFiniteLossError("enough"))
 
-    ask([tells, lambda step, row: None], 3, {"train/loss": 9.0}, lambda *event: told.append(event))
-    assert rows == [(3, {"train/loss": 9.0})]
+    ask([tells, lambda step, seen: None], 3, Seen({"train/loss": 9.0}), lambda *event: told.append(event))
+    assert rows == [(3, Seen({"train/loss": 9.0}))]
     assert told == [(3, high)]
     with pytest.raises(NonFiniteLossError, match="enough") as ended:
-        ask([tells, ends, tells], 4, {}, lambda *event: told.append(event))
+        ask([tells, ends, tells], 4, Seen({}), lambda *event: told.append(event))
     assert told == [(3, high), (4, high)]
     assert ended.value.exit_code == 2

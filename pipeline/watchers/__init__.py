@@ -1,0 +1,68 @@
+"""What looks at each row and may say something of it, or end the run, and what comes with a row.
+
+Losses and norms are of all ranks, and of what ranks measure of themselves all have everyone's: their watchers
+answer alike without a further collective. `perf/` and `memory/` columns are its own: no Stop rests on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pipeline.errors import PipelineError
+from pipeline.events import Event
+
+Tell = Callable[[int, Event], None]
+"""Takes what happened at a step."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A row, and what is behind it of the steps since the row before; of an evaluation the row alone."""
+
+    row: dict[str, float]
+    """Of the last of them, as it is written: `train/loss`, or `eval/loss`."""
+    losses: Sequence[float] = ()
+    """Of each step, the exact mean over its global batch."""
+    norms: Sequence[float] = ()
+    """Of each step's gradient, before clipping; empty where the engine has none."""
+    skipped: Sequence[bool] = ()
+    """Of each step: the gradient was not finite."""
+    own: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Of every rank, in order. `data`, and `forward` where it waits for nobody: seconds a step (on a GPU of
+    the interval before); `device` and `host`: GiB in use."""
+
+    @property
+    def steps(self) -> int:
+        """Of training; 0: an evaluation."""
+        return len(self.losses)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The run ends here, without a further checkpoint, by this error and with its exit code."""
+
+    error: PipelineError
+
+
+class Watcher(Protocol):
+    """Asked on every rank about every row of training and of evaluation, in the order of the steps."""
+
+    def __call__(self, step: int, seen: Seen) -> Event | Stop | None:
+        """The answer depends on what all ranks are given alike: the step, the rows so far, the recipe."""
+        ...
+
+
+def ask(watchers: Iterable[Watcher], step: int, seen: Seen, tell: Tell) -> None:
+    """Has each look at the row, and tells what it says.
+
+    Raises:
+        PipelineError: the first stop's.
+    """
+    for watcher in watchers:
+        answer = watcher(step, seen)
+        if isinstance(answer, Event):
+            tell(step, answer)
+        elif isinstance(answer, Stop):
+            raise answer.error

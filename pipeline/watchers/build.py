@@ -1,0 +1,44 @@
+"""What a run is watched by, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from pipeline.config.deepspeed_json import lowest_loss_scale
+from pipeline.config.loading import get_dotted
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import Resolved
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import Engine
+from pipeline.watchers import Watcher
+from pipeline.watchers.evaluations import EvalDivergence
+from pipeline.watchers.frozen import FrozenParameters
+from pipeline.watchers.memory import MemoryGrowth
+from pipeline.watchers.non_finite import NonFinite, NonFiniteSteps
+from pipeline.watchers.slow_rank import SlowRank
+from pipeline.watchers.speed import DataStarvation, ThroughputDrop
+from pipeline.watchers.spikes import Spikes
+
+
+def build_watchers(
+    config: RunConfig, resolved: Resolved, engine: Engine, job: Job, first_step: int, max_steps: int
+) -> tuple[Watcher, ...]:
+    """Of a run that begins at `first_step`. Collective: the engine's parameters are looked at."""
+    alerts: list[Watcher] = []
+    if config.watch.alerts:
+        alerts = [
+            NonFinite(lowest_loss_scale(resolved.deepspeed)),
+            Spikes.of_losses(),
+            Spikes.of_norms(),
+            EvalDivergence(),
+            DataStarvation(config.loader.num_workers),
+            ThroughputDrop(),
+            SlowRank(job.everyone, config.distributed.straggler_share),
+            MemoryGrowth(),
+        ]
+        if not _lies_on_a_disk(resolved):  # to read all of it takes minutes
+            alerts.append(FrozenParameters(engine.shards, job.gather_object))
+    return (*alerts, NonFiniteSteps(engine.precision, first_step, max_steps))
+
+
+def _lies_on_a_disk(resolved: Resolved) -> bool:
+    keys = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
+    return any(get_dotted(resolved.deepspeed or {}, key) == "nvme" for key in keys)

@@ -1,0 +1,111 @@
+"""Whether training waits for its data, and whether its steps have become slower than they were."""
+
+from __future__ import annotations
+
+from statistics import median, median_low
+
+from pipeline.events import Event
+from pipeline.watchers import Seen
+
+# What the wait for data must be before a run is told of it: share of the step, seconds a step (a worker
+# process would take as long to hand a batch over), and the steps it is measured over.
+STARVATION_SHARE = 0.1
+STARVATION_SECONDS = 1e-3
+STARVATION_STEPS = 10
+
+# Steps and seconds of a window, and how many windows in a row are slower than the fastest by the factor.
+# Other processes on a machine take a minute of it now and then, and give it back.
+WINDOW_STEPS, WINDOW_SECONDS = 20, 30.0
+SLOW_WINDOWS = 4
+DROP = 1.5
+
+
+class DataStarvation:
+    """Says once in a run that the step waits for data, and what to change.
+
+    Args:
+        num_workers: Processes that read data for one rank.
+    """
+
+    def __init__(self, num_workers: int):
+        self._num_workers = num_workers
+        self._is_started = False
+        self._is_told = False
+        self._steps = 0
+        self._data = self._seconds = 0.0
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher. Rows are put together to ten steps or more; of several ranks the median one counts."""
+        if self._is_told or "data" not in seen.own:
+            return None
+        if not self._is_started:  # the first row is the start of the workers, and the compiler's
+            self._is_started = True
+            return None
+        self._steps += seen.steps
+        self._data += seen.steps * median_low(seen.own["data"])
+        self._seconds += seen.steps * seen.row["perf/step_time_seconds"]
+        if self._steps < STARVATION_STEPS:
+            return None
+        share, wait = self._data / self._seconds, self._data / self._steps
+        whole = self._seconds / self._steps
+        self._steps, self._data, self._seconds = 0, 0.0, 0.0
+        if share <= STARVATION_SHARE or wait < STARVATION_SECONDS:
+            return None
+        self._is_told = True
+        return Event(
+            "data_starvation",
+            f"waiting for data is {share:.0%} of the step ({1000 * wait:.0f} of {1000 * whole:.0f} ms)",
+            f"have more processes read it: loader.num_workers={max(2, 2 * self._num_workers)}",
+            fields={"share": share, "seconds": wait},
+        )
+
+
+class ThroughputDrop:
+    """Tells of steps that take much longer than they took before, for minutes; again after they recovered."""
+
+    def __init__(self) -> None:
+        self._is_started = False
+        self._times: list[float] = []
+        self._waits: list[float] = []
+        self._steps, self._seconds = 0, 0.0
+        self._fast: tuple[float, float] | None = None
+        self._slow = 0
+        self._is_told = False
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher. Rows are put together to windows, of which the median row counts."""
+        if not seen.steps:
+            return None
+        if not self._is_started:
+            self._is_started = True
+            return None
+        self._times.append(seen.row["perf/step_time_seconds"])
+        self._waits.append(seen.row["perf/data_time_seconds"])
+        self._steps += seen.steps
+        self._seconds += seen.steps * self._times[-1]
+        if self._steps < WINDOW_STEPS or self._seconds < WINDOW_SECONDS:
+            return None
+        now, waits = median(self._times), median(self._waits)
+        self._times, self._waits, self._steps, self._seconds = [], [], 0, 0.0
+        if self._fast is None or now < self._fast[0]:
+            self._fast = (now, waits)
+        is_slow = now > DROP * self._fast[0]
+        self._slow = self._slow + 1 if is_slow else 0
+        self._is_told &= is_slow
+        if self._is_told or self._slow < SLOW_WINDOWS:
+            return None
+        self._is_told = True
+        return self._event(now, waits, *self._fast)
+
+    def _event(self, now: float, waits: float, fast: float, waited: float) -> Event:
+        is_data = waits - waited > (now - fast) / 2
+        return Event(
+            "throughput_drop",
+            f"steps take {now / fast:.1f} times as long as they did ({1000 * now:.0f} ms, before "
+            f"{1000 * fast:.0f} ms)" + (", most of it waiting for data" if is_data else ""),
+            "look at the disk that data is read from, and raise loader.num_workers"
+            if is_data
+            else "look for other processes on these machines, for clocks and temperature (nvidia-smi), for a "
+            "slow rank (perf/slowest_rank) and for memory that is short (memory/alloc_retries)",
+            fields={"seconds": now, "seconds_before": fast},
+        )

@@ -1,0 +1,221 @@
+"""What each alert answers to rows that were made up: when it speaks, how often, and when it does not."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from pipeline.watchers import Seen
+from pipeline.watchers.evaluations import EvalDivergence
+from pipeline.watchers.memory import MemoryGrowth
+from pipeline.watchers.non_finite import NonFinite
+from pipeline.watchers.speed import DataStarvation, ThroughputDrop
+from pipeline.watchers.spikes import CALM, Spikes
+
+
+def asked(watcher, rows, every=1):
+    """(step, event) of all that it says; steps are counted on over the rows."""
+    told, step = [], 0
+    for seen in rows:
+        step += seen.steps
+        if (event := watcher(step, seen)) is not None:
+            told.append((step, event))
+    return told
+
+
+def of_losses(*rows):
+    return [Seen({"train/loss": row[-1]}, row, [1.0] * len(row), [False] * len(row)) for row in rows]
+
+
+def timed(seconds, data=0.0, steps=1, own=True):
+    row = {"perf/step_time_seconds": seconds, "perf/data_time_seconds": data}
+    return Seen(row, [1.0] * steps, own={"data": [data]} if own else {})
+
+
+def test_a_spike_between_two_rows_is_told_once_with_its_step():
+    rows = of_losses(*[[2.0] * 10] * 5, [2.0, 2.0, 7.0, 6.0, *[2.0] * 6], [2.0] * 10)
+    ((step, event),) = asked(Spikes.of_losses(), rows)
+    assert (step, event.name, event.level) == (60, "loss_spike", "warning")
+    assert event.message.startswith(
+        "the loss of step 53 is 7, 3.5 times what was normal before (2, up to 2.6)"
+    )
+    assert "optimizer.learning_rate" in event.advice
+    assert event.fields == {"at_step": 53, "value": 7.0, "normal": 2.0, "limit": pytest.approx(2.6)}
+
+
+def test_a_spike_is_told_again_after_a_time_without_one():
+    calm = [[2.0]] * 40
+    soon, late = [[7.0], *[[2.0]] * (CALM - 1), [7.0]], [[7.0], *[[2.0]] * CALM, [7.0]]
+    assert len(asked(Spikes.of_losses(), of_losses(*calm, *soon))) == 1
+    assert len(asked(Spikes.of_losses(), of_losses(*calm, *late))) == 2
+    assert len(asked(Spikes.of_losses(), of_losses(*calm, *[[7.0]] * 300))) == 1  # how things are now
+
+
+def test_norms_are_looked_at_apart_and_need_not_be_there():
+    rows = [Seen({}, [2.0], [0.5 if step < 50 else 9.0]) for step in range(51)]
+    ((step, event),) = asked(Spikes.of_norms(), rows)
+    assert (step, event.name) == (51, "grad_norm_spike")
+    assert event.message.startswith("the gradient norm of step 51 is 9, 18.0 times")
+    assert asked(Spikes.of_norms(), of_losses(*[[2.0]] * 3)) == []
+    assert asked(Spikes.of_norms(), [Seen({}, [2.0])] * 50) == []
+
+
+def skipping(skipped, scale=None, loss=1.0):
+    row = {"train/loss": loss} | ({} if scale is None else {"train/loss_scale": scale})
+    return Seen(row, [loss] * len(skipped), [1.0] * len(skipped), skipped)
+
+
+@pytest.mark.parametrize(
+    ("lowest", "scale", "name", "level", "said"),
+    [
+        (
+            None,
+            None,
+            "non_finite",
+            "warning",
+            "2 of 3 steps skipped: the gradient was infinite or NaN; look at",
+        ),
+        (1.0, 64.0, "non_finite", "info", "NaN; the fp16 loss scale is now 64"),
+        (1.0, 1.0, "loss_scale_floor", "warning", "the fp16 loss scale cannot fall below 1; use bf16"),
+    ],
+)
+def test_skipped_steps_are_told_once_a_row(lowest, scale, name, level, said):
+    watcher = NonFinite(lowest)
+    event = watcher(3, skipping([True, False, True], scale))
+    assert (event.name, event.level) == (name, level)
+    assert said in event.line
+    assert event.fields["skipped"] == 2
+    assert watcher(6, skipping([False] * 3, scale)) is None
+
+
+def test_a_loss_that_is_none_beside_a_gradient_that_is_one():
+    event = NonFinite(None)(2, skipping([False, False], loss=math.nan))
+    assert event.name == "non_finite"
+    assert event.message.startswith("the loss of 2 of 2 steps is infinite or NaN")
+
+
+def test_a_step_that_waits_for_data_is_told_of_once():
+    watcher = DataStarvation(num_workers=0)
+    assert (
+        asked(watcher, [timed(5.0, 4.0), *[timed(0.1, 0.03)] * 9]) == []
+    )  # workers start; few steps say little
+    ((_, event),) = asked(watcher, [timed(0.1, 0.03)] * 50)
+    assert event.name == "data_starvation"
+    assert event.message == "waiting for data is 30% of the step (30 of 100 ms)"
+    assert event.line.endswith("loader.num_workers=2")
+
+
+@pytest.mark.parametrize(("seconds", "data"), [(0.1, 0.009), (0.001, 0.0009)], ids=["a tenth", "short"])
+def test_a_short_wait_for_data_is_not_worth_a_line(seconds, data):
+    assert asked(DataStarvation(0), [timed(seconds, data, 20)] * 5) == []
+
+
+def test_more_workers_are_asked_for_where_there_are_some():
+    ((_, event),) = asked(DataStarvation(4), [timed(1.0, 0.5, 20)] * 3)
+    assert "loader.num_workers=8" in event.line
+
+
+def test_steps_that_stay_slow_are_told_of_once_until_they_recover():
+    fast, slow = [timed(1.0)] * 120, [timed(1.6)] * 200
+    ((step, event),) = asked(ThroughputDrop(), [*fast, *slow])
+    assert event.name == "throughput_drop"
+    assert event.message == "steps take 1.6 times as long as they did (1600 ms, before 1000 ms)"
+    assert 120 + 4 * 20 <= step <= 120 + 5 * 30
+    assert len(asked(ThroughputDrop(), [*fast, *slow, *fast, *slow])) == 2
+
+
+def test_slow_steps_that_wait_for_data_say_so():
+    ((_, event),) = asked(ThroughputDrop(), [timed(1.0)] * 120 + [timed(3.0, 2.0)] * 200)
+    assert "most of it waiting for data" in event.message
+    assert "loader.num_workers" in event.advice
+
+
+def test_a_minute_of_other_work_on_the_machine_is_not_worth_a_line():
+    chance = random.Random(0)
+    rows = [timed(chance.choice([1.0, 1.0, 1.1, 4.0])) for _ in range(3000)]
+    rows[1000:1080] = [timed(5.0)] * 10  # and once all of it, for a minute
+    assert asked(ThroughputDrop(), rows) == []
+
+
+def test_the_first_row_is_the_compilers():
+    assert asked(ThroughputDrop(), [timed(1e-6), *[timed(1.0)] * 500]) == []
+
+
+def using(gib, kind="host"):
+    return Seen({}, [1.0], own={kind: gib if isinstance(gib, list) else [gib]})
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_memory_that_grows_is_told_of_once_with_its_rank(kind):
+    rows = [using([2.0, 2.0 + 0.01 * step], kind) for step in range(400)]
+    ((_, event),) = asked(MemoryGrowth(), rows)
+    assert event.name == "memory_growth"
+    assert event.message.startswith(
+        f"the {'process' if kind == 'host' else 'device'}'s memory of rank 1 grows: "
+    )
+    assert event.fields["rank"] == 1
+
+
+def test_a_slow_leak_is_found_in_a_longer_run():
+    rows = [using(2.0 + 1e-4 * step + 0.05 * (step % 2)) for step in range(12_000)]
+    assert len(asked(MemoryGrowth(), rows)) == 1
+
+
+def test_a_leak_that_begins_late_is_found():
+    rows = [using(2.0 + max(0, step - 3000) * 1e-3) for step in range(9_000)]
+    assert len(asked(MemoryGrowth(), rows)) == 1
+
+
+def settling(step):
+    return 2.0 + 3.0 * (1 - math.exp(-step / 150))
+
+
+NOT_A_LEAK = {
+    "it settles": settling,
+    "it comes and goes": lambda step: 2.0 + 1.5 * math.sin(step / 40),
+    "steps": lambda step: 2.0 + 0.5 * (step > 100) + 0.5 * (step > 2000) + 0.5 * (step > 5000),
+    "little": lambda step: 2.0 + 2e-5 * step,
+    "of much": lambda step: 100.0 + 9e-4 * step,
+    "noise": lambda step: 2.0 + random.Random(step).random(),
+}
+
+
+@pytest.mark.parametrize("name", NOT_A_LEAK)
+def test_memory_that_does_not_grow_steadily_is_not_told_of(name):
+    assert asked(MemoryGrowth(), [using(NOT_A_LEAK[name](step)) for step in range(10_000)]) == []
+
+
+def evaluated(train, evaluations):
+    rows = []
+    for loss, held_out in zip(train, evaluations, strict=True):
+        rows += [*of_losses([loss] * 10), Seen({"eval/loss": held_out})]
+    return rows
+
+
+def test_evaluation_that_leaves_training_is_told_of_until_a_new_best():
+    train = [3.0, 2.5, 2.0, 1.8, 1.6, 1.4, 1.2, 1.0, 0.8, 0.7, 0.6, 0.5]
+    held_out = [3.1, 2.7, 2.4, 2.5, 2.6, 2.7, 2.8, 2.3, 2.2, 2.3, 2.4, 2.5]
+    told = asked(EvalDivergence(), [Seen({"eval/loss": 3.5}), *evaluated(train, held_out)])
+    assert [step for step, _ in told] == [60, 120]
+    assert told[0][1].name == "eval_divergence"
+    assert told[0][1].message == (
+        "eval/loss rose in 3 evaluations in a row, to 2.7 from 2.4 at step 30, while train/loss fell to 1.4"
+    )
+    assert "checkpoint.keep_best" in told[0][1].advice
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        ([3, 2, 2.1, 2.2, 2.3, 2.4], [3, 2, 2.2, 2.4, 2.6, 2.8]),
+        ([3, 2, 1.9, 1.8, 1.7, 1.6], [3, 2, 2.2, 2.1, 2.3, 2.2]),
+        ([3, 2, 1.9, 1.8, 1.7, 1.6], [3, 2, 2.005, 2.01, 2.02, 2.03]),
+        ([3, 0.1, 0.05, 0.03, 0.02, 0.01], [3, 0.1, 0.11, 0.12, 0.13, 0.14]),
+        ([3, 2, 1, 0.5], [3, 2, 2.5, 3]),
+    ],
+    ids=["training rises too", "up and down", "hardly", "of almost nothing", "two evaluations"],
+)
+def test_what_is_no_divergence(train, held_out):
+    assert asked(EvalDivergence(), evaluated(train, held_out)) == []

@@ -1,0 +1,88 @@
+"""A rank that is slower than the others is named with what it is slow in, once."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.distributed.diagnosis import RankProcess
+from pipeline.watchers import Seen
+from pipeline.watchers.slow_rank import SlowRank
+
+EVERYONE = [RankProcess(rank, f"node{rank}", 70 + rank) for rank in range(4)]
+QUICK = [0.0, 0.0, 0.0, 0.0]
+
+
+def seen(data, forward=None, step=1.0, steps=4):
+    own = {"data": data} | ({} if forward is None else {"forward": forward})
+    return Seen({"perf/step_time_seconds": step}, [1.0] * steps, own=own | {"host": [9.0] * len(data)})
+
+
+def said(*rows, share=0.15):
+    watcher = SlowRank(EVERYONE[: len(rows[0].own["data"])], share)
+    return [event for number, row in enumerate(rows) if (event := watcher(number, row)) is not None]
+
+
+def test_the_slow_one_is_named_once_with_its_phase():
+    (event,) = said(*[seen(QUICK, [0.4, 0.41, 0.9, 0.39])] * 20)
+    assert event.name == "slow_rank"
+    assert event.message == (
+        "rank 2 on node2 (pid 72) is slow: the forward takes it 900 ms a step and the median rank 400 ms; "
+        "the others wait for it in 500 of every 1000 ms"
+    )
+    assert event.fields["rank"] == 2
+    assert event.fields["phase"] == "forward"
+
+
+@pytest.mark.parametrize("forward", [None, [0.4, 0.4, 0.4, 0.4]], ids=["data alone", "both"])
+def test_one_that_reads_slowly(forward):
+    (event,) = said(*[seen([0.01, 0.3, 0.01, 0.01], forward)] * 20)
+    assert event.message.startswith("rank 1 on node1 (pid 71) is slow: reading data takes it 300 ms a step")
+    assert event.fields["phase"] == "data"
+
+
+@pytest.mark.parametrize("every", [1, 4, 5, 10, 20])
+def test_a_rank_1_2_times_slower_is_named_within_20_steps(every):
+    """Where a row is written often enough; the first step is a row of its own."""
+    rows = [seen(QUICK, [0.4, 0.41, 0.48, 0.39], steps=1)]
+    at = 1
+    while at < 20:
+        steps = min(every - at % every, 20 - at)
+        rows.append(seen(QUICK, [0.4, 0.41, 0.48, 0.39], steps=steps))
+        at += steps
+    assert len(said(*rows)) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "step"),
+    [([0.4, 0.41, 0.45, 0.39], 1.0), ([0.001, 0.001, 0.002, 0.001], 1.0)],
+    ids=["less than the share", "little of the step"],
+)
+def test_what_costs_little_is_not_worth_a_line(own, step):
+    assert said(*[seen(QUICK, own, step)] * 20) == []
+    assert said(*[seen(own, None, step)] * 20) == []
+
+
+def test_the_first_row_and_few_steps_say_nothing():
+    slow = [0.1, 0.9]
+    assert said(*[seen(slow)] * 4) == []  # 12 steps after the first row
+    assert len(said(*[seen(slow)] * 5)) == 1
+
+
+def test_a_rank_that_is_disturbed_for_a_moment_is_not_named():
+    """Now the one and now the other, or one of them for a while."""
+    quick, first, second = (seen(QUICK[:2], each, steps=8) for each in ([0.4, 0.4], [0.4, 0.9], [0.9, 0.4]))
+    assert said(*[quick, first, second] * 20) == []
+    assert said(*[quick, first, quick] * 20) == []
+
+
+def test_another_one_is_told_of_too():
+    rows = [
+        seen(QUICK[:2], own, steps=10)
+        for own in ([1, 1], *[[0.1, 0.9]] * 2, *[[0.9, 0.1]] * 2, *[[0.1, 0.9]] * 2)
+    ]
+    assert [event.message[:6] for event in said(*rows)] == ["rank 1", "rank 0"]
+
+
+def test_one_rank_and_evaluations_are_not_compared():
+    assert said(*[seen([0.9])] * 20) == []
+    assert SlowRank(EVERYONE, 0.15)(1, Seen({"eval/loss": 1.0})) is None
