@@ -13,7 +13,7 @@ WINDOWS = 8  # in a row, each above the one before
 MOST_WINDOWS = 20
 LEAST_GROWTH = 0.1  # of what there was
 LEAST_GIB = 0.25
-STEADY = 0.6  # of the average growth of a window, that the least one has: what settles grows less and less
+STEADY = 0.75  # of the average growth of a window, that the least one has: what settles grows less and less
 TOLD = {
     "device": (
         "the device's memory",
