@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.tiny import MaskedTokens, deepspeed_json, recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
+from pipeline.config.schema import WatchConfig
 from pipeline.data.bundle import DataBundle
+from pipeline.data.mixture import MixtureOrder
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
+from pipeline.engine.interface import StepResult
+from pipeline.errors import NonFiniteLossError, StoppedError
+from pipeline.events import Event
 from pipeline.objectives import CausalLM, LossSum
+from pipeline.safeguard import MOST_IN_A_ROW, GoBack, Safeguard
 from pipeline.sinks.jsonl import iterate_record, read_metrics
 from pipeline.training import Loop
 
@@ -46,11 +54,7 @@ class PoisonedTokens(CausalLM):
 
 
 def samples_at(data: DataBundle, config, first: int) -> list[tuple[int, ...]]:
-    from pipeline.data.mixture import MixtureOrder
-
     order = MixtureOrder(data.sources, config.seed)
-    import numpy as np
-
     indices = order.samples_at(np.arange(first, first + BATCH)).tolist()
     return [tuple(data.train[index]["input_ids"].tolist()) for index in indices]
 
@@ -118,3 +122,144 @@ def test_a_run_that_skipped_equals_one_whose_data_never_held_it(ranks, split, tm
     skips = events(tmp_path / "skipped", "skip")
     assert [(each["step"], each["first_sample"]) for each in skips] == [(41, 320), (41, 328), (45, 368)]
     assert not events(tmp_path / "clean", "skip", "loss_spike", "non_finite")
+
+
+def killed_and_resumed(job: Job, folder: str) -> None:
+    """A run that is killed behind a batch that it skipped, and goes on from a checkpoint before it."""
+    poison = {40 * BATCH: math.nan, 46 * BATCH: 1e4}
+    watch = {"on_spike": "skip", "on_nonfinite": "skip"}
+    every = {"every": 10, "keep_last": 9}
+    train(job, None, f"{folder}/unbroken", poison, watch=watch, checkpoint=every)
+    train(job, None, f"{folder}/killed", poison, watch=watch, checkpoint=every)
+    for step in (48, 50):
+        shutil.rmtree(Path(folder) / f"killed/checkpoints/step-{step:08d}", ignore_errors=True)
+    train(job, None, f"{folder}/killed", poison, watch=watch, checkpoint=every)
+
+
+def test_a_run_that_goes_on_skips_what_it_skipped(tmp_path):
+    """What is normal is part of a checkpoint: without it nothing would be a spike for the next 32 steps."""
+    killed_and_resumed(ALONE, str(tmp_path))
+    assert rows(tmp_path / "killed") == rows(tmp_path / "unbroken")
+    for name in ("killed", "unbroken"):
+        assert [each["step"] for each in events(tmp_path / name, "skip")] == [41, 46]
+
+
+def gone_back(job: Job, split, folder: str):
+    """A run that goes back, and one whose data never held what the first left out."""
+    poison = {40 * BATCH: 1e4}
+    changes: dict[str, Any] = {"checkpoint": {"every": 10, "keep_last": 9}}
+    watch = {"on_spike": "rollback", "rollback_steps": 4}
+    back = train(job, split, f"{folder}/back", poison, watch=watch, **changes)
+    left_out = [[37 * BATCH, 41 * BATCH]]
+    clean = train(job, split, f"{folder}/clean", {}, loader={"leave_out": left_out}, **changes)
+    same = all(torch.equal(a, b) for a, b in zip(back[0], clean[0], strict=True))
+    return same and back[1] == clean[1]
+
+
+@pytest.mark.slow
+@pytest.mark.daily("ddp", "zero3", "pipeline")
+@pytest.mark.parametrize("split", ["single", "ddp", "zero2-bf16", "zero3", "pipeline"])
+def test_after_a_rollback_a_run_equals_one_whose_data_never_held_what_it_left_out(ranks, split, tmp_path):
+    world_size, deepspeed = SPLITS[split]
+    if split == "single":
+        assert gone_back(ALONE, deepspeed, str(tmp_path))
+    else:
+        assert all(ranks(world_size).run(gone_back, deepspeed, str(tmp_path), timeout=500))
+    back = tmp_path / "back"
+    assert rows(back) == rows(tmp_path / "clean")
+    (told,) = events(back, "rollback")
+    assert (told["step"], told["from_step"]) == (30, 41)
+    assert (told["first_sample"], told["last_sample"]) == (37 * BATCH, 41 * BATCH - 1)
+    assert "step 41" in told["message"]
+    abandoned = list(iterate_record(back / "metrics-until-step-41.jsonl"))
+    assert [line["step"] for line in abandoned if "train/loss" in line] == list(range(31, 42))
+    assert [line["event"] for line in abandoned if "event" in line][-1] == "loss_spike"
+    assert sorted(path.name for path in (back / "checkpoints").glob("step-*"))[-1] == "step-00000048"
+
+
+def test_what_was_left_out_stays_left_out_when_the_run_goes_on(tmp_path):
+    poison = {40 * BATCH: 1e4}
+    changes: dict[str, Any] = {
+        "checkpoint": {"every": 10, "keep_last": 9},
+        "watch": {"on_spike": "rollback", "rollback_steps": 4},
+    }
+    train(ALONE, None, str(tmp_path / "run"), poison, **changes)
+    before = rows(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000048")
+    train(ALONE, None, str(tmp_path / "run"), poison, **changes)
+    assert rows(tmp_path / "run") == before
+    assert len(events(tmp_path / "run", "rollback")) == 1
+
+
+@pytest.mark.parametrize(
+    ("poison", "watch", "says"),
+    [
+        (1e4, {"on_spike": "stop"}, r"the loss of step 41 is .* \(watch.on_spike: stop\)"),
+        (math.nan, {"on_nonfinite": "stop"}, r"1 of 1 steps skipped.* \(watch.on_nonfinite: stop\)"),
+        (1e4, {"on_spike": "rollback", "rollback_steps": 41}, "no checkpoint of step 0 or before it"),
+    ],
+)
+def test_a_run_that_is_to_end_there_ends_there(tmp_path, poison, watch, says):
+    with pytest.raises(StoppedError, match=says) as ended:
+        train(ALONE, None, str(tmp_path), {40 * BATCH: poison}, watch=watch, checkpoint={"every": 10})
+    assert ended.value.exit_code == 2
+    names = [line["event"] for line in iterate_record(tmp_path / "metrics.jsonl") if "event" in line]
+    assert {"loss_spike", "non_finite"}.intersection(names)
+
+
+def test_log_counts_a_step_without_a_gradient_as_before(tmp_path):
+    train(ALONE, None, str(tmp_path), {40 * BATCH: math.nan})
+    last = [row for row in rows(tmp_path) if "train/loss" in row][-1]
+    assert last["step"] == STEPS
+    assert last["train/skipped_steps"] == 1
+    assert last["train/samples_seen"] == STEPS * BATCH
+
+
+def result(loss: float, norm: float = 1.0, skipped: float = 0.0) -> StepResult:
+    zero = torch.zeros((), dtype=torch.float64)
+    return StepResult(
+        zero, zero, torch.tensor(norm), torch.tensor(skipped), zero, None, loss=torch.tensor(loss).double()
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        (lambda: result(math.nan, math.nan, 1.0), NonFiniteLossError),
+        (lambda: result(50.0, 1.0, 1.0), StoppedError),
+    ],
+)
+def test_a_run_that_only_leaves_out_ends(bad, kind):
+    told: list[Event] = []
+    safeguard = Safeguard(
+        WatchConfig(on_spike="skip", on_nonfinite="skip"), 1, lambda _, event: told.append(event)
+    )
+    for step in range(40):
+        assert safeguard.takes(step + 1, result(2.0 + 0.01 * (step % 3)), (0, 8), str)
+    limits = safeguard.limits
+    assert limits is not None
+    assert 2.0 < limits.loss < 5.0
+    for _ in range(MOST_IN_A_ROW - 1):
+        assert not safeguard.takes(41, bad(), (0, 8), lambda first, last: "wiki 7")
+    with pytest.raises(kind, match=f"the last {MOST_IN_A_ROW} batches"):
+        safeguard.takes(41, bad(), (0, 8), lambda first, last: "wiki 7")
+    assert len(told) == MOST_IN_A_ROW
+    assert "wiki 7" in told[0].message
+
+
+def test_a_run_that_goes_back_and_back_ends():
+    safeguard = Safeguard(WatchConfig(on_spike="rollback"), 1, lambda step, event: None)
+    spike = Event("loss_spike", "the loss of step 41 is high", fields={"at_step": 41})
+    for _ in range(MOST_IN_A_ROW):
+        with pytest.raises(GoBack) as found:
+            safeguard.answer(45, spike)
+        assert safeguard.going_back(found.value) == 33
+    with pytest.raises(StoppedError, match="came no further"):
+        safeguard.going_back(found.value)
+
+
+def test_nothing_is_read_where_nothing_is_asked_for():
+    safeguard = Safeguard(WatchConfig(), 1, lambda step, event: None)
+    assert safeguard.limits is None
+    assert not safeguard.goes_back
+    assert safeguard.takes(1, replace(result(math.nan), loss=None), (0, 8), str)

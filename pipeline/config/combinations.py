@@ -174,6 +174,24 @@ RULES = [
         ),
     ),
     Rule(
+        "`watch.on_nonfinite`, or `watch.on_spike: skip`, in fp16",
+        "a step without a finite gradient is how fp16 finds its loss scale, and moves it",
+        "bf16, or watch.on_nonfinite log and watch.on_spike rollback",
+        lambda c: (
+            c.split.precision == "fp16"
+            and (c.config.watch.on_nonfinite != "log" or c.config.watch.on_spike == "skip")
+        ),
+    ),
+    Rule(
+        "`watch` with a rollback, without checkpoints",
+        "there would be nothing to go back to",
+        "checkpoint.every",
+        lambda c: (
+            "rollback" in (c.config.watch.on_nonfinite, c.config.watch.on_spike)
+            and not (c.config.checkpoint.every or c.config.checkpoint.every_minutes)
+        ),
+    ),
+    Rule(
         "`pipeline_read` or `pipeline_write` with NVMe",
         "DeepSpeed 0.19 runs out of its own buffers there",
         "neither key",

@@ -166,8 +166,8 @@ class WandbConfig(Closed):
 
 
 class WatchConfig(Closed):
-    """What is told of a run that goes wrong, and what is done about it: docs/how-to.md. All ranks do the same,
-    and each case is an event in metrics.jsonl."""
+    """What is told of a run that goes wrong, and what is done about it: docs/how-to.md. Each case is an event
+    in metrics.jsonl."""
 
     alerts: bool = True
     """Tell of spikes, steps without a finite gradient, slow steps and ranks, missing data, growing memory,

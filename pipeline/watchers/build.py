@@ -22,12 +22,14 @@ def build_watchers(
     config: RunConfig, resolved: Resolved, engine: Engine, job: Job, first_step: int, max_steps: int
 ) -> tuple[Watcher, ...]:
     """Of a run that begins at `first_step`. Collective: the engine's parameters are looked at."""
+    watch = config.watch
     alerts: list[Watcher] = []
-    if config.watch.alerts:
-        alerts = [
-            NonFinite(lowest_loss_scale(resolved.deepspeed)),
-            Spikes.of_losses(),
-            Spikes.of_norms(),
+    if watch.alerts or watch.on_nonfinite != "log":
+        alerts = [NonFinite(lowest_loss_scale(resolved.deepspeed))]
+    if watch.alerts or watch.on_spike != "log":
+        alerts += [Spikes.of_losses(), Spikes.of_norms()]
+    if watch.alerts:
+        alerts += [
             EvalDivergence(),
             DataStarvation(config.loader.num_workers),
             ThroughputDrop(),

@@ -27,14 +27,17 @@ class NonFinite:
     def __call__(self, step: int, seen: Seen) -> Event | None:
         """See Watcher."""
         skipped, scale = sum(seen.skipped), seen.row.get("train/loss_scale")
-        told = {"steps": float(seen.steps), "skipped": float(skipped)}
+        bad = (
+            [bool(each) for each in seen.skipped] if skipped else [not math.isfinite(x) for x in seen.losses]
+        )
+        if True not in bad:
+            return None
+        first = step - len(bad) + 1 + bad.index(True)
+        told = {"at_step": float(first), "steps": float(seen.steps), "skipped": float(skipped)}
         if not skipped:
-            losses = [loss for loss in seen.losses if not math.isfinite(loss)]
-            line = (
-                f"the loss of {len(losses)} of {seen.steps} steps is infinite or NaN, their gradients are not"
-            )
+            line = f"the loss of {sum(bad)} of {seen.steps} steps is infinite or NaN, their gradients are not"
             advice = "look at what the objective gives for these batches, and at how they are masked"
-            return Event("non_finite", line, advice, fields=told) if losses else None
+            return Event("non_finite", line, advice, fields=told)
         line = f"{skipped} of {seen.steps} steps skipped: the gradient was infinite or NaN"
         advice = "look at the data, lower optimizer.learning_rate, or raise schedule.warmup_steps"
         if scale is None:
