@@ -56,6 +56,8 @@ class Safeguard:
         self._tell = tell
         self._bands = {"loss": Band(LOSS), "gradient norm": Band(GRADIENT_NORM)}
         self._left_out = 0
+        self.is_nonfinite = False
+        """The step that was left out last had an infinite or NaN loss or gradient."""
         self._samples: deque[tuple[int, tuple[int, int]]] = deque(maxlen=steps_kept + watch.rollback_steps)
         self._stretches: list[tuple[int, int]] = []
         self._backs = 0
@@ -112,6 +114,7 @@ class Safeguard:
             self._samples.append((step, samples))
             return True
         self._left_out += 1
+        self.is_nonfinite = not is_finite
         spikes = spikes if is_finite else []
         self._tell(step, self._leaving_out(step, seen, spikes, samples, describe(*samples)))
         self._end_if_hopeless(self._left_out, is_finite)
@@ -156,14 +159,17 @@ class Safeguard:
             "that have moved; go back with watch.on_spike=rollback, or lower optimizer.learning_rate"
         )
 
-    def answer(self, step: int, event: Event) -> None:
-        """Tells what a watcher said, and does about it what the recipe asks for.
+    def samples_of(self, step: int) -> tuple[int, int] | None:
+        """Positions in the order, [first, last), of a step not long ago; None: it is not known any more."""
+        return dict(self._samples).get(step)
+
+    def act(self, step: int, event: Event) -> None:
+        """Does about what a watcher said what the recipe asks for.
 
         Raises:
             GoBack: to before the step.
             StoppedError: the run is to end here.
         """
-        self._tell(step, event)
         field = CAUSES.get(event.name)
         action = getattr(self._watch, field) if field is not None else "log"
         if action == "stop":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -9,9 +10,14 @@ import torch
 
 from pipeline.data.random_numbers import derive_seed
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, Flags, StopOnSignal
-from pipeline.engine.interface import StepResult
+from pipeline.engine.first_nonfinite import FirstNonFinite, Found
+from pipeline.engine.interface import Limits, StepResult
+from pipeline.events import Event
 from pipeline.parts import Parts
 from pipeline.schedule import multiplier
+
+MOST_EXAMINED = 3  # steps of a process
+CAUSE_ADVICE = "look at these samples and at that part of the model"
 
 
 class Stepper:
@@ -26,6 +32,7 @@ class Stepper:
         self._stop = stop
         self._objective = parts.meters.timed(parts.objective)
         self._flag_reader = FlagReader(parts.engine.device)
+        self._examined = 0
 
     def learning_rate(self, global_step: int) -> float:
         """Of the step after `global_step` of them."""
@@ -60,8 +67,52 @@ class Stepper:
             asked = Flags(save=asked.save or now.save, stop=asked.stop or now.stop)
             if parts.safeguard.takes(global_step + 1, result, samples, parts.loader.describe):
                 return result, asked
+            if parts.safeguard.is_nonfinite:
+                self._examine(global_step + 1, samples)
             if asked.stop:
                 return None, asked
+
+    def answer(self, step: int, event: Event) -> None:
+        """Tells what a watcher said, finds out more where that can be had, and acts as the recipe says.
+
+        Raises:
+            GoBack, StoppedError: see Safeguard.act.
+        """
+        self._parts.sinks.tell(step, event)
+        if event.name == "non_finite" and event.level != "info":
+            bad = int(event.fields["at_step"])
+            if (samples := self._parts.safeguard.samples_of(bad)) is not None:
+                self._examine(bad, samples)
+        self._parts.safeguard.act(step, event)
+
+    def _examine(self, step: int, samples: tuple[int, int]) -> None:
+        """Tells what was infinite or NaN first in a step, from doing it again with the weights as they are.
+
+        Nothing of it stays: no step keeps to such limits.
+        """
+        parts = self._parts
+        if self._examined == MOST_EXAMINED or parts.engine.precision == "fp16":  # which would move its scale
+            return
+        micro_batches = parts.loader.read_again(samples[0])
+        if micro_batches is None:
+            return
+        self._examined += 1
+        first = FirstNonFinite(parts.engine.module, micro_batches, parts.job.ranks.rank)
+        seed_step(parts.seed, step - 1, parts.engine.seed_rank)
+        with first.looking():
+            parts.engine.train_step(
+                micro_batches, first.seen_by(parts.objective), 0.0, 0, Limits(-math.inf, -math.inf)
+            )
+        found = [each for each in parts.job.gather_object(first.found) if each is not None]
+        if not found:
+            message = f"step {step}, done again, is finite: the weights have moved on, or it was chance"
+            parts.sinks.tell(step, Event("non_finite_cause", message, level="info"))
+            return
+        cause: Found = min(found)
+        rank = parts.job.everyone[abs(cause.rank)] if parts.job.everyone else "this process"
+        message = f"step {step}: the first that is infinite or NaN is {cause.where}, on {rank}"
+        message += f"; samples: {cause.samples}" if cause.samples else ""
+        parts.sinks.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
 
 
 def seed_step(seed: int, step: int, seed_rank: int) -> None:

@@ -54,11 +54,11 @@ class Loop:
     def __init__(self, parts: Parts, long_lived: LongLived | None = None):
         self.state = parts.start
         self._parts = parts
-        self._rows = LateRows(parts.watchers, parts.sinks, parts.safeguard.answer)
         self._long_lived = long_lived
         self._alarm = Alarm(0)
         self._stop = StopOnSignal()
         self._stepper = Stepper(parts, self._stop)
+        self._rows = LateRows(parts.watchers, parts.sinks, self._stepper.answer)
         self._evaluation: dict[str, float] | None = None
         self._evaluated_at = -1
         self._write_seconds = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +51,9 @@ class BatchSource(Protocol):
 
     def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
         """Has no later step take the samples at these positions of the order, [first, last) each."""
+
+    def read_again(self, first: int) -> list[Batch] | None:
+        """The group that begins at a position of the order, to be looked at; None: it cannot be had again."""
 
     def describe(self, first: int, last: int) -> str:
         """Which samples stand at [first, last) of the order, in words: by source and index."""
@@ -199,6 +203,11 @@ class TrainLoader:
         """See BatchSource. What was fetched ahead is read anew."""
         self._left_out = LeftOut([*self._left_out.stretches, *stretches])
         self.close()
+
+    def read_again(self, first: int) -> list[Batch]:
+        """See BatchSource. In this process."""
+        draws = islice(self._draws_from(samples_seen=first), self._gradient_accumulation_steps)
+        return [usable(batch) for batch in map(self._fetch.__getitems__, draws)]
 
     def describe(self, first: int, last: int) -> str:
         """See BatchSource. At most SHOWN of them: `wiki 7, 12; code 3 ...`."""

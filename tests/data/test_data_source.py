@@ -51,6 +51,9 @@ class Rollouts:
     def leave_out(self, stretches):
         pass
 
+    def read_again(self, first):
+        return None
+
     def describe(self, first, last):
         return f"rollouts {first} to {last - 1}"
 

@@ -1,0 +1,76 @@
+"""What is infinite or NaN first is named: the part of the model, forward or backward, samples and rank."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from support.poisoned import ALONE, BATCH, SPLITS, PoisonedTokens, events, train
+
+AT = 20 * BATCH + 5
+"""In the second micro-batch of a rank, where there are two ranks: the last one's."""
+
+
+def poison_embedding(parts, poison) -> None:
+    """The rows of poisoned samples are NaN behind the embedding."""
+
+    def hook(layer, given, output):
+        found = [tuple(row) in poison for row in given[0].tolist()]
+        return torch.where(torch.tensor(found)[:, None, None], math.nan, output)
+
+    for _, layer in parts.engine.module.named_modules():
+        if isinstance(layer, torch.nn.Embedding):
+            layer.register_forward_hook(hook)
+
+
+class BackwardAlone(PoisonedTokens):
+    """The root of nothing: 0, with a slope that is none."""
+
+    def __call__(self, model, batch):
+        loss = super(PoisonedTokens, self).__call__(model, batch)
+        if not any(tuple(row) in self.poison for row in batch["input_ids"].tolist()):
+            return loss
+        return type(loss)(loss.loss_sum + (loss.loss_sum * 0).sqrt(), loss.count)
+
+
+FAULTS = {
+    "forward": (
+        {"prepare": poison_embedding},
+        r"what \S*(embed|embedding)\S* \(Embedding\) gives, in forward",
+    ),
+    "loss": ({}, "the loss,"),
+    "backward": ({"objective": BackwardAlone}, r"the gradient of \S+, in backward"),
+}
+
+
+def faulty(job, split, folder: str, fault: str, watch):
+    how, _ = FAULTS[fault]
+    factor = math.nan if fault == "loss" else 1.0
+    train(job, split, folder, {AT: factor}, max_steps=24, watch=watch, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.daily("forward-ddp", "loss-zero3", "backward-zero2-bf16", "forward-pipeline")
+@pytest.mark.parametrize("split", ["single", "ddp", "zero2-bf16", "zero3", "pipeline"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_first_is_named_with_its_samples_and_its_rank(ranks, split, fault, tmp_path):
+    world_size, deepspeed = SPLITS[split]
+    watch = {"on_nonfinite": "skip" if fault == "loss" else "log"}
+    if split == "single":
+        faulty(ALONE, deepspeed, str(tmp_path), fault, watch)
+    else:
+        ranks(world_size).run(faulty, deepspeed, str(tmp_path), fault, watch, timeout=500)
+    (told,) = events(tmp_path, "non_finite_cause")
+    assert told["step"] == 21
+    assert re.search(FAULTS[fault][1], told["message"])
+    if split == "single":
+        assert "on this process" in told["message"]
+    elif fault == "forward" and split == "pipeline":
+        assert "on rank 0" in told["message"], "the first stage has the embedding"
+    else:
+        assert "on rank" in told["message"]
+    if fault == "forward":
+        (index,) = told["message"].rpartition("samples: ")[2].split(", ")
+        assert re.fullmatch(r"\w+ \d+", index), "one row is broken, and one is named"

@@ -1,0 +1,93 @@
+"""A tiny run whose data is broken at some places of its order, under any split."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from support.tiny import MaskedTokens, deepspeed_json, recipe, resolve, token_bundle
+
+from pipeline.assemble import assemble
+from pipeline.data.bundle import DataBundle
+from pipeline.data.mixture import MixtureOrder
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.objectives import CausalLM, LossSum
+from pipeline.sinks.jsonl import iterate_record, read_metrics
+from pipeline.training import Loop
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+STEPS, BATCH = 48, 8
+# Name -> ranks, DeepSpeed JSON (None: plain PyTorch).
+SPLITS: dict[str, tuple[int, Any]] = {
+    "single": (1, None),
+    "ddp": (2, None),
+    "zero1": (2, deepspeed_json(1)),
+    "zero2-bf16": (2, deepspeed_json(2, "bf16")),
+    "zero3": (2, deepspeed_json(3)),
+    "zero3-offload": (2, deepspeed_json(3, offload_optimizer={"device": "cpu"})),
+    "tensor": (2, deepspeed_json(1) | {"tensor_parallel": {"autotp_size": 2}}),
+    "pipeline": (2, deepspeed_json(0) | {"pipeline": {"stages": 2}}),
+}
+
+
+class PoisonedTokens(CausalLM):
+    """The loss of some sequences is multiplied: as of data that is broken there."""
+
+    poison: dict[tuple[int, ...], float]
+
+    def __call__(self, model, batch) -> LossSum:
+        loss = super().__call__(model, batch)
+        found = [self.poison.get(tuple(row), 1.0) for row in batch["input_ids"].tolist()]
+        return LossSum(loss.loss_sum * math.prod(found), loss.count)
+
+
+def samples_at(data: DataBundle, config, first: int) -> list[tuple[int, ...]]:
+    order = MixtureOrder(data.sources, config.seed)
+    indices = order.samples_at(np.arange(first, first + BATCH)).tolist()
+    return [tuple(data.train[index]["input_ids"].tolist()) for index in indices]
+
+
+def train(job: Job, split, folder: str, poison: dict[int, float], objective=None, prepare=None, **changes):
+    """The final state of a run, whose record is in the folder.
+
+    Args:
+        poison: Position of a sample in the order -> what its loss is multiplied by.
+        objective: Made as PoisonedTokens; by default that.
+        prepare: Called with the run's parts and what is poisoned.
+    """
+    data = replace(token_bundle(), train=MaskedTokens(512))
+    batch = {"micro_batch_size": 2, "global_batch_size": BATCH}
+    schedule = {"warmup_steps": 2}
+    optimizer = {"learning_rate": 1e-3, "max_grad_norm": 1.0}
+    tree = recipe(max_steps=STEPS, batch=batch, schedule=schedule, optimizer=optimizer) | changes
+    config, resolved = resolve(tree, split, job.ranks.world_size)
+    parts = assemble(config, resolved, job, data, Path(folder))
+    objective = (objective or PoisonedTokens)()
+    objective.poison = {samples_at(data, config, at)[0]: factor for at, factor in poison.items()}
+    parts = replace(parts, objective=objective)
+    if prepare is not None:
+        prepare(parts, objective.poison)
+    with parts.sinks, Loop(parts) as loop:
+        loop.train()
+    kept = [shard.values.detach().clone() for shard in parts.engine.shards()], parts.engine.scalars()
+    parts.loader.close()
+    parts.engine.close()
+    job.barrier()
+    return kept
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """Without what is measured."""
+    return [
+        {key: value for key, value in row.items() if key.split("/")[0] in ("step", "train", "eval")}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def events(folder: Path, *names: str) -> list[dict[str, Any]]:
+    return [line for line in iterate_record(folder / "metrics.jsonl") if line.get("event") in names]
