@@ -34,6 +34,7 @@ from pipeline.models.vocabulary import num_words
 from pipeline.objectives import Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.peak_flops import peak_flops
+from pipeline.replica_check import ReplicaCheck
 from pipeline.safeguard import Safeguard
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
@@ -89,6 +90,8 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         meters=meters,
         watchers=build_watchers(config, resolved, engine, job, start.global_step, max_steps),
         safeguard=safeguard,
+        replica_check=ReplicaCheck(job, engine.replicas, config.watch.compare_every, start.global_step),
+        stops_corrupted=config.watch.on_corruption == "stop",
         rows_behind=int(engine.device.type == "cuda" and not safeguard.goes_back),
         start=start,
         owes_evaluation=owes,

@@ -17,6 +17,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, StepResult
 from pipeline.metrics import Meters
 from pipeline.objectives import Objective
+from pipeline.replica_check import ReplicaCheck
 from pipeline.safeguard import Safeguard
 from pipeline.sinks import Sinks
 from pipeline.watchers import Watcher
@@ -93,6 +94,9 @@ class Parts:
     """What is asked about each row of training."""
     safeguard: Safeguard
     """What is done about a step that goes wrong."""
+    replica_check: ReplicaCheck
+    stops_corrupted: bool
+    """The run ends where replicas differ."""
     rows_behind: int
     """Steps that are launched before a row is read: 1 on a GPU, which is at work on it; 0 on a CPU, or where
     the run may go back."""

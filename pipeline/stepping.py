@@ -12,6 +12,7 @@ from pipeline.data.random_numbers import derive_seed
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, Flags, StopOnSignal
 from pipeline.engine.first_nonfinite import FirstNonFinite, Found
 from pipeline.engine.interface import Limits, StepResult
+from pipeline.errors import DeviceFailedError
 from pipeline.events import Event
 from pipeline.parts import Parts
 from pipeline.schedule import multiplier
@@ -56,6 +57,7 @@ class Stepper:
             with parts.meters.waiting_for_data():
                 micro_batches = parts.loader.next_group()
             samples = (first, parts.loader.samples_seen)
+            parts.replica_check.begin(global_step)
             seed_step(parts.seed, global_step, parts.engine.seed_rank)
             flags = STOP_FLAG if self._stop.requested else SAVE_FLAG if alarm.due() else 0
             result = parts.engine.train_step(
@@ -63,6 +65,8 @@ class Stepper:
             )
             with parts.meters.waiting_for_data():
                 parts.loader.fetch_ahead()
+            if (found := parts.replica_check.end(global_step)) is not None:
+                self._distrust(global_step, found)
             now = self._flag_reader.read(result.flags)
             asked = Flags(save=asked.save or now.save, stop=asked.stop or now.stop)
             if parts.safeguard.takes(global_step + 1, result, samples, parts.loader.describe):
@@ -71,6 +75,18 @@ class Stepper:
                 self._examine(global_step + 1, samples)
             if asked.stop:
                 return None, asked
+
+    def _distrust(self, step: int, found: Event) -> None:
+        """Raises a DeviceFailedError, where the recipe says so."""
+        parts = self._parts
+        parts.sinks.tell(step, found)
+        if parts.stops_corrupted:
+            good = parts.replica_check.good_until
+            parts.checkpoints.distrust_after(good)
+            raise DeviceFailedError(
+                f"{found.line}; no checkpoint after step {good} counts any more: the same command goes on "
+                "from one before (watch.on_corruption: stop)"
+            )
 
     def answer(self, step: int, event: Event) -> None:
         """Tells what a watcher said, finds out more where that can be had, and acts as the recipe says.

@@ -142,6 +142,7 @@ class Loop:
         parts.safeguard.load_state_dict(remembered.get("safeguard", {}))
         abandoned, self.state = self.state.global_step, TrainState.of(remembered, parts.engine.device)
         self._evaluation, self._evaluated_at = None, -1
+        parts.replica_check.went_back(self.state.global_step)
         parts.meters.restart()
         parts.sinks.tell(
             self.state.global_step,

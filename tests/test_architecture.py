@@ -22,7 +22,7 @@ LAYERS = [
     ["objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
     ["checkpoint", "evaluation", "inspection"],
-    ["band", "metrics", "memory_meter", "rows", "safeguard", "step_numbers", "watchers"],
+    ["band", "metrics", "memory_meter", "replica_check", "rows", "safeguard", "step_numbers", "watchers"],
     ["long_lived"],
     ["identity"],
     ["run_directory", "parts"],

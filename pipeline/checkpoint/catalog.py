@@ -98,6 +98,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def set_aside_after(folder: Path, step: int) -> None:
+    """Has the checkpoints of later steps not count any more: `suspect-step-...`. Only while no save is under
+    way."""
+    for later, path in named_in(folder).items():
+        if later > step and not path.is_symlink():
+            path.rename(path.with_name(f"suspect-{path.name}"))
+
+
 def remove_after(folder: Path, step: int) -> None:
     """Removes the checkpoints of later steps. Only while no save is under way."""
     for later, path in named_in(folder).items():

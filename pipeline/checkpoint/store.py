@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.catalog import Pruner, Retention, newest_whole, remove_after
+from pipeline.checkpoint.catalog import Pruner, Retention, newest_whole, remove_after, set_aside_after
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import find_peers
 from pipeline.checkpoint.reader import CheckpointReader
@@ -221,6 +221,12 @@ class CheckpointStore:
             log.warning("later checkpoints stay: %s", problem)
         self._saved = {step: known for step, known in self._saved.items() if step <= manifest.global_step}
         return state
+
+    def distrust_after(self, step: int) -> None:
+        """Sets checkpoints of later steps aside. Collective."""
+        self.wait()
+        for problem in filter(None, self._peers.attempt(partial(set_aside_after, self.folder, step))):
+            log.warning("checkpoints after step %d are not to be trusted, and stay: %s", step, problem)
 
     def resume(self, engine: EngineState) -> dict[str, Any] | None:
         """`choose` and `restore`; None: there is no checkpoint. Collective."""

@@ -30,6 +30,7 @@ from pipeline.engine.deepspeed_patches import (
 from pipeline.engine.parallel_state import EngineGroups
 from pipeline.engine.profile import without_profilers
 from pipeline.engine.refusal import Refusal
+from pipeline.engine.replicas import Replicas
 from pipeline.engine.state import State, restore
 from pipeline.engine.step_gate import StepGate
 from pipeline.shards import Scalars, Shard, ShardSource
@@ -88,6 +89,7 @@ class DeepSpeedBase(ABC):
         self._max_grad_norm = optimizer.max_grad_norm
         self._skipped = torch.zeros((), device=self.device)
         self._own_loss_scale = 1.0
+        self.replicas: Replicas | None = None
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: Any = None) -> None:
         """Puts DeepSpeed around the model and `_optimizer`. Collective."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.batches import LoadedBatch, moved
+from pipeline.engine.replicas import Replicas
 from pipeline.errors import ModelError
 from pipeline.models.generation import Generates
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
@@ -89,6 +90,8 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
     """Ranks with the same one draw the same random numbers: those that compute the same activations."""
     num_parameters: int
     """Of the whole model, wherever its parts lie."""
+    replicas: Replicas | None
+    """What other ranks hold the same of; None: nothing."""
 
     def train_step(
         self,

@@ -28,6 +28,7 @@ from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import Limits, StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import kept_buffers
+from pipeline.engine.replicas import Replicas
 from pipeline.engine.stages import Stages, named, stage_groups
 from pipeline.engine.state import Place, State
 from pipeline.errors import DataError
@@ -87,6 +88,11 @@ class PipelineEngine(DeepSpeedBase):
         self._look: Callable[[], None] = lambda: None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
+        if self.dp_world_size > 1:
+            stepped = self._optimizer if self._own_norm else None
+            self.replicas = Replicas(
+                self._engine.grid.get_pipe_parallel_rank(), self.module.parameters, stepped, self.device
+            )
         self._groups.keep()
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:

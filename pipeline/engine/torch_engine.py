@@ -32,6 +32,7 @@ from pipeline.engine.interface import (
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import ParameterState, kept_buffers, names_of, whole_parameters
 from pipeline.engine.refusal import Refusal
+from pipeline.engine.replicas import Replicas
 from pipeline.engine.state import restore
 from pipeline.engine.step_gate import StepGate
 from pipeline.engine.unused import warn_of_unused
@@ -69,12 +70,14 @@ class TorchEngine:
         self._optimizer = build_torch_optimizer(groups, optimizer)
         self._gate = StepGate(self.module, self._optimizer)
         self._ddp: _Reducing | None = None
+        self.replicas: Replicas | None = None
         self._is_first_step = True
         self._buffers = ChangingBuffers(self.module)
         self._refusal = Refusal(job, self.module)
         self._replicas: nn.Module = self.module
         if split.parallel == "ddp" and job.is_distributed:
             self._ddp = _Reducing(self.module, config, job)
+            self.replicas = Replicas(0, self.module.parameters, self._optimizer, job.device)
         if split.parallel == "dp":
             self._replicas = _data_parallel(self.module, self.precision)
 

@@ -1,0 +1,116 @@
+"""Ranks that hold the same compare digests of it: one whose differs has a broken memory or device.
+
+Of a rank that computes wrong numbers nothing else is seen: no error, and a loss that looks like any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.distributed.process_group import Job
+from pipeline.engine.replicas import KINDS, Replicas
+from pipeline.events import Event
+
+ADVICE = (
+    "run that machine's memory and device tests (nvidia-smi -q shows a GPU's errors) and leave it out; what "
+    "this run writes from here on is not to be trusted"
+)
+
+
+class ReplicaCheck:
+    """Compares replicas. Collective: all ranks call the same at the same steps.
+
+    Args:
+        replicas: This rank's; None: no other has the same.
+        every: Steps between two comparisons; 0: none.
+        start: Where the run begins, on what was read from verified files.
+    """
+
+    def __init__(self, job: Job, replicas: Replicas | None, every: int, start: int):
+        self._job = job
+        self._replicas = replicas
+        has_any = job.ranks.world_size > 1 and every > 0
+        keys = job.gather_object(None if replicas is None else replicas.key) if has_any else []
+        alike = Counter(key for key in keys if key is not None)
+        self._groups = [
+            [rank for rank, key in enumerate(keys) if key == which]
+            for which, ranks in sorted(alike.items())
+            if ranks > 1
+        ]
+        self._every = every if self._groups else 0
+        self._begun: Tensor | None = None
+        self._coming: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self.good_until = start
+        """A step after which all were equal: what was saved up to it can be trusted."""
+
+    def begin(self, step: int) -> None:
+        """Before a step; `step` were done."""
+        self._begun = None
+        if self._every and step % self._every == 0:
+            self._begun = torch.zeros(2, dtype=torch.int64, device=self._job.device)
+            if self._replicas is not None:
+                self._begun = self._replicas.begin()
+
+    def end(self, step: int) -> Event | None:
+        """After that step.
+
+        Returns:
+            What differs, the same on all ranks. On a GPU it is of the step before: nothing waits for it.
+        """
+        found = self._read() if self._job.device.type == "cuda" else None
+        if self._begun is not None:
+            own = self._begun.new_zeros(()) if self._replicas is None else self._replicas.end()
+            table = self._begun.new_zeros(self._job.ranks.world_size, len(KINDS))
+            table[self._job.ranks.rank] = torch.cat([self._begun, own[None]])
+            self._send(step, self._job.all_reduce_sum(table))
+        return found if self._job.device.type == "cuda" else self._read()
+
+    def went_back(self, step: int) -> None:
+        """The run goes on from an earlier step."""
+        self.good_until, self._coming = min(self.good_until, step), None
+
+    def _send(self, step: int, table: Tensor) -> None:
+        is_gpu = table.device.type == "cuda"
+        host = torch.empty(table.shape, dtype=table.dtype, pin_memory=is_gpu)
+        host.copy_(table, non_blocking=True)
+        arrived = torch.cuda.Event() if is_gpu else None
+        if arrived is not None:
+            arrived.record()
+        self._coming = (step, host, arrived)
+
+    def _read(self) -> Event | None:
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return None
+        step, host, arrived = coming
+        if arrived is not None:
+            arrived.synchronize()
+        table = host.tolist()
+        for group in self._groups:
+            for number, kind in enumerate(KINDS):
+                values = [table[rank][number] for rank in group]
+                if len(set(values)) > 1:
+                    return self._event(step, kind, group, values)
+        self.good_until = step
+        return None
+
+    def _event(self, step: int, kind: str, group: Sequence[int], values: Sequence[int]) -> Event:
+        common, times = Counter(values).most_common(1)[0]
+        wrong = [rank for rank, value in zip(group, values, strict=True) if value != common]
+        if 2 * times <= len(group):  # no majority
+            wrong = list(group)
+        named = ", ".join(str(self._job.everyone[rank]) for rank in wrong[:8])
+        who = f"those of {named} are not those of the other {len(group) - len(wrong)} ranks"
+        if len(wrong) == len(group):
+            who = f"{named} have different ones, and which of them is right cannot be told"
+        return Event(
+            "corruption",
+            f"the {kind} of step {step} should be the same on {len(group)} ranks, bit by bit, and {who}",
+            ADVICE,
+            level="error",
+            fields={"ranks": ",".join(map(str, wrong)), "kind": kind},
+        )
