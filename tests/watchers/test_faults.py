@@ -1,0 +1,251 @@
+"""Each alert in a run in which its fault was really made, under every kind of split; and none in one without.
+
+Only time is not real: each rank has a clock of its own, which its steps and its reading move on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from support.heard import heard
+from support.tiny import deepspeed_json, recipe, resolve
+from torch.utils.data import Dataset
+
+from pipeline.assemble import assemble
+from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.training import Loop
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+WORDS, LENGTH = 64, 16
+STEPS = 230
+SLOW_DATA, SLOW_STEPS = range(2, 30), range(31, 120)
+BAD_BATCH, BAD_LOSS = 200, 220
+
+SPLITS = {
+    "ddp": {"torch": {"parallel": "ddp"}},
+    "ZeRO 3": deepspeed_json(3),
+    "pipeline": deepspeed_json(1) | {"pipeline": {"stages": 2}},
+}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Counting(Dataset):
+    """Rows that count on by one or, where they are held out, by another number each."""
+
+    def __init__(self, samples, is_told_wrong=False):
+        starts = torch.arange(samples)[:, None]
+        by = 1 + 6 * (starts % 5) if is_told_wrong else 1
+        self.tokens = (7 * starts + by * torch.arange(LENGTH + 1)) % WORDS
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index, :-1], "shift_labels": self.tokens[index, 1:]}
+
+
+class Troubled:
+    """What a run reads its batches from: slow for a while, one batch of random words, a leak."""
+
+    def __init__(self, loader, clock, rank):
+        self._loader, self._clock, self._rank = loader, clock, rank
+        self._kept = []
+        self._steps = 0
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def next_group(self):
+        self._steps += 1
+        self._kept.append(np.ones(3 * 2**20, np.uint8))
+        if self._steps in SLOW_DATA:
+            self._clock.now += 1.0 if self._rank == 1 else 0.3
+        group = self._loader.next_group()
+        if self._steps == BAD_BATCH:
+            group = [
+                {
+                    key: torch.randint_like(each, WORDS) if key == "shift_labels" else each
+                    for key, each in batch.items()
+                }
+                for batch in group
+            ]
+        return group
+
+
+class Engine:
+    """Steps of a second; for a while they take four, and in one the loss is none."""
+
+    def __init__(self, engine, clock, slow=(), bad=()):
+        self._engine, self._clock, self._slow, self._bad = engine, clock, slow, bad
+        self._steps = 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def train_step(self, micro_batches, objective, learning_rate, flags):
+        self._steps += 1
+        self._clock.now += 4.0 if self._steps in self._slow else 1.0
+        given = NoNumber(objective) if self._steps in self._bad else objective
+        return self._engine.train_step(micro_batches, given, learning_rate, flags)
+
+
+class NoNumber:
+    """An objective that divides by zero."""
+
+    def __init__(self, objective):
+        self._objective = objective
+
+    def __getattr__(self, name):
+        return getattr(self._objective, name)
+
+    def __call__(self, model, batch):
+        loss = self._objective(model, batch)
+        return replace(loss, loss_sum=loss.loss_sum * torch.nan)
+
+
+def bundle(told_wrong):
+    held_out = {"counting": Counting(16, told_wrong)}
+    return DataBundle(Counting(64), held_out, collate_items, None, WORDS, None, "counting")
+
+
+def tree(steps, **changes):
+    found = recipe(max_steps=steps, eval={"every": 10}, batch={"micro_batch_size": 4, "global_batch_size": 8})
+    found["schedule"] = {"kind": "constant"}
+    found["optimizer"] = {"learning_rate": 5e-3}
+    return found | changes
+
+
+def trained(job, folder, split, steps, is_troubled, changes=None):
+    """What each rank's log has of events, after a run with all faults or with none."""
+    clock = Clock()
+    config, resolved = resolve(tree(steps, **(changes or {})), split, job.ranks.world_size)
+    with patch("pipeline.assemble.time", SimpleNamespace(perf_counter=clock)):
+        parts = assemble(config, resolved, job, bundle(is_troubled), folder)
+    engine = Engine(parts.engine, clock)
+    if is_troubled:
+        engine = Engine(parts.engine, clock, SLOW_STEPS, [BAD_LOSS])
+        parts = replace(parts, loader=Troubled(parts.loader, clock, job.ranks.rank))
+        for name, module in parts.engine.module.named_modules():
+            if name.endswith("mlp.down_proj") and "1" in name.split("."):
+                module.register_forward_hook(lambda module, given, output: 0.0 * output)
+    parts = replace(parts, engine=engine)
+    with heard("pipeline.sinks") as lines, parts.sinks, Loop(parts) as loop:
+        loop.train()
+    parts.loader.close()
+    parts.engine.close()
+    return lines
+
+
+def events(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "event" in line]
+
+
+def check(told):
+    """The faults' events, each once, in the order in which they were made."""
+    by_name = {event["event"]: event for event in told}
+    assert len(by_name) == len(told), [event["message"] for event in told]
+    assert all(event["level"] == "warning" and event["advice"] for event in told)
+    assert by_name["loss_spike"]["at_step"] == by_name["grad_norm_spike"]["at_step"] == BAD_BATCH
+    assert by_name["loss_spike"]["value"] > 3 * by_name["loss_spike"]["normal"]
+    assert by_name["non_finite"]["step"] == BAD_LOSS
+    assert by_name["throughput_drop"]["seconds"] == pytest.approx(4.0)
+    assert by_name["throughput_drop"]["step"] in SLOW_STEPS
+    assert by_name["memory_growth"]["kind"] == "host"
+    assert by_name["data_starvation"]["step"] in SLOW_DATA
+    assert by_name["eval_divergence"]["step"] % 10 == 0
+    frozen = by_name["frozen_parameter"]
+    assert frozen["step"] == 20
+    assert frozen["parameters"] == 4
+    # A vector that nothing decays stood still; matrices were decayed.
+    assert "layers.1.post_attention_layernorm.weight did not move in 20 steps; " in frozen["message"]
+    assert "layers.1.mlp.down_proj.weight" in frozen["message"]
+    assert "had no gradient but 0 in 20 steps" in frozen["message"]
+    return by_name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_each_fault_is_told_of_on_two_ranks(ranks, tmp_path, split):
+    first, second = ranks(2).run(trained, tmp_path, SPLITS[split], STEPS, True)
+    assert first == second  # all ranks answer alike
+    by_name = check(events(tmp_path))
+    slow = by_name["slow_rank"]
+    assert (slow["rank"], slow["phase"]) == (1, "data")
+    assert slow["step"] <= 20
+    assert set(by_name) == {
+        *(
+            "loss_spike",
+            "grad_norm_spike",
+            "non_finite",
+            "throughput_drop",
+            "memory_growth",
+            "data_starvation",
+        ),
+        *("eval_divergence", "frozen_parameter", "slow_rank"),
+    }
+
+
+def test_each_fault_is_told_of_on_one_rank(tmp_path):
+    trained(ALONE, tmp_path, None, STEPS, True)
+    assert "slow_rank" not in check(events(tmp_path))
+
+
+def test_faults_between_two_rows_are_told_with_the_next_one(tmp_path):
+    trained(ALONE, tmp_path, None, STEPS, True, {"log": {"every": 20}})
+    by_name = {event["event"]: event for event in events(tmp_path)}
+    assert by_name["loss_spike"]["at_step"] == BAD_BATCH == by_name["loss_spike"]["step"]
+    assert by_name["non_finite"]["step"] == 220
+    assert by_name["non_finite"]["message"].startswith("1 of 20 steps skipped")
+    assert by_name["frozen_parameter"]["step"] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_nothing_is_told_of_a_clean_run_on_two_ranks(ranks, tmp_path, split):
+    assert ranks(2).run(trained, tmp_path, SPLITS[split], 60, False) == [[], []]
+    assert events(tmp_path) == []
+
+
+def test_nothing_is_told_of_a_clean_run(tmp_path):
+    assert trained(ALONE, tmp_path, None, STEPS, False) == []
+    assert events(tmp_path) == []
+
+
+def test_nothing_is_told_where_nobody_wants_to_know(tmp_path):
+    assert trained(ALONE, tmp_path, None, STEPS, True, {"watch": {"alerts": False}}) == []
+
+
+def at_the_lowest_scale(job, folder, split):
+    config, resolved = resolve(tree(6, eval={"every": 0}), split, job.ranks.world_size)
+    parts = assemble(config, resolved, job, bundle(False), folder)
+    parts = replace(parts, engine=Engine(parts.engine, Clock(), bad=[3, 4]))
+    with parts.sinks, Loop(parts) as loop:
+        loop.train()
+    parts.loader.close()
+    parts.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["ZeRO 3", "pipeline"])
+def test_the_lowest_loss_scale_is_told_of(ranks, tmp_path, split):
+    lowest = {"fp16": {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}}
+    ranks(2).run(at_the_lowest_scale, tmp_path, SPLITS[split] | lowest)
+    assert [(each["event"], each["step"]) for each in events(tmp_path)] == [
+        ("loss_scale_floor", 3),
+        ("loss_scale_floor", 4),
+    ]
