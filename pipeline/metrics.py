@@ -52,9 +52,14 @@ class Interval:
     excluded: float
     """Seconds of it that were no training."""
     data: Callable[[], float]
-    """Seconds that it waited for data. Waits for the device."""
-    measured: dict[str, float]
+    """Seconds that it waited for data. Waits for the device, as all of these."""
+    forward: Callable[[], float]
+    measured: dict[str, float] = field(default_factory=dict)
     """Columns of the row: saves, memory."""
+
+    def seconds(self) -> float:
+        """Of training."""
+        return max(1e-9, self.ended.seconds_since(self.began) - self.excluded)
 
 
 class Meters:
@@ -85,7 +90,7 @@ class Meters:
         self._each = StepNumbers(job.device)
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
-        self._own_before: Callable[[], list[float]] | None = None
+        self._before: Interval | None = None
         self._restart(Moment(clock, job.device))
 
     def _restart(self, now: Moment) -> None:
@@ -143,38 +148,35 @@ class Meters:
         result, further = self._last, further or {}
         assert result is not None, "summary before the first step"
         data, forward = self._data_wait.take(), self._forward.take()
+        now = Moment(self._clock, self._job.device)
+        interval = Interval(result, self._steps, self._began, now, self._excluded, data, forward)
         numbers = self._each.take()
-        extras = list(result.extras.values())
-        own = self._own_numbers(data, forward)
-        sums, everyones = self._from_all([numbers.pop("loss share"), *extras], list(own.values()))
+        own = self._own_numbers(interval)
+        shares = [numbers.pop("loss share"), *result.extras.values()]
+        sums, everyones = self._from_all(shares, list(own.values()))
         numbers |= {"loss": sums[: self._steps]} | ({"own": everyones} if everyones is not None else {})
         numbers |= dict(zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True))
         numbers |= {f"further {key}": each for key, each in further.items() if isinstance(each, Tensor)}
         numbers["skips in a row"] = self._consecutive_skips
-        measured = self._memory.take() | self._saves
+        interval.measured.update(self._memory.take() | self._saves)
         if self._profile is not None:
-            measured |= self._profile.row(self._steps, forward())
-        now = Moment(self._clock, self._job.device)
-        interval = Interval(result, self._steps, self._began, now, self._excluded, data, measured)
+            interval.measured.update(self._profile.row(self._steps, forward()))
         self._restart(now)
         return LateRow(numbers, lambda host: self._seen(interval, host, own, further))
 
-    def _own_numbers(self, data: Callable[[], float], forward: Callable[[], float]) -> dict[str, float]:
+    def _own_numbers(self, interval: Interval) -> dict[str, float]:
         """What this rank measures of itself, to be told to all: see Seen.own.
 
         On a GPU seconds are those of the interval before: the device is still at work on this one.
         """
-        steps = self._steps
-        phases = {"data": data} | ({"forward": forward} if self._compares_forwards else {})
-
-        def own() -> list[float]:
-            return [seconds() / steps for seconds in phases.values()]
-
-        before, self._own_before = self._own_before, own
-        if self._job.device.type != "cuda":
-            before = own
-        seconds = dict(zip(phases, before(), strict=True)) if before is not None else {}
-        return seconds | self._memory.in_use()
+        before, self._before = self._before, interval
+        measured = interval if self._job.device.type != "cuda" else before
+        if measured is None:
+            return self._memory.in_use()
+        seconds = {"step": measured.seconds(), "data": measured.data()}
+        if self._compares_forwards:
+            seconds["forward"] = measured.forward()
+        return {key: each / measured.steps for key, each in seconds.items()} | self._memory.in_use()
 
     def _from_all(self, shares: Sequence[Tensor], own: Sequence[float]) -> tuple[Tensor, Tensor | None]:
         """The shares' sums over all ranks, (N,), and every rank's own numbers, (ranks, len(own)), by one
@@ -220,7 +222,7 @@ class Meters:
 
     def _rates(self, interval: Interval, counted: float) -> dict[str, float]:
         work, steps, data_seconds = self._workload, interval.steps, interval.data()
-        seconds = max(1e-9, interval.ended.seconds_since(interval.began) - interval.excluded)
+        seconds = interval.seconds()
         rates = {
             "perf/step_time_seconds": seconds / steps,
             "perf/data_time_seconds": data_seconds / steps,

@@ -166,7 +166,7 @@ class WandbConfig(Closed):
 
 
 class WatchConfig(Closed):
-    """What is told of a run that goes wrong, and what is done about it: docs/how-to.md. Each case is an event
+    """What is told of a run that goes wrong, and what is done about it: docs/alerts.md. Each case is an event
     in metrics.jsonl."""
 
     alerts: bool = True

@@ -30,8 +30,8 @@ class Seen:
     skipped: Sequence[bool] = ()
     """Of each step: the gradient was not finite."""
     own: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Of every rank, in order. `data`, and `forward` where it waits for nobody: seconds a step (on a GPU of
-    the interval before); `device` and `host`: GiB in use."""
+    """Of every rank, in order. Seconds a step (on a GPU of the row before): `step`, its parts `data` and,
+    where it waits for nobody, `forward`. GiB in use: `device`, `host`."""
 
     @property
     def steps(self) -> int:

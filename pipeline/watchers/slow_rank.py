@@ -52,7 +52,7 @@ class SlowRank:
             self._is_started = True
             return None
         self._steps += seen.steps
-        self._seconds += seen.steps * seen.row["perf/step_time_seconds"]
+        self._seconds += seen.steps * max(seen.own["step"])
         for phase, each in own.items():
             before = self._own.get(phase, [0.0] * len(each))
             self._own[phase] = [a + seen.steps * b for a, b in zip(before, each, strict=True)]

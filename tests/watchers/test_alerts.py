@@ -29,9 +29,8 @@ def of_losses(*rows):
     return [Seen({"train/loss": row[-1]}, row, [1.0] * len(row), [False] * len(row)) for row in rows]
 
 
-def timed(seconds, data=0.0, steps=1, own=True):
-    row = {"perf/step_time_seconds": seconds, "perf/data_time_seconds": data}
-    return Seen(row, [1.0] * steps, own={"data": [data]} if own else {})
+def timed(seconds, data=0.0, steps=1):
+    return Seen({}, [1.0] * steps, own={"step": [seconds], "data": [data]})
 
 
 def test_a_spike_between_two_rows_is_told_once_with_its_step():
@@ -97,14 +96,16 @@ def test_a_loss_that_is_none_beside_a_gradient_that_is_one():
 
 
 def test_a_step_that_waits_for_data_is_told_of_once():
-    watcher = DataStarvation(num_workers=0)
-    assert (
-        asked(watcher, [timed(5.0, 4.0), *[timed(0.1, 0.03)] * 9]) == []
-    )  # workers start; few steps say little
-    ((_, event),) = asked(watcher, [timed(0.1, 0.03)] * 50)
-    assert event.name == "data_starvation"
+    rows = [timed(5.0, 4.0), *[timed(0.1, 0.03)] * 80]  # workers start
+    ((step, event),) = asked(DataStarvation(num_workers=0), rows)
+    assert (step, event.name) == (31, "data_starvation")
     assert event.message == "waiting for data is 30% of the step (30 of 100 ms)"
     assert event.line.endswith("loader.num_workers=2")
+
+
+def test_a_wait_for_data_that_passes_is_not_worth_a_line():
+    rows = [timed(1.0), *([timed(1.0, 0.5)] * 20 + [timed(1.0)] * 10) * 30]
+    assert asked(DataStarvation(0), rows) == []
 
 
 @pytest.mark.parametrize(("seconds", "data"), [(0.1, 0.009), (0.001, 0.0009)], ids=["a tenth", "short"])
@@ -113,7 +114,7 @@ def test_a_short_wait_for_data_is_not_worth_a_line(seconds, data):
 
 
 def test_more_workers_are_asked_for_where_there_are_some():
-    ((_, event),) = asked(DataStarvation(4), [timed(1.0, 0.5, 20)] * 3)
+    ((_, event),) = asked(DataStarvation(4), [timed(1.0, 0.5, 20)] * 4)
     assert "loader.num_workers=8" in event.line
 
 

@@ -26,7 +26,7 @@ from pipeline.training import Loop
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 WORDS, LENGTH = 64, 16
 STEPS = 230
-SLOW_DATA, SLOW_STEPS = range(2, 30), range(31, 120)
+SLOW_DATA, SLOW_STEPS = range(2, 40), range(41, 140)
 BAD_BATCH, BAD_LOSS = 200, 220
 
 SPLITS = {
@@ -172,8 +172,8 @@ def check(told):
     assert frozen["step"] == 20
     assert frozen["parameters"] == 4
     # A vector that nothing decays stood still; matrices were decayed.
-    assert "layers.1.post_attention_layernorm.weight did not move in 20 steps; " in frozen["message"]
-    assert "layers.1.mlp.down_proj.weight" in frozen["message"]
+    assert ".post_attention_layernorm.weight did not move in 20 steps; " in frozen["message"]
+    assert ".mlp.down_proj.weight" in frozen["message"]
     assert "had no gradient but 0 in 20 steps" in frozen["message"]
     return by_name
 

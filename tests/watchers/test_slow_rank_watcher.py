@@ -13,8 +13,8 @@ QUICK = [0.0, 0.0, 0.0, 0.0]
 
 
 def seen(data, forward=None, step=1.0, steps=4):
-    own = {"data": data} | ({} if forward is None else {"forward": forward})
-    return Seen({"perf/step_time_seconds": step}, [1.0] * steps, own=own | {"host": [9.0] * len(data)})
+    own = {"step": [step] * len(data), "data": data, "host": [9.0] * len(data)}
+    return Seen({}, [1.0] * steps, own=own if forward is None else own | {"forward": forward})
 
 
 def said(*rows, share=0.15):
