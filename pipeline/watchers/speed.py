@@ -8,8 +8,8 @@ from pipeline.events import Event
 from pipeline.watchers import Seen
 
 # What the wait for data must be before a run is told of it: share of the step, seconds a step (a worker
-# process would take as long to hand a batch over), in each of some windows in a row. Of the shipped recipes on
-# two cores that others used too, single windows came to 0.16, the least of three in a row never above 0.05.
+# process would take as long to hand a batch over), in each of some windows in a row. In shipped recipes on
+# two busy cores single windows came to 0.16, the least of three in a row never above 0.05.
 STARVATION_SHARE = 0.1
 STARVATION_SECONDS = 1e-3
 STARVATION_STEPS = 10
