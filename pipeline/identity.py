@@ -21,8 +21,9 @@ from pipeline.foreign import CONFIGURATION, read_plain
 # compared by what it comes to.
 BESIDE_THE_POINT = {
     *("checkpoint", "wandb", "sample", "runs_dir", "run_dir"),
-    *("engine", "batch", "loader", "distributed", "watch"),
+    *("engine", "batch", "loader", "distributed", "watch", "notify", "profile"),
 }
+READERS = ("tensorboard", "csv", "sinks", "console")  # in `log`: of the same rows
 DECISIVE = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}  # in split.json -> its name
 FINGERPRINT = DECISIVE["data"]
 # What a run that is named by `run_dir` may go on with: further, or at another rate.
@@ -33,7 +34,7 @@ MAY_NOT_CHANGE = ("optimizer.kind",)  # whose state the checkpoint holds
 def _identity(recipe: Tree, split: Tree) -> Tree:
     kept = {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT}
     if isinstance(kept.get("log"), dict):
-        kept["log"] = kept["log"] | {"tensorboard": None}  # another reader of the same rows
+        kept["log"] = kept["log"] | dict.fromkeys(READERS)
     if isinstance(kept.get("model"), dict):
         kept["model"] = kept["model"] | {"attention": None, "fp8": None}  # how it is computed
     return kept | {name: split.get(key) for key, name in DECISIVE.items()}

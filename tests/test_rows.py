@@ -84,6 +84,7 @@ def run(folder: Path, behind: int = 1, sink=None, changes=None, **engine):
 
 def record(folder: Path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row.get("event") != "run_failed"]  # what an attempt ended of stays there
     return [{k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))} for row in rows]
 
 

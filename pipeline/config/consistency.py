@@ -45,6 +45,12 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
     """Every pair of keys that cannot stand together."""
     if (config.max_steps is None) == (config.max_epochs is None):
         yield ("max_steps", "max_epochs"), "give exactly one of max_steps and max_epochs"
+    first, last = config.profile.start_step, config.max_steps
+    if first is not None and last is not None and first > last:
+        yield (
+            ("profile.start_step", "max_steps"),
+            f"profile.start_step {first} is behind the last step (max_steps {last}); lower it",
+        )
     keep, evaluations = config.checkpoint, config.eval.every
     if keep.keep_best and keep.every and (not evaluations or keep.every % evaluations):
         yield (

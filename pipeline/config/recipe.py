@@ -41,6 +41,7 @@ _SAME = {
     "engine.compile": "torch_compile",
     "eval.every": "eval_steps eval_interval evals_per_epoch",
     "loader.num_workers": "dataloader_num_workers num_workers",
+    "log.console": "log_level logging_level",
     "log.every": "logging_steps log_interval",
     "log.tensorboard": "tensorboard use_tensorboard",
     "max_epochs": "num_train_epochs num_epochs epochs",
@@ -71,6 +72,7 @@ ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
 
 OPTION = "--no-import-paths"
 IMPORTED = ("kind", "iterable", "collate_fn")  # the fields that may hold `package.module:function`
+STARTED = "command"  # the field that names a program
 
 
 def validate_recipe(file: ConfigFile) -> RunConfig:
@@ -190,7 +192,8 @@ def named_code(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         entries = dict(enumerate(section))
     for name, value in entries.items():
         is_import = name in IMPORTED and isinstance(value, str) and ":" in value
-        if isinstance(section, BaseModel) and (is_import or (name == "trust_remote_code" and value)):
+        is_other = name in ("trust_remote_code", STARTED) and value
+        if isinstance(section, BaseModel) and (is_import or is_other):
             yield f"{prefix}{name}", str(value)
         yield from named_code(value, f"{prefix}{name}.")
 

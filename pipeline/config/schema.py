@@ -12,7 +12,9 @@ from pydantic import Field, field_validator
 from pipeline.config.data_schema import DataConfig
 from pipeline.config.model_schema import Closed, ModelConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfig
+from pipeline.config.watching_schema import NotifyConfig, ProfileConfig, SinkConfig
 
+LogLevel = Literal["debug", "info", "warning", "error"]
 RUN_NAME = r"^[\w.-]+$"
 MOST_SAMPLES_AT_ONCE = MOST_ACCUMULATED = 2**24
 MOST_SAMPLES_A_STEP = 2**40
@@ -146,8 +148,20 @@ class LogConfig(Closed):
 
     every: int = Field(1, gt=0)
     """Optimizer steps between two rows of metrics.jsonl."""
+    console: LogLevel = "info"
+    """What the console shows; on the command line `--log-level`, or `--quiet` for `warning`. Above `info` it
+    shows neither rows nor evaluations. The run's files have all from `info` on."""
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the `tensorboard` extra)."""
+    csv: bool = False
+    """Also write metrics.csv: the rows of metrics.jsonl as one table, empty where a row lacks a column."""
+    sinks: list[SinkConfig] = Field([])
+    """Further places by import path, as MLflow. One that fails is dropped with a line; the run goes on."""
+
+    @property
+    def shows_rows(self) -> bool:
+        """Whether the console has more than warnings."""
+        return self.console in ("debug", "info")
 
 
 class WandbConfig(Closed):
@@ -277,7 +291,9 @@ class RunConfig(Closed):
     log: LogConfig = LogConfig()
     wandb: WandbConfig = WandbConfig()
     watch: WatchConfig = WatchConfig()
+    notify: NotifyConfig = NotifyConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()
+    profile: ProfileConfig = ProfileConfig()

@@ -21,7 +21,7 @@ from pipeline.errors import LaunchError
 PREFIXES = (
     *("WANDB_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_"),
     *("NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "NVIDIA_", "UCX_", "FI_"),
-    *("OMP_", "MKL_", "KMP_", "GOMP_", "DS_", "DEEPSPEED_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "DS_", "DEEPSPEED_", "PIPELINE_WEBHOOK"),
 )
 # Each node's own, or of this launch alone.
 NOT = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "DS_ENV_FILE"}
@@ -32,7 +32,10 @@ EARLY = ("LD_LIBRARY_PATH",)
 SENT_BY_DEEPSPEED = ("MLFLOW", "MV2", "UCX", "NCCL")
 # pdsh hands a line to a shell on every node, after putting its own words in place of %h, %n and %u.
 PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
-TRAINING_OPTIONS = ("--deepspeed", "--config", "--dry-run", "--world-size", "--no-import-paths")
+TRAINING_OPTIONS = (
+    *("--deepspeed", "--config", "--dry-run", "--world-size", "--no-import-paths"),
+    *("--quiet", "--log-level"),
+)
 
 
 def is_plain(text: str) -> bool:

@@ -1,6 +1,5 @@
-"""Where a run's numbers go: metrics.jsonl (the record), the console, Weights & Biases, TensorBoard.
-
-What such a place is, several of them as one, and which of them a recipe asks for.
+"""Where a run's numbers go: metrics.jsonl (the record), the console, Weights & Biases, TensorBoard, a table,
+places of the user's own. Several of them as one, and which of them a recipe asks for.
 """
 
 from __future__ import annotations
@@ -8,58 +7,41 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
 from pipeline.config.schema import RunConfig
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, one_line
 from pipeline.events import Event
 from pipeline.sinks.console import ConsoleSink
+from pipeline.sinks.csv_table import CSV_FILE, CsvSink
+from pipeline.sinks.dispensable import Dispensable, open_dispensable
+from pipeline.sinks.interface import Sink
 from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_metrics
+from pipeline.sinks.notify import NotifySink, ways_of
+from pipeline.sinks.own import import_sink, open_own
 
 logger = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """A place where the numbers of a run go."""
-
-    def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Take one row.
-
-        Args:
-            step: Optimizer steps done (`global_step`); never smaller than in the row before.
-            row: Metric key (`group/snake_case`) to value.
-        """
-
-    def tell(self, step: int, event: Event) -> None:
-        """Take what happened at a step.
-
-        Args:
-            step: As of `write`, but that the row of the same step may come after it.
-        """
-
-    def close(self, exit_code: int) -> None:
-        """Write out what is left.
-
-        Args:
-            exit_code: 0 for a run that ended as it should, 128 + n for one that signal n stopped, anything
-                else for one that failed.
-        """
 
 
 class Sinks:
     """Every sink of the run as one; empty where nothing is written (any rank but the main process).
 
-    As a context manager it closes them: with exit code 0, or 1 where an exception passes through.
+    As a context manager it closes them: with exit code 0, or 1 where an exception passes through, of which
+    they are told.
+
+    Args:
+        step: Optimizer steps done.
     """
 
-    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, sinks: Sequence[Sink] = (), step: int = 0) -> None:
         self._sinks: tuple[Sink, ...] = tuple(sinks)
+        self._step = step
 
     @property
     def is_empty(self) -> bool:
@@ -68,11 +50,13 @@ class Sinks:
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Hand one row to every sink."""
+        self._step = step
         for sink in self._sinks:
             sink.write(step, row)
 
     def tell(self, step: int, event: Event) -> None:
         """Log what happened, on every rank, and hand it to every sink."""
+        self._step = step
         logger.log(logging.getLevelName(event.level.upper()), "%s", event.line)
         for sink in self._sinks:
             sink.tell(step, event)
@@ -93,12 +77,37 @@ class Sinks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception):
+            self._tell_of_failure(error)
         try:
             self.close(0 if error is None else 1)
         except (OSError, PipelineError) as failure:
             if error is None:
                 raise
             logger.warning("closing the run's metrics failed: %s", failure)  # the first error is the news
+
+    def _tell_of_failure(self, error: Exception) -> None:
+        """To the sinks alone: who ends the run shows it on the console."""
+        kind = "" if isinstance(error, PipelineError) else f"{type(error).__name__}: "
+        event = Event("run_failed", f"{kind}{one_line(error, 1000)}", level="error")
+        for sink in self._sinks:
+            with suppress(OSError, PipelineError):  # as a full disk, of which that very error may be
+                sink.tell(self._step, event)
+
+
+def check_sinks(config: RunConfig) -> None:
+    """Finds what a recipe asks for and cannot have, before anything is built.
+
+    Raises:
+        ConfigError: as build_sinks.
+    """
+    if config.log.tensorboard:
+        from pipeline.sinks.tensorboard_events import import_writer
+
+        import_writer()
+    for own in config.log.sinks:
+        import_sink(own)
+    ways_of(config.notify)
 
 
 def build_sinks(
@@ -115,7 +124,7 @@ def build_sinks(
     """Open every sink the recipe asks for.
 
     Args:
-        config: The recipe; `log` and `wandb` are read.
+        config: The recipe; `log`, `wandb` and `notify` are read.
         run_dir: Directory of the run (exists already); everything is written under it.
         is_main_process: False gives an empty `Sinks`: only one process of a job writes.
         start_step: Optimizer steps done before this process. Rows of later steps are taken back.
@@ -126,7 +135,8 @@ def build_sinks(
         redo_evaluation: The evaluation of `start_step` comes again.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed.
+        ConfigError: TensorBoard is asked for and not installed; a sink's import path is wrong; `notify` names
+            what is not there.
         MetricsFileError: metrics.jsonl cannot be written.
     """
     if not is_main_process:
@@ -138,10 +148,7 @@ def build_sinks(
         sinks.append(record)
         if (said := record.gaps(due or {})) is not None:
             logger.warning("%s %s; the run goes on without them", record.path, said)
-        if config.log.tensorboard:
-            from pipeline.sinks.tensorboard_events import TensorBoardSink
-
-            sinks.append(TensorBoardSink(run_dir / "tensorboard", start_step=start_step))
+        sinks += _open_further(config, run_dir, start_step, run_config, record.path)
         if config.wandb.mode != "disabled":
             # 0.4 s of imports: only where it is used.
             from pipeline.sinks.weights_and_biases import open_wandb
@@ -154,9 +161,35 @@ def build_sinks(
                 run_config=run_config,
                 earlier_rows=partial(iterate_metrics, record.path),
             )
-            sinks += [online] if online is not None else []
-        # Open MPI hands every rank a pty, whatever its own output is.
-        console = Console(force_terminal=False if "OMPI_COMM_WORLD_RANK" in os.environ else None)
-        sinks.append(ConsoleSink(console, max_steps=max_steps))
+            sinks += [Dispensable(online, "W&B")] if online is not None else []
+        if ways := ways_of(config.notify):
+            notify = NotifySink(ways, config.notify.level, run_dir.resolve().name)
+            sinks.append(Dispensable(notify, "notify"))
+        if config.log.shows_rows:
+            sinks.append(Dispensable(_open_console(max_steps), "the console"))
         undo.pop_all()
-    return Sinks(sinks)
+    return Sinks(sinks, start_step)
+
+
+def _open_console(max_steps: int) -> Sink:
+    # Open MPI hands every rank a pty, whatever its own output is. Notebooks get plain lines.
+    is_terminal = False if "OMPI_COMM_WORLD_RANK" in os.environ else None
+    return ConsoleSink(Console(force_terminal=is_terminal, force_jupyter=False), max_steps=max_steps)
+
+
+def _open_further(
+    config: RunConfig, run_dir: Path, start_step: int, run_config: dict[str, Any], record: Path
+) -> list[Sink]:
+    """Other places for the same rows; those that cannot be opened now are left out with a line."""
+    sinks: list[Sink] = []
+    if config.log.csv:
+        make_table = partial(CsvSink, run_dir / CSV_FILE, partial(iterate_metrics, record))
+        sinks += open_dispensable("log.csv", make_table)
+    if config.log.tensorboard:
+        from pipeline.sinks.tensorboard_events import TensorBoardSink
+
+        make_events = partial(TensorBoardSink, run_dir / "tensorboard", start_step=start_step)
+        sinks += open_dispensable("log.tensorboard", make_events)
+    for own in config.log.sinks:
+        sinks += open_dispensable(own.kind, partial(open_own, own, run_dir, start_step, run_config))
+    return sinks

@@ -23,14 +23,7 @@ class TensorBoardSink:
         Raises:
             ConfigError: The tensorboard package is missing.
         """
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "log.tensorboard is true and tensorboard is not installed: "
-                "pip install 'deepspeed-pipeline[tensorboard]', or set log.tensorboard=false"
-            ) from error
-        make: Any = SummaryWriter  # torch leaves it untyped
+        make = import_writer()
         self._writer = make(str(folder), purge_step=start_step + 1 if start_step > 0 else 0)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -45,3 +38,19 @@ class TensorBoardSink:
     def close(self, exit_code: int) -> None:
         """Write out the queue and close the file."""
         self._writer.close()
+
+
+def import_writer() -> Any:
+    """torch's SummaryWriter, which torch leaves untyped.
+
+    Raises:
+        ConfigError: The tensorboard package is missing.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "log.tensorboard is true and tensorboard is not installed: "
+            "pip install 'deepspeed-pipeline[tensorboard]', or set log.tensorboard=false"
+        ) from error
+    return SummaryWriter

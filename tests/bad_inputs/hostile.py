@@ -74,6 +74,18 @@ CODE = [
         more=["--no-import-paths"],
     ),
     Case(
+        "a stranger's sink",
+        ["recipe.yaml:", "log.sinks.0.kind: 'os:system' would run code"],
+        recipe={"log.sinks": [{"kind": "os:system"}]},
+        more=["--no-import-paths"],
+    ),
+    Case(
+        "a stranger's command",
+        ["recipe.yaml:", "notify.command: 'reboot' would run code"],
+        recipe={"notify.command": "reboot"},
+        more=["--no-import-paths"],
+    ),
+    Case(
         "a stranger's documents prepared",
         ["data.sources.0.iterable", "--no-import-paths"],
         entry="pipeline",

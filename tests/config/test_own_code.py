@@ -21,6 +21,8 @@ def test_every_place_is_found():
         "model": {"kind": "causal_lm", "pretrained": "x", "trust_remote_code": True},
         "data": {"kind": "text", "sources": [{"paths": ["x"]}, source], "eval_sets": {"more": source}},
         "objective": {"kind": CODE},
+        "log": {"sinks": [{"kind": CODE}]},
+        "notify": {"command": "./tell.sh"},
     }
     found = dict(named_code(RunConfig.model_validate(tree)))
     assert found == {
@@ -28,9 +30,12 @@ def test_every_place_is_found():
         "data.sources.1.iterable": CODE,
         "data.eval_sets.more.iterable": CODE,
         "objective.kind": CODE,
+        "log.sinks.0.kind": CODE,
+        "notify.command": "./tell.sh",
     }
     data = {"kind": CODE, "collate_fn": CODE}
     own = tree | {"model": {"kind": CODE}, "data": data, "objective": {"kind": "model_loss"}}
+    own |= {"log": {}, "notify": {}}
     assert dict(named_code(RunConfig.model_validate(own))) == {
         "model.kind": CODE,
         "data.kind": CODE,
@@ -64,6 +69,7 @@ def test_nothing_else_imports_what_a_recipe_names():
         "models/custom.py",
         "data/documents/iterable.py",
         "objectives/__init__.py",
+        "sinks/own.py",
     }
     # Besides importing.py they import by names that stand in them.
     assert importers == {"importing.py", "__init__.py", "data/__init__.py", "engine/source_digest.py"}

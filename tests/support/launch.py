@@ -155,4 +155,5 @@ def run_directories(folder: Path) -> list[Path]:
 def numbers(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without what depends on the clock, bit for bit."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row.get("event") != "run_failed"]  # what an attempt ended of stays there
     return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in rows]

@@ -1,0 +1,71 @@
+"""The recipe's sections on who else is told of a run, and on what is profiled. See schema.py."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from pipeline.config.model_schema import IMPORT_PATH, Closed
+
+
+class SinkConfig(Closed):
+    """A place of your own for the rows of the run: a class by import path (docs/your-own-sink.md)."""
+
+    kind: str = Field(pattern=IMPORT_PATH)
+    """Import path `package.module:class`. It runs that code; `--no-import-paths` refuses it. The class is
+    called as `class(run_dir, start_step, run_config, **args)`, in the main process alone."""
+    args: dict[str, Any] = Field({})
+    """Further keyword arguments of the class. They are kept in recipe.yaml: no secrets."""
+
+
+class NotifyConfig(Closed):
+    """Alerts to a command or a webhook of yours, besides the console, metrics.jsonl and W&B. Of each name at
+    most one a minute; training never waits for it."""
+
+    command: str | None = None
+    """A program and its arguments, as on a command line, started without a shell for each alert, for 10 s at
+    the most: the alert as JSON on its standard input, and in PIPELINE_RUN, PIPELINE_STEP, PIPELINE_EVENT,
+    PIPELINE_LEVEL, PIPELINE_MESSAGE and PIPELINE_ADVICE. `--no-import-paths` refuses it. No secrets in it:
+    recipe.yaml keeps it."""
+    webhook_env: str | None = None
+    """Name of the environment variable that holds the address (`PIPELINE_WEBHOOK` reaches the nodes of
+    multi_node.sh by itself): each alert is posted there as JSON, with the keys that Slack, Mattermost and
+    Discord read. The address itself is written nowhere."""
+    level: Literal["info", "warning", "error"] = "warning"
+    """What is told: this and what is worse. A run that fails is an `error`."""
+
+    @field_validator("command")
+    @classmethod
+    def _can_be_split(cls, command: str | None) -> str | None:
+        try:
+            words = shlex.split(command or "none")
+        except ValueError as error:
+            raise ValueError(f"cannot be split into words ({error}), given {command!r}") from None
+        if not words:
+            raise ValueError("is empty; name a program, or leave it out")
+        return command
+
+    @field_validator("webhook_env")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not (name.isascii() and name.isidentifier()):
+            # What was given is not repeated: it may be the address.
+            raise ValueError(
+                "is no name of an environment variable; put the address into one (export "
+                "PIPELINE_WEBHOOK=...) and write its name here: webhook_env: PIPELINE_WEBHOOK"
+            )
+        return name
+
+
+class ProfileConfig(Closed):
+    """torch's profiler on some steps of the main rank, what DeepSpeed counts of the step behind them, and,
+    from the start on, what a GPU's memory holds when it runs out: to `profile/` of the run (docs/how-to.md).
+    Those steps are slower."""
+
+    start_step: int | None = Field(None, gt=0, le=10**12)
+    """The first step that is profiled; the one before it warms the profiler up. Default: nothing is profiled,
+    at no cost."""
+    num_steps: int = Field(3, gt=0, le=1000)
+    """How many. A step of a large model is up to hundreds of MB of trace."""

@@ -1,0 +1,35 @@
+"""What a place for metrics is: three methods, in the main process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pipeline.events import Event
+
+
+class Sink(Protocol):
+    """A place where the numbers of a run go."""
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Take one row.
+
+        Args:
+            step: Optimizer steps done (`global_step`); never smaller than in the row before.
+            row: Metric key (`group/snake_case`) to value.
+        """
+
+    def tell(self, step: int, event: Event) -> None:
+        """Take what happened at a step.
+
+        Args:
+            step: As of `write`, but that the row of the same step may come after it.
+        """
+
+    def close(self, exit_code: int) -> None:
+        """Write out what is left.
+
+        Args:
+            exit_code: 0 for a run that ended as it should, 128 + n for one that signal n stopped, anything
+                else for one that failed.
+        """

@@ -1,0 +1,190 @@
+"""Alerts to a command or a webhook of the user's own. Training hands them over and never waits.
+
+Not here: what an alert is (watchers.py), and the address of the webhook, which an environment variable holds:
+nothing that is written or said here repeats it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import queue
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from pipeline.config.watching_schema import NotifyConfig
+from pipeline.errors import ConfigError, one_line
+from pipeline.events import Event
+
+logger = logging.getLogger(__name__)
+
+# Seconds.
+TIMEOUT = 10.0  # of a command, and of each answer of a server
+PATIENCE = 5.0  # at the end of the run, for what is still on its way
+APART = 60.0  # between two alerts of one name
+LONGEST = 1900  # characters; Discord takes 2000
+LEVELS = ("info", "warning", "error")
+FOR_CHATS = ("text", "content")  # Slack and Mattermost read the one, Discord the other
+Way = Callable[[Mapping[str, str | int]], None]
+"""Delivers an alert; raises, without the address in its words, where it cannot."""
+
+
+class NotifySink:
+    """Tells of events of a level or worse; of each name one a minute, and how many were held back."""
+
+    def __init__(
+        self, ways: Mapping[str, Way], level: str, run: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Args:
+        ways: From ways_of.
+        run: Name of the run.
+        clock: Monotonic seconds.
+        """
+        self._ways = ways
+        self._least = LEVELS.index(level)
+        self._run = run
+        self._clock = clock
+        self._told_at: dict[str, float] = {}
+        self._held_back: dict[str, int] = {}
+        self._failed = set[str]()
+        self._waiting = queue.SimpleQueue[dict[str, str | int] | None]()
+        self._thread: threading.Thread | None = None
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Nothing: rows go elsewhere."""
+
+    def tell(self, step: int, event: Event) -> None:
+        """Hands it over, unless one of its name was told a moment ago."""
+        if LEVELS.index(event.level) < self._least:
+            return
+        now = self._clock()
+        if now - self._told_at.get(event.name, -APART) < APART:
+            self._held_back[event.name] = self._held_back.get(event.name, 0) + 1
+            return
+        self._told_at[event.name] = now
+        more = self._held_back.pop(event.name, 0)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._deliver, name="notify", daemon=True)
+            self._thread.start()
+        self._waiting.put(alert(self._run, step, event, more))
+
+    def close(self, exit_code: int) -> None:
+        """Waits for what is on its way, a few seconds at the most."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(PATIENCE)
+            if self._thread.is_alive():
+                logger.warning("notify: the last alerts were not taken within %.0f s", PATIENCE)
+
+    def _deliver(self) -> None:
+        while (said := self._waiting.get()) is not None:
+            for name, deliver in self._ways.items():
+                try:
+                    deliver(said)
+                except Exception as error:  # nobody is told: that must not end the thread, nor the run
+                    if name not in self._failed:
+                        self._failed.add(name)
+                        logger.warning("notify.%s failed (%s); it is tried again", name, one_line(error))
+
+
+def alert(run: str, step: int, event: Event, more: int = 0) -> dict[str, str | int]:
+    """What is delivered.
+
+    Args:
+        more: Of this name that were not told since the last one.
+    """
+    held_back = f" (and {more} more since the last one told)" if more else ""
+    text = f"{run}, step {step}: {event.name}{held_back}: {event.line}"[:LONGEST]
+    said: dict[str, str | int] = {"run": run, "step": step, "event": event.name, "level": event.level}
+    said |= {"message": event.message + held_back, "advice": event.advice}
+    return said | dict.fromkeys(FOR_CHATS, text)
+
+
+def ways_of(config: NotifyConfig) -> dict[str, Way]:
+    """How an alert is delivered, by the key that asks for it; empty: nobody is told.
+
+    Raises:
+        ConfigError: there is no such program; the variable is not set, or holds no address.
+    """
+    ways: dict[str, Way] = {}
+    if config.command is not None:
+        words = shlex.split(config.command)
+        if shutil.which(words[0]) is None:
+            raise ConfigError(f"notify.command: there is no program {words[0]!r} here, or it may not be run")
+        ways["command"] = lambda said: run_command(words, said)
+    if config.webhook_env is not None:
+        address = _address(config.webhook_env)
+        ways["webhook_env"] = lambda said: post(address, said)
+    return ways
+
+
+def _address(name: str) -> str:
+    address = os.environ.get(name, "").strip()
+    if not address:
+        raise ConfigError(
+            f"notify.webhook_env: {name} is not set where the main process runs; export {name}=https://... "
+            f"(multi_node.sh: --export {name}), or drop notify.webhook_env"
+        )
+    with suppress(ValueError):
+        parts = urlsplit(address)
+        is_plain = address.isascii() and address.isprintable() and " " not in address
+        if parts.scheme in ("http", "https") and parts.hostname and is_plain:
+            return address
+    raise ConfigError(f"notify.webhook_env: what {name} holds is no address; give https://HOST/...")
+
+
+def run_command(words: list[str], said: Mapping[str, str | int]) -> None:
+    """Starts the program, without a shell, and waits for it.
+
+    Raises:
+        RuntimeError: it did not end with 0, or not in time; it is ended then, with what it started.
+    """
+    named = {f"PIPELINE_{key.upper()}": str(value) for key, value in said.items() if key not in FOR_CHATS}
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **named},
+        start_new_session=True,
+    )
+    try:
+        process.communicate(json.dumps(dict(said)).encode(), timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise RuntimeError(f"{words[0]} took longer than {TIMEOUT:.0f} s") from None
+    if process.returncode:
+        raise RuntimeError(f"{words[0]} ended with {process.returncode}")
+
+
+def post(address: str, said: Mapping[str, str | int]) -> None:
+    """Posts it as JSON.
+
+    Raises:
+        RuntimeError: the server refused it, is not there or does not answer; the address is not repeated.
+    """
+    body = json.dumps(dict(said)).encode()
+    request = urllib.request.Request(address, body, {"Content-Type": "application/json"}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT):
+            pass
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise RuntimeError(f"the server answered {error.code}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:  # their texts may have the address
+        reason = getattr(error, "reason", error)
+        what = (isinstance(reason, OSError) and reason.strerror) or type(error).__name__
+        raise RuntimeError(f"the server cannot be reached: {what}") from None

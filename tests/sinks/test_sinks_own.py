@@ -1,0 +1,128 @@
+"""A sink of the user's own by import path, and sinks that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sinks_of_tests import Recorded
+from test_sinks_composite import build, recipe
+
+from pipeline.config.schema import LogConfig
+from pipeline.config.watching_schema import SinkConfig
+from pipeline.errors import ConfigError
+from pipeline.events import Event
+from pipeline.sinks import Sinks, check_sinks
+from pipeline.sinks.dispensable import Dispensable
+from pipeline.sinks.jsonl import MetricsFileError, read_metrics
+
+EVENT = Event("loss_spike", "the loss is 9")
+
+
+def own(name: str, **args) -> LogConfig:
+    return LogConfig(sinks=[SinkConfig(kind=f"sinks_of_tests:{name}", args=args)])
+
+
+def test_it_is_given_the_run_its_args_and_everything_that_is_written(tmp_path: Path):
+    Recorded.calls = []
+    with build(tmp_path, recipe(log=own("Recorded", server="http://x")), start_step=2) as sinks:
+        sinks.write(3, {"train/loss": 1.5})
+        sinks.tell(3, EVENT)
+    assert Recorded.calls == [
+        ("made", tmp_path, 2, {}, "http://x"),
+        ("write", 3, {"train/loss": 1.5}),
+        ("tell", 3, EVENT),
+        ("close", 0),
+    ]
+
+
+@pytest.mark.parametrize("at", ["write", "tell", "close"])
+def test_one_that_fails_is_dropped_with_one_line_and_the_others_have_everything(tmp_path: Path, caplog, at):
+    log = LogConfig(sinks=[*own("Failing", at=at).sinks, *own("Recorded", server="x").sinks])
+    Recorded.calls = []
+    with build(tmp_path, recipe(log=log)) as sinks:
+        for step in (1, 2):
+            sinks.write(step, {"train/loss": 1.0})
+            sinks.tell(step, EVENT)
+    dropped = [each.message for each in caplog.records if "dropped" in each.message]
+    line = "sinks_of_tests:Failing is dropped (ConnectionError: no answer); the run goes on without it"
+    assert dropped == [line]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [call[0] for call in Recorded.calls] == ["made", *["write", "tell"] * 2, "close"]
+
+
+def test_one_that_cannot_be_opened_now_is_dropped_too(tmp_path: Path, caplog):
+    """A run that its scheduler starts again at night does not end since a server is down."""
+    with build(tmp_path, recipe(log=own("Failing", at="open"))) as sinks:
+        sinks.write(1, {"train/loss": 1.0})
+    assert ["Failing is dropped" in each.message for each in caplog.records] == [True]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_one_that_ends_the_program_does_not(tmp_path: Path, caplog):
+    with build(tmp_path, recipe(log=own("Failing", at="exit"))) as sinks:
+        sinks.write(1, {"train/loss": 1.0})
+    assert sum("Failing is dropped (SystemExit" in each.message for each in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        (own("Recordd"), "has no 'Recordd'; did you mean 'Recorded'?"),
+        (own("Recorded"), "missing a required argument: 'server'"),
+        (own("Recorded", server="x", more=1), "unexpected keyword argument 'more'"),
+        (own("Half"), "has no tell and no close; a sink has write"),
+        (LogConfig(sinks=[SinkConfig(kind="no_such_module:Sink")]), "there is no module 'no_such_module'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_an_error_before_anything_is_built(log, says):
+    with pytest.raises(ConfigError) as caught:
+        check_sinks(recipe(log=log))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_makes_no_sink_is_told(tmp_path: Path):
+    with pytest.raises(ConfigError, match="make_nothing has no write and no tell and no close"):
+        build(tmp_path, recipe(log=own("make_nothing")))
+
+
+def test_the_record_alone_ends_a_run():
+    class Full:
+        def write(self, step, row):
+            raise MetricsFileError("full")
+
+        def tell(self, step, event):
+            pass
+
+        def close(self, exit_code):
+            pass
+
+    Sinks([Dispensable(Full(), "another")]).write(1, {})
+    with pytest.raises(MetricsFileError):
+        Sinks([Full()]).write(1, {})
+
+
+def test_why_a_run_failed_is_told_to_every_sink_but_not_twice_to_the_console(tmp_path: Path, caplog):
+    Recorded.calls = []
+    sinks = build(tmp_path, recipe(log=own("Recorded", server="x")))
+    sinks.write(4, {"train/loss": 1.0})
+    with pytest.raises(ConfigError), sinks:
+        raise ConfigError("the loss\nis infinite")
+    event = Event("run_failed", "the loss is infinite", level="error")
+    assert Recorded.calls[2:] == [("tell", 4, event), ("close", 1)]
+    assert '"event": "run_failed"' in (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert "infinite" not in caplog.text
+
+
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt()])
+def test_a_run_that_ends_otherwise_has_not_failed(tmp_path: Path, end):
+    try:
+        with build(tmp_path, recipe()) as sinks:
+            sinks.write(1, {"train/loss": 1.0})
+            if end is not None:
+                raise end
+    except KeyboardInterrupt:
+        pass
+    assert "run_failed" not in (tmp_path / "metrics.jsonl").read_text()
