@@ -15,6 +15,7 @@ from pipeline.engine.interface import Limits, StepResult
 from pipeline.errors import DeviceFailedError
 from pipeline.events import Event
 from pipeline.parts import Parts
+from pipeline.profiler import Profiled
 from pipeline.schedule import multiplier
 
 MOST_EXAMINED = 3  # steps of a process
@@ -26,10 +27,12 @@ class Stepper:
 
     Args:
         stop: Asks for a stop.
+        profiled: Around each step, given its number.
     """
 
-    def __init__(self, parts: Parts, stop: StopOnSignal):
+    def __init__(self, parts: Parts, stop: StopOnSignal, profiled: Profiled):
         self._parts = parts
+        self._profiled = profiled
         self._stop = stop
         self._objective = parts.meters.timed(parts.objective)
         self._flag_reader = FlagReader(parts.engine.device)
@@ -60,9 +63,9 @@ class Stepper:
             parts.replica_check.begin(global_step)
             seed_step(parts.seed, global_step, parts.engine.seed_rank)
             flags = STOP_FLAG if self._stop.requested else SAVE_FLAG if alarm.due() else 0
-            result = parts.engine.train_step(
-                micro_batches, self._objective, self.learning_rate(global_step), flags, parts.safeguard.limits
-            )
+            rate, limits = self.learning_rate(global_step), parts.safeguard.limits
+            with self._profiled(global_step + 1):
+                result = parts.engine.train_step(micro_batches, self._objective, rate, flags, limits)
             with parts.meters.waiting_for_data():
                 parts.loader.fetch_ahead()
             if (found := parts.replica_check.end(global_step)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from pipeline.errors import CheckpointError, StoppedError
 from pipeline.evaluation import evaluate
 from pipeline.long_lived import LongLived
 from pipeline.parts import Parts, TrainState
+from pipeline.profiler import Profiled
 from pipeline.rows import LateRow, LateRows
 from pipeline.safeguard import GoBack
 from pipeline.stepping import Stepper, seed_step
@@ -51,13 +52,13 @@ class Loop:
     As a context manager it gives back what it holds; after an exception it waits for nobody.
     """
 
-    def __init__(self, parts: Parts, long_lived: LongLived | None = None):
+    def __init__(self, parts: Parts, long_lived: LongLived | None = None, profiled: Profiled = nullcontext):
         self.state = parts.start
         self._parts = parts
         self._long_lived = long_lived
         self._alarm = Alarm(0)
         self._stop = StopOnSignal()
-        self._stepper = Stepper(parts, self._stop)
+        self._stepper = Stepper(parts, self._stop, profiled)
         self._rows = LateRows(parts.watchers, parts.sinks, self._stepper.answer)
         self._evaluation: dict[str, float] | None = None
         self._evaluated_at = -1

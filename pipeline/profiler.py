@@ -1,0 +1,197 @@
+"""What the recipe's section `profile` asks for: torch's profiler on some steps, DeepSpeed's counts of the
+step behind them, and what a GPU's memory holds when it runs out. All of it lies in `profile/` of the run.
+
+Nothing here ends a run, changes a number of it, or has other ranks wait for files to be written.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from pipeline.errors import one_line
+from pipeline.events import Event
+from pipeline.watchers import Tell
+
+log = logging.getLogger(__name__)
+
+FOLDER = "profile"
+NUM_OPERATORS, NUM_TOLD = 40, 3
+PATIENCE = 120.0  # seconds that the end of a run waits for the trace to be written
+MOST_ALLOCATIONS = 200_000  # the last ones that are remembered; each keeps its stack in host memory
+
+Profiled = Callable[[int], AbstractContextManager[object]]
+"""Is given each step's number, and is around its work."""
+Counting = Callable[[Path], AbstractContextManager[Mapping[str, float]]]
+"""Around a step: gives numbers of it, there once it is over; a table of modules goes to the path."""
+
+
+class StepProfiler:
+    """Called with each step, as `with profiler(step): ...`. As a context manager it writes what is left.
+
+    Args:
+        folder: Of the run.
+        steps: The first and the last step to be profiled.
+        start: Steps done before this process. Of a run that goes on in between only the rest is profiled.
+        device: Whose kernels are noted besides what the host does.
+        counting: For the step behind them.
+        tell: Is told where everything lies, with the numbers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: tuple[int, int],
+        start: int,
+        device: torch.device,
+        counting: Counting,
+        tell: Tell,
+    ) -> None:
+        self._folder = folder / FOLDER
+        self._first, self._last = max(steps[0], start + 1), steps[1]
+        self._warmup = int(self._first > start + 1)
+        self._device, self._counting, self._tell = device, counting, tell
+        self._profile: profile | None = None
+        self._writing: threading.Thread | None = None
+        self._counted: Mapping[str, float] = {}
+        self._expensive = ""
+        self._failed: Exception | None = None
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[None]:
+        """Around a step. Costs nothing before and behind those that are profiled."""
+        if step == self._first - self._warmup <= self._last:
+            self._begin()
+        is_counted = step == self._last + 1 and self._writing is not None
+        with self._counting(self._folder / "flops.txt") if is_counted else nullcontext({}) as counted:
+            yield
+        self._counted = self._counted or counted
+        if self._profile is not None and step < self._last:
+            self._profile.step()
+        elif self._profile is not None:
+            self._end(step)
+        if self._writing is not None and step > self._last and not self._writing.is_alive():
+            self._tell_of_it(step)
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Of a run that ended within the steps, or right behind them."""
+        if self._profile is not None:
+            self._end(self._last)
+        if self._writing is not None:
+            self._writing.join(PATIENCE if error is None else PATIENCE / 10)
+            self._tell_of_it(self._last)
+
+    def _begin(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        num_steps = self._last - self._first + 1
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=self._warmup, active=num_steps + 1, repeat=1),
+            record_shapes=True,
+            profile_memory=True,
+            with_flops=True,
+        )
+        self._attempt(self._profile.start)
+
+    def _end(self, step: int) -> None:
+        """Stops; the files are written beside the next steps, which other ranks would wait for."""
+        ended, self._profile = self._profile, None
+        assert ended is not None
+        if self._attempt(ended.stop):
+            self._writing = threading.Thread(
+                target=self._write, args=(ended, step), name="profile", daemon=True
+            )
+            self._writing.start()
+
+    def _write(self, ended: profile, step: int) -> None:
+        def write() -> None:
+            self._folder.mkdir(exist_ok=True)
+            averages = ended.key_averages()
+            key = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+            table = averages.table(sort_by=key, row_limit=NUM_OPERATORS, max_name_column_width=80)
+            (self._folder / "operators.txt").write_text(f"steps {self._first} to {step}\n{table}\n")
+            self._expensive = most_expensive(averages, key)
+            ended.export_chrome_trace(str(self._folder / f"trace-rank0-step{self._first}.json.gz"))
+
+        self._attempt(write)
+
+    def _tell_of_it(self, step: int) -> None:
+        is_written, self._writing = self._writing is None or not self._writing.is_alive(), None
+        if self._failed is not None or not is_written:
+            return
+        message = (
+            f"profiled steps {self._first} to {self._last}: {self._folder} has the trace (for "
+            f"ui.perfetto.dev) and operators.txt; most time took {self._expensive}"
+        )
+        self._tell(step, Event("profile", message, level="info", fields={**self._counted}))
+
+    def _attempt(self, action: Callable[[], object]) -> bool:
+        try:
+            action()
+        except Exception as error:  # a full disk, or a driver without counters: training goes on
+            self._failed, self._profile = error, None
+            log.warning("the profile is not written (%s: %s)", type(error).__name__, one_line(error))
+        return self._failed is None
+
+
+def most_expensive(averages: Any, key: str) -> str:
+    """The first operators of torch's table, each with its share of all time: `aten::mm 41 %, ...`."""
+    operators = [each for each in averages if not each.key.startswith("ProfilerStep")]
+    of_all = sum(getattr(each, key) for each in operators) or 1
+    first = sorted(operators, key=lambda each: -getattr(each, key))[:NUM_TOLD]
+    return ", ".join(f"{each.key} {100 * getattr(each, key) / of_all:.0f} %" for each in first)
+
+
+@contextmanager
+def snapshot_when_out(device: torch.device, path: Path) -> Iterator[None]:
+    """Within it a GPU that runs out of memory leaves in `path` what it held, and who asked for it.
+
+    The allocator calls at that very moment, before anything is freed. Keeping the stack of every allocation
+    costs some microseconds each. On a CPU nothing is kept.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    memory: Any = torch.cuda.memory
+    snapshot = OutOfMemory(path, memory._dump_snapshot)
+    memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+    torch._C._cuda_attach_out_of_memory_observer(snapshot)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        snapshot.is_over = True  # torch has no way to take an observer back
+        memory._record_memory_history(enabled=None)
+
+
+class OutOfMemory:
+    """Called by the allocator when it has nothing to give; writes the first time alone."""
+
+    def __init__(self, path: Path, dump: Callable[[str], None]) -> None:
+        self._path, self._dump = path, dump
+        self.is_over = False
+
+    def __call__(self, *_: Any) -> None:
+        if self.is_over:
+            return
+        self.is_over = True
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            self._dump(str(self._path))
+            log.error("what the memory held: %s (docs.pytorch.org/memory_viz shows it)", self._path)
+        except Exception as error:  # the allocator's own error is the news
+            log.error("what the memory held cannot be written (%s)", one_line(error))
