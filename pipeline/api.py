@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.config.data_schema import ChatDataConfig
-from pipeline.config.settings import Resolved, Settings
+from pipeline.config.settings import Settings
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.durable import replace_text
@@ -25,6 +25,7 @@ from pipeline.logs import log_to_console, log_to_file
 
 # Where the store's process was killed, torch's C++ prints a stack for every call to it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a line for each profiler that starts or stops
 
 from torch import nn
 
@@ -39,8 +40,11 @@ from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.long_lived import LongLived
 from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
+from pipeline.plan import announce
+from pipeline.profiling import build_profiler, watch_memory
 from pipeline.run_directory import agree_on_run_directory
 from pipeline.sampling import TEMPERATURE, generate_text, sample_text
+from pipeline.sinks import check_sinks
 from pipeline.training import Loop, Step
 
 log = logging.getLogger(__name__)
@@ -55,13 +59,15 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     Raises:
         PipelineError: the JSON or the data cannot be used; not all ranks came.
     """
-    log_to_console(ranks)
+    log_to_console(ranks, settings.config.log.console)
     raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
     choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed, which would choose itself
     if deepspeed is not None:
         from pipeline.engine.validation import check_configuration
 
         check_configuration(deepspeed)
+    if ranks.is_main_process:
+        check_sinks(settings.config)  # before hours go into the data
     # Before the process group exists: preparing data may take longer than its timeout.
     data = prepare_data(settings.config.data)
     waits = settings.config.distributed
@@ -126,15 +132,17 @@ class Run:
             if self._job.watchdog is not None:
                 self._job.watchdog.write_to(self._directory)
             long_lived = stack.enter_context(LongLived())
+            stack.enter_context(watch_memory(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             if leaves:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
             stack.enter_context(self._parts.sinks)
-            self._loop = stack.enter_context(Loop(self._parts, long_lived))
+            profiled = stack.enter_context(build_profiler(config, resolved, self._parts, self._directory))
+            self._loop = stack.enter_context(Loop(self._parts, long_lived, profiled))
             self._sample: str | None = None
             self._asks = isinstance(config.data, ChatDataConfig)
-            _announce(settings, resolved, self._parts, self._directory)
+            announce(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 
     @property
@@ -283,18 +291,3 @@ def _leave(job: Job, kind: object, error: BaseException | None, trace: object) -
         job.barrier()
     if error is None or job.ranks.world_size == 1:
         job.close()
-
-
-def _announce(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) -> None:
-    job, file = parts.job, settings.split_path
-    log.info(
-        "%s parameters; %s%s; %d rank%s on %s; %d steps; %s",
-        f"{parts.engine.num_parameters:,}",
-        resolved.split,
-        f" ({file})" if file is not None else "",
-        job.ranks.world_size,
-        "s" * (job.ranks.world_size > 1),
-        job.device.type,
-        parts.max_steps,
-        directory,
-    )

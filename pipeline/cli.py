@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.recipe import OPTION
+from pipeline.config.schema import LogLevel
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
 from pipeline.distributed.orphans import stop_with_launcher
@@ -24,6 +26,7 @@ from pipeline.errors import CommandLine, PipelineError, shown, too_long_a_name
 from pipeline.launching.environment import take_up
 from pipeline.schedule import remark
 
+LEVELS: tuple[str, ...] = get_args(LogLevel)
 DEFAULT_RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "python_stdlib.yaml"
 
 
@@ -52,6 +55,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print what would run, load nothing, and stop")
     parser.add_argument("--world-size", type=_positive, metavar="N", help="with --dry-run: plan for N ranks")
     parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
+    shows = parser.add_mutually_exclusive_group()
+    shows.add_argument("--log-level", choices=LEVELS, help="what the console shows (default: info)")
+    only = "only warnings, errors and the closing lines"
+    shows.add_argument("--quiet", dest="log_level", action="store_const", const="warning", help=only)
     # Launchers add it: deepspeed, and torch.distributed.launch in its own spelling.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -86,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         option = {".yaml": "--config", ".yml": "--config", ".json": "--deepspeed"}.get(Path(argument).suffix)
         if option is not None and "=" not in argument:
             parser.error(f"{argument}: which file is meant? write {option} {argument}")
+    if arguments.log_level is not None:
+        arguments.overrides.append(f"log.console={arguments.log_level}")
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size is a positive number and goes with --dry-run")
     try:
@@ -93,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = load_settings(
             arguments.config, arguments.deepspeed, arguments.overrides, import_paths=import_paths
         )
-        if ranks.is_main_process and settings.split is not None:
+        is_told = ranks.is_main_process and settings.config.log.shows_rows
+        if is_told and settings.split is not None:
             for line in settings.split.notes:
                 print(f"note: {shown(line)}", file=sys.stderr)
         if arguments.dry_run:

@@ -45,14 +45,19 @@ class _File(logging.FileHandler):
         pass
 
 
-def log_to_console(ranks: Ranks) -> None:
-    """Rank 0 speaks, the others keep to warnings; libraries to warnings too."""
+def log_to_console(ranks: Ranks, level: str = "info") -> None:
+    """Rank 0 speaks, the others keep to errors; libraries to warnings.
+
+    Args:
+        level: Of rank 0's lines, from `debug` to `error`. Files have all from `info` on, whatever it is.
+    """
     console = _CurrentStderr()
     console.setFormatter(_Short("%(message)s"))
-    console.setLevel(logging.INFO if ranks.is_main_process else logging.ERROR)
+    wanted: int = getattr(logging, level.upper())
+    console.setLevel(wanted if ranks.is_main_process else logging.ERROR)
     console.addFilter(lambda record: record.name != "pipeline.failure")  # running.py shows that one, once
     logger = logging.getLogger("pipeline")
-    logger.setLevel(logging.INFO)
+    logger.setLevel(min(wanted, logging.INFO))
     logger.propagate = False
     for earlier in logger.handlers:  # an earlier run's of this process
         earlier.close()

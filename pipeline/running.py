@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.api import Run, join
 from pipeline.checkpoint.catalog import steps_in
+from pipeline.closing import summed_up
 from pipeline.config.settings import Settings
 from pipeline.data.bundle import DataBundle
 from pipeline.device_failures import explain, of_training
@@ -88,7 +89,7 @@ def _place(ranks: Ranks) -> str:
 
 
 def _conclude(run: Run, text: str | None) -> None:
-    """Says where everything lies."""
+    """Says what came of it, and where everything lies."""
     path = run.directory
     if run.stopped_by is not None:
         # The last save may have been left out for want of time.
@@ -97,6 +98,8 @@ def _conclude(run: Run, text: str | None) -> None:
         print(f"stopped at step {run.global_step}; the same command {goes_on}")
     if text is not None:
         print(f"\nthe model wrote:\n\n{printable(text)}\n")
+    for line in summed_up(path):
+        print(line)
     print(f"metrics     {path / 'metrics.jsonl'}")
     print(f"checkpoint  {path / 'checkpoints'}")
     print(f"settings    {path / 'recipe.yaml'}", flush=True)

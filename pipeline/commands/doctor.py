@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Launchers hand over the run's arguments as they are; of these nothing is asked here.
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--world-size", help=argparse.SUPPRESS)
+    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--log-level", help=argparse.SUPPRESS)
     parser.add_argument("--runs-dir", metavar="DIR", help="default: the recipe's, or runs")
     parser.add_argument(
         "--cache-dir", metavar="DIR", help="default: the recipe's, or ~/.cache/deepspeed-pipeline"

@@ -36,8 +36,9 @@ class Field(NamedTuple):
     def plain(self) -> str:
         return " ".join(part for part in (self.before, self.value.rjust(self.width), self.after) if part)
 
-    def text(self) -> Text:
-        parts = [(self.before, "dim"), (self.value, self.style), (self.after, "dim")]
+    def text(self, is_padded: bool = False) -> Text:
+        value = self.value.rjust(self.width) if is_padded else self.value
+        parts = [(self.before, "dim"), (value, self.style), (self.after, "dim")]
         return Text(" ").join(Text(word, style) for word, style in parts if word)
 
 
@@ -81,7 +82,7 @@ class ConsoleSink:
             else:
                 self._print_throttled(step, fields)
         if evaluation:
-            self._print_evaluation(eval_fields(step, self._max_steps, evaluation))
+            self._print_evaluation(step, evaluation)
 
     def tell(self, step: int, event: Event) -> None:
         """Nothing: the log has it, which is on the screen."""
@@ -128,12 +129,14 @@ class ConsoleSink:
         else:
             self._unprinted = fields
 
-    def _print_evaluation(self, fields: list[Field]) -> None:
-        if self._is_terminal:
-            line = Text(_GAP).join(field.text() for field in fields)
-            self._console.print(line, soft_wrap=True, highlight=False)
-        else:
-            self._print_plain(fields)
+    def _print_evaluation(self, step: int, row: Mapping[str, float]) -> None:
+        table = eval_table(step, self._max_steps, row)
+        for fields in table:
+            if self._is_terminal:
+                line = Text(_GAP).join(field.text(is_padded=len(table) > 1) for field in fields)
+                self._console.print(line, soft_wrap=True, highlight=False)
+            else:
+                self._print_plain(fields)
 
     def _print_plain(self, fields: Iterable[Field]) -> None:
         self._console.out(_GAP.join(field.plain() for field in fields), highlight=False)
@@ -167,13 +170,25 @@ def train_fields(
     return fields
 
 
-def eval_fields(step: int, max_steps: int, row: Mapping[str, float]) -> list[Field]:
-    """The fields of an evaluation row: every metric under its own name."""
-    fields = [Field("eval", _of(step, max_steps), width=2 * len(str(max_steps)) + 1, style="bold green")]
+def eval_table(step: int, max_steps: int, row: Mapping[str, float]) -> list[list[Field]]:
+    """The lines of an evaluation, every metric under its own name: of all sets together, then of each, their
+    numbers under each other."""
+    by_set: dict[str, dict[str, float]] = {}
     for key, value in row.items():
-        show = two_digits if key == "eval/perplexity" else decimals
-        fields.append(Field(key.removeprefix("eval/"), show(value), style="bold", width=7))
-    return fields
+        of_set, _, metric = key.removeprefix("eval/").rpartition("/")
+        by_set.setdefault(of_set, {})[metric] = value
+    head = Field("eval", _of(step, max_steps), width=2 * len(str(max_steps)) + 1, style="bold green")
+    names = [of_set for of_set in by_set if of_set]
+    width = max([len(head.plain()), *map(len, names)])
+    table = []
+    for of_set, numbers in by_set.items():
+        first = head._replace(after=" " * (width - len(head.plain()) - 1)) if names else head
+        fields = [Field(of_set.rjust(width), "") if of_set else first]
+        for metric, number in numbers.items():
+            show = two_digits if metric == "perplexity" else decimals
+            fields.append(Field(metric, show(number), style="bold", width=7))
+        table.append(fields)
+    return table
 
 
 def live_line(fields: list[Field], share_done: float, width: int, *, with_bar: bool) -> Text:

@@ -18,6 +18,8 @@ FLAGS = [
     more("a world size without a plan", "--world-size|4", "--world-size", "--dry-run"),
     more("a world of nobody", "--dry-run|--world-size|0", "--world-size"),
     more("a world size in words", "--dry-run|--world-size|two", "--world-size", "'two'"),
+    more("a level that is none", "--log-level|loud", "--log-level", "'loud'"),
+    more("quiet, and a level", "--quiet|--log-level|info", "--log-level", "not allowed with", "--quiet"),
     more("a word in place of an override", "fast", "'fast' is not an override; write section.key=value"),
     Case("a recipe without a name", ["--config", "expected one argument"], argv=["--config"]),
     Case(
