@@ -59,6 +59,8 @@ class _Best:
 
     def __str__(self) -> str:
         last = f"{decimals(self._last[1])} at step {self._last[0]}"
+        if math.isinf(self._lowest[1]):
+            return last
         if self._lowest[0] == self._last[0]:
             return f"{last}, the lowest"
         return f"{last}; lowest {decimals(self._lowest[1])} at step {self._lowest[0]}"

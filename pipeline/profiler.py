@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "profile"
 NUM_OPERATORS, NUM_TOLD = 40, 3
-PATIENCE = 120.0  # seconds that the end of a run waits for the trace to be written
+PATIENCE, PATIENCE_AFTER_FAILURE = 120.0, 3.0  # seconds that the end of a run waits for the trace
 MOST_ALLOCATIONS = 200_000  # the last ones that are remembered; each keeps its stack in host memory
 
 Profiled = Callable[[int], AbstractContextManager[object]]
@@ -61,6 +62,8 @@ class StepProfiler:
         self._device, self._counting, self._tell = device, counting, tell
         self._profile: profile | None = None
         self._writing: threading.Thread | None = None
+        self._step = start
+        self._profiled_until = 0
         self._counted: Mapping[str, float] = {}
         self._expensive = ""
         self._failed: Exception | None = None
@@ -68,6 +71,7 @@ class StepProfiler:
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
         """Around a step. Costs nothing before and behind those that are profiled."""
+        self._step = step
         if step == self._first - self._warmup <= self._last:
             self._begin()
         is_counted = step == self._last + 1 and self._writing is not None
@@ -77,9 +81,9 @@ class StepProfiler:
         if self._profile is not None and step < self._last:
             self._profile.step()
         elif self._profile is not None:
-            self._end(step)
+            self._end()
         if self._writing is not None and step > self._last and not self._writing.is_alive():
-            self._tell_of_it(step)
+            self._tell_of_it()
 
     def __enter__(self) -> StepProfiler:
         return self
@@ -87,58 +91,66 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Of a run that ended within the steps, or right behind them."""
-        if self._profile is not None:
-            self._end(self._last)
+        """Of a run that ended within the steps, or right behind them. After a failure nothing is stopped: the
+        device may not answer."""
+        if self._profile is not None and error is None:
+            self._end()
         if self._writing is not None:
-            self._writing.join(PATIENCE if error is None else PATIENCE / 10)
-            self._tell_of_it(self._last)
+            self._writing.join(PATIENCE if error is None else PATIENCE_AFTER_FAILURE)
+            self._tell_of_it()
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        num_steps = self._last - self._first + 1
+        steps = schedule(wait=0, warmup=1, active=self._last - self._first + 2) if self._warmup else None
         self._profile = profile(
             activities=activities,
-            schedule=schedule(wait=0, warmup=self._warmup, active=num_steps + 1, repeat=1),
+            schedule=steps,
             record_shapes=True,
             profile_memory=True,
             with_flops=True,
         )
-        self._attempt(self._profile.start)
 
-    def _end(self, step: int) -> None:
+        def start(profiler: profile) -> None:
+            self._folder.mkdir(exist_ok=True)
+            profiler.start()
+
+        self._attempt(partial(start, self._profile))
+
+    def _end(self) -> None:
         """Stops; the files are written beside the next steps, which other ranks would wait for."""
         ended, self._profile = self._profile, None
         assert ended is not None
         if self._attempt(ended.stop):
-            self._writing = threading.Thread(
-                target=self._write, args=(ended, step), name="profile", daemon=True
-            )
+            self._profiled_until = self._step
+            self._writing = threading.Thread(target=self._write, args=(ended,), name="profile", daemon=True)
             self._writing.start()
 
-    def _write(self, ended: profile, step: int) -> None:
+    def _write(self, ended: profile) -> None:
         def write() -> None:
-            self._folder.mkdir(exist_ok=True)
             averages = ended.key_averages()
             key = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
             table = averages.table(sort_by=key, row_limit=NUM_OPERATORS, max_name_column_width=80)
-            (self._folder / "operators.txt").write_text(f"steps {self._first} to {step}\n{table}\n")
+            (self._folder / "operators.txt").write_text(f"{self._what}\n{table}\n")
             self._expensive = most_expensive(averages, key)
             ended.export_chrome_trace(str(self._folder / f"trace-rank0-step{self._first}.json.gz"))
 
         self._attempt(write)
 
-    def _tell_of_it(self, step: int) -> None:
+    @property
+    def _what(self) -> str:
+        return f"steps {self._first} to {self._profiled_until}"
+
+    def _tell_of_it(self) -> None:
         is_written, self._writing = self._writing is None or not self._writing.is_alive(), None
         if self._failed is not None or not is_written:
             return
         message = (
-            f"profiled steps {self._first} to {self._last}: {self._folder} has the trace (for "
-            f"ui.perfetto.dev) and operators.txt; most time took {self._expensive}"
+            f"profiled {self._what}: {self._folder} has the trace (for ui.perfetto.dev) and operators.txt; "
+            f"most time took {self._expensive}"
         )
-        self._tell(step, Event("profile", message, level="info", fields={**self._counted}))
+        self._tell(self._step, Event("profile", message, level="info", fields={**self._counted}))
 
     def _attempt(self, action: Callable[[], object]) -> bool:
         try:

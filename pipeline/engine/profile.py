@@ -143,14 +143,12 @@ class EngineProfile:
                     "perf/profiled_forward_seconds": float(profiler.get_total_duration()),
                 }
                 path = config.get("output_file") or str(table)
-                profiler.print_model_profile(
-                    at,
-                    config.get("module_depth", -1),
-                    config.get("top_modules", 1),
-                    config.get("detailed", True),
-                    path,
-                )
-                log.info("flops_profiler: %s has the modules of a forward of step %d", path, at + 1)
+                shown = config.get("module_depth", -1), config.get("top_modules", 1)
+                try:
+                    profiler.print_model_profile(at, *shown, config.get("detailed", True), path)
+                    log.info("flops_profiler: %s has the modules of a forward of step %d", path, at + 1)
+                except OSError as error:
+                    log.warning("flops_profiler: %s cannot be written (%s)", path, error.strerror or error)
             finally:
                 profiler.end_profile()
             return outputs

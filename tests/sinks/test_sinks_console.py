@@ -1,16 +1,14 @@
 """The console: short plain lines in a file, one live line that never wraps in a terminal."""
 
 import io
-import os
-import pty
 import re
-import subprocess
-import sys
-import textwrap
 
 import pytest
 from rich.console import Console
+from sinks.test_sinks_composite import build, recipe
+from support.terminal import in_terminal
 
+from pipeline.config.schema import LogConfig
 from pipeline.sinks.console import ConsoleSink, count, decimals, duration, two_digits
 
 PROGRAM = """
@@ -124,29 +122,46 @@ def test_what_is_said_to_be_no_terminal_gets_plain_lines():
     assert "step" in output
 
 
-def in_terminal(program: str, columns: int) -> str:
-    """What the program writes to a terminal of that many columns."""
-    ours, theirs = pty.openpty()
-    environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "CI", "LINES")}
-    environment |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    output = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            output += chunk
-    except OSError:
-        pass  # Linux ends a pty with EIO
-    finally:
-        os.close(ours)
-    assert process.wait() == 0, output.decode()
-    return output.decode().replace("\r\n", "\n")
-
-
 def test_numbers():
     assert [decimals(x) for x in (2.34567, 0.0, 123456.0)] == ["2.3457", "0.0000", "1.235e+05"]
     assert [two_digits(x) for x in (0.5213, 0.0012, 0.0, 1e6)] == ["0.52", "1.2e-03", "0.00", "1.0e+06"]
     assert [count(x) for x in (950, 999.7, 12_345, 1.23e6)] == ["950", "1.0k", "12.3k", "1.2M"]
     assert [duration(x) for x in (0.4, 59.6, 245, 3725)] == ["0s", "1m00s", "4m05s", "1h02m"]
     assert duration(270_000) == "3d03h"
+
+
+def test_several_sets_stand_under_each_other_in_a_file_and_in_a_terminal():
+    row = {
+        "eval/loss": 3.0,
+        "eval/perplexity": 20.0855,
+        "eval/code/loss": 2.5,
+        "eval/long_name/loss": 12345.0,
+    }
+    sink, out, _ = plain_sink(max_steps=1000)
+    sink.write(40, row)
+    expected = [
+        "eval   40/1000  loss  3.0000  perplexity   20.09",
+        "          code  loss  2.5000",
+        "     long_name  loss 1.234e+04",
+    ]
+    assert out.getvalue().splitlines() == expected
+    terminal = io.StringIO()
+    sink = ConsoleSink(Console(file=terminal, force_terminal=True, color_system="standard"), max_steps=1000)
+    sink._is_terminal = True
+    sink.write(40, row)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue()).splitlines()
+    assert shown == expected
+
+
+def test_a_notebook_gets_the_lines_of_a_file(tmp_path, monkeypatch, capsys):
+    """rich would show each as HTML of its own."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    with build(tmp_path, recipe()) as sinks:
+        sinks.write(1, train_row())
+    assert capsys.readouterr().out.startswith("step 1/4  loss  2.5000")
+
+
+def test_a_quiet_console_has_no_rows(tmp_path, capsys):
+    with build(tmp_path, recipe(log=LogConfig(console="warning"))) as sinks:
+        sinks.write(1, train_row())
+    assert capsys.readouterr().out == ""

@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from sinks.test_sinks_composite import build, recipe
 from support.launch import launch, run_directories, write_recipe
 from support.ranks import free_port
-from test_sinks_composite import build, recipe
 
 from pipeline.config.watching_schema import NotifyConfig
 from pipeline.errors import ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sinks.test_sinks_composite import build, recipe
 from sinks_of_tests import Recorded
-from test_sinks_composite import build, recipe
 
 from pipeline.config.schema import LogConfig
 from pipeline.config.watching_schema import SinkConfig

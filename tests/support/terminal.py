@@ -1,0 +1,29 @@
+"""Programs in a terminal of their own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+
+
+def in_terminal(program: str, columns: int) -> str:
+    """What the program writes to a terminal of that many columns."""
+    ours, theirs = pty.openpty()
+    environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "CI", "LINES")}
+    environment |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    output = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            output += chunk
+    except OSError:
+        pass  # Linux ends a pty with EIO
+    finally:
+        os.close(ours)
+    assert process.wait() == 0, output.decode()
+    return output.decode().replace("\r\n", "\n")

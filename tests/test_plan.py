@@ -1,0 +1,201 @@
+"""What a run says before its first step and at its end, and how much of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from typing import Any
+
+import pytest
+from support.launch import ROOT, command, launch, run_directories, write_recipe
+from support.terminal import in_terminal
+from support.tiny import deepspeed_json, recipe, resolve
+
+from pipeline.cli import build_parser
+from pipeline.closing import lines_of, summed_up
+from pipeline.config.schema import OptimizerConfig
+from pipeline.distributed.ranks import Ranks
+from pipeline.launching.environment import split_arguments
+from pipeline.logs import log_to_console
+from pipeline.plan import bytes_per_parameter, size
+
+HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+BF16 = {"bf16": {"enabled": True}}
+HALVES = {"bf16": {"enabled": True, **HALF}}
+
+
+def zero(stage: int, more: dict[str, Any] | None = None, **section: Any) -> dict[str, Any]:
+    return deepspeed_json(stage, **section) | (more or {})
+
+
+@pytest.mark.parametrize(
+    ("json", "ranks", "expected"),
+    [
+        (None, 1, 16),
+        (None, 4, 16),
+        (zero(0), 2, 16),
+        (zero(1, BF16), 1, 16),
+        (zero(1, BF16), 4, 2 + 2 + 3),
+        (zero(2, BF16), 4, 2 + (2 + 12) / 4),
+        (zero(3, BF16), 4, 16 / 4),
+        (zero(2, HALVES), 1, 10),
+        (zero(2, HALVES), 2, 2 + 1 + 3),
+        (zero(3, HALVES), 1, 8),
+        (zero(2, BF16, offload_optimizer={"device": "cpu"}), 1, 4),
+        (zero(3, BF16, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}), 2, 1),
+    ],
+)
+def test_memory_is_what_performance_md_says(json, ranks, expected):
+    """And tests/parity/test_memory.py measures."""
+    tree = recipe(batch={"global_batch_size": 8})
+    _, resolved = resolve(tree, json, ranks)
+    assert bytes_per_parameter(resolved, OptimizerConfig()) == pytest.approx(expected)
+
+
+def test_what_is_frozen_has_weights_alone_and_other_optimizers_keep_less():
+    _, resolved = resolve(recipe(), None, 1)
+    assert bytes_per_parameter(resolved, OptimizerConfig(), trained=0.0) == 4
+    assert bytes_per_parameter(resolved, OptimizerConfig(), trained=0.5) == 4 + 6
+    for kind, momentum, expected in (("sgd", 0.9, 12), ("sgd", 0.0, 8), ("adafactor", 0.9, 8)):
+        assert bytes_per_parameter(resolved, OptimizerConfig(kind=kind, momentum=momentum)) == expected
+    assert (size(1.5 * 2**20), size(2.25 * 2**30)) == ("1.5 MiB", "2.2 GiB")
+
+
+ROWS: list[dict[str, float]] = [
+    {"step": 0, "eval/loss": 4.0},
+    {"step": 1, "train/loss": 3.0, "perf/step_time_seconds": 2.0, "train/tokens_seen": 100},
+    {"step": 10, "train/loss": 1.0, "perf/step_time_seconds": 10.0, "train/tokens_seen": 1000},
+    {"step": 10, "eval/loss": 1.5},
+    {"step": 20, "train/loss": 2.0, "perf/step_time_seconds": 1.0, "train/tokens_seen": 2000},
+    {"step": 20, "eval/loss": 1.25},
+]
+
+
+def test_a_run_is_summed_up_from_its_record():
+    assert list(lines_of(ROWS)) == [
+        "steps       20 in 1m42s, 2.0k tokens",
+        "loss        2.0000 at step 20; lowest 1.0000 at step 10",
+        "eval loss   1.2500 at step 20, the lowest",
+    ]
+
+
+def test_what_was_not_measured_is_not_said():
+    assert list(lines_of([])) == []
+    rows = [{"step": 1, "train/loss": math.nan, "perf/step_time_seconds": 1.0}]
+    assert list(lines_of(rows)) == ["steps       1 in 1s", "loss        nan at step 1"]
+
+
+def test_a_record_that_cannot_be_read_leaves_it_out(tmp_path):
+    assert summed_up(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [("debug", "diwe"), ("info", "iwe"), ("warning", "we"), ("error", "e")],
+)
+def test_the_console_shows_a_level_and_what_is_worse_and_files_all(level, shown, capsys):
+    log_to_console(Ranks(0, 0, 1, 1), level)
+    logger = logging.getLogger("pipeline.any")
+    for name, number in (("d", 10), ("i", 20), ("w", 30), ("e", 40)):
+        logger.log(number, name)
+    assert capsys.readouterr().err.split() == list(shown)
+    assert logger.isEnabledFor(logging.INFO), "the run's files"
+
+
+@pytest.mark.parametrize("options", [["--quiet"], ["--log-level", "warning"], ["--log-level=warning"]])
+def test_every_launcher_hands_the_options_over(options):
+    assert split_arguments(["--num_gpus", "2", *options, "max_steps=3"]) == (
+        ["--num_gpus", "2"],
+        [*options, "max_steps=3"],
+    )
+    assert build_parser().parse_args(options).log_level == "warning"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("told")
+    recipe = write_recipe(folder)
+    tree = json.loads(recipe.read_text())
+    tree["data"]["eval_sets"] = {"more": {"paths": [str(folder / "texts" / "batch.py")]}}
+    recipe.write_text(json.dumps(tree))
+    done = launch("--config", str(recipe), "name=tiny-told")
+    assert done.returncode == 0, done.stderr
+    return recipe, done, run_directories(folder)[-1]
+
+
+@pytest.mark.slow
+def test_the_plan_stands_before_the_first_step(told):
+    _, done, run = told
+    lines = done.stderr.splitlines()
+    plan = {
+        line.split()[0]: line for line in lines if re.match(r"(model|split|batch|steps|memory|run)  ", line)
+    }
+    assert re.search(r"llama, [\d,]+ parameters$", plan["model"])
+    assert plan["split"].endswith("plain PyTorch, one process, fp32; 1 rank on cpu")
+    assert "8 (micro_batch_size) x 1 (gradient_accumulation_steps) x 1" in plan["batch"]
+    assert plan["steps"].endswith("10, 80 samples, 2,560 tokens")
+    assert re.search(
+        r"0\.6 MiB a rank for weights.*; .* [\d.]+ GiB, of which [\d.]+ GiB are free", plan["memory"]
+    )
+    assert str(run) in plan["run"]
+    logged = (run / "logs" / "rank00000.log").read_text()
+    assert all(line in logged for line in plan.values())
+    first = next(number for number, line in enumerate(lines) if line == plan["run"])
+    assert all("saved" not in line for line in lines[:first])
+
+
+@pytest.mark.slow
+def test_evaluation_and_end_can_be_read_in_a_file(told):
+    _, done, run = told
+    lines = done.stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("eval 10/10"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "eval/loss" in row][-1]
+    sets = {name: last[f"eval/{name}/loss"] for name in ("source1", "more")}
+    for line, (name, loss) in zip(lines[at + 1 : at + 3], sets.items(), strict=True):
+        assert line.split() == [name, "loss", f"{loss:.4f}"]
+        assert line.index("loss") == lines[at].index("loss")
+    assert [line.split()[0] for line in lines[-6:]] == [
+        "steps",
+        "loss",
+        "eval",
+        "metrics",
+        "checkpoint",
+        "settings",
+    ]
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
+    recipe, _, _ = told
+    done = launch("--config", str(recipe), "--quiet", "name=tiny-quiet", "schedule.warmup_steps=50")
+    assert done.returncode == 0
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith("schedule.warmup_steps 50 is longer")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        *("steps", "loss", "eval", "metrics", "checkpoint", "settings"),
+    ]
+    run = run_directories(recipe.parent)[-1]
+    assert "parameters" in (run / "logs" / "rank00000.log").read_text()
+    assert "log.console" not in launch("--config", str(recipe), "name=tiny-told", "max_steps=10").stderr
+
+
+@pytest.mark.slow
+def test_no_color_takes_the_colours_from_a_terminal(told):
+    recipe, _, _ = told
+    words = [*command("--config", str(recipe), "checkpoint.resume=never")[1:]]
+    program = f"""
+        import os, runpy, sys
+        os.environ.update(COLUMNS="100", **{{colour}})
+        sys.argv = {words!r}
+        sys.path.insert(0, {str(ROOT)!r})
+        runpy.run_path({words[0]!r}, run_name="__main__")
+    """
+    colours = re.compile(r"\x1b\[[\d;]*\b(3[0-7]|9[0-7])[\d;]*m")
+    plain = in_terminal(program.replace("{colour}", '{"NO_COLOR": "1"}'), 100)
+    assert "loss" in plain
+    assert colours.search(plain) is None
+    assert colours.search(in_terminal(program.replace("{colour}", "{}"), 100)) is not None

@@ -1,0 +1,196 @@
+"""The section `profile`: the steps that were asked for are in the files, and no number of the run changes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.launch import ROOT, launch, numbers, run_directories, write_recipe
+from support.tiny import recipe, resolve, token_bundle
+from test_rows import ALONE, Engine
+
+from pipeline.assemble import assemble
+from pipeline.profiler import FOLDER, OutOfMemory, StepProfiler, most_expensive, snapshot_when_out
+from pipeline.profiling import build_profiler, watch_memory
+from pipeline.training import Loop
+
+
+def run(folder: Path, *, stop_at: int = 0, **profile: int) -> list[dict[str, Any]]:
+    """Rows and events of a run of eight steps; those that are left, where it goes on."""
+    folder.mkdir(exist_ok=True)
+    config, resolved = resolve(recipe(profile=profile, eval={"every": 3}), None, 1)
+    parts = assemble(config, resolved, ALONE, token_bundle(), folder)
+    parts = replace(parts, engine=Engine(parts.engine, signal.SIGTERM, stop_at))
+    try:
+        profiler = build_profiler(config, resolved, parts, folder)
+        with parts.sinks, profiler as profiled, Loop(parts, None, profiled) as loop:
+            loop.train()
+    finally:
+        parts.loader.close()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def told(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["message"] for row in rows if row.get("event") == "profile"]
+
+
+def losses(rows: list[dict[str, Any]]) -> list[Any]:
+    keys = ("step", "train/loss", "train/grad_norm", "eval/loss")
+    return [[row.get(key) for key in keys] for row in rows if "event" not in row]
+
+
+def traced(folder: Path) -> dict[str, int]:
+    """Trace file -> steps of the optimizer in it."""
+    found = {}
+    for path in (folder / FOLDER).glob("trace-*"):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        found[path.name] = sum("Optimizer.step#" in each.get("name", "") for each in events)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain") / "run")
+
+
+def test_without_the_section_nothing_is_there(tmp_path, plain):
+    config, resolved = resolve(recipe(), None, 1)
+    parts = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
+    with build_profiler(config, resolved, parts, tmp_path) as profiled, profiled(1) as around:
+        assert not isinstance(around, StepProfiler)
+        assert not torch.autograd.profiler._is_profiler_enabled
+    parts.loader.close()
+    assert not (tmp_path / FOLDER).exists()
+    assert told(plain) == []
+
+
+@pytest.mark.parametrize(("first", "count"), [(1, 1), (1, 2), (3, 2), (8, 1), (7, 5)])
+def test_the_steps_asked_for_are_in_trace_and_table(tmp_path, plain, first, count):
+    rows = run(tmp_path / "run", start_step=first, num_steps=count)
+    last = min(first + count - 1, 8)
+    assert losses(rows) == losses(plain)
+    assert traced(tmp_path / "run") == {f"trace-rank0-step{first}.json.gz": last - first + 1}
+    table = (tmp_path / "run" / FOLDER / "operators.txt").read_text()
+    assert table.startswith(f"steps {first} to {last}\n")
+    assert "aten::mm" in table
+    (line,) = told(rows)
+    assert line.startswith(f"profiled steps {first} to {last}: {tmp_path / 'run' / FOLDER} has the trace")
+    assert re.search(r"most time took \S+ \d+ %, \S+ \d+ %", line)
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
+def test_a_run_that_goes_on_profiles_what_is_left(tmp_path, plain):
+    """And a run that is stopped keeps what it had."""
+    asked = {"start_step": 4, "num_steps": 4}
+    assert told(run(tmp_path / "run", stop_at=5, **asked))[0].startswith("profiled steps 4 to ")
+    stopped = int(
+        re.findall(r"steps 4 to (\d)", (tmp_path / "run" / FOLDER / "operators.txt").read_text())[0]
+    )
+    rows = run(tmp_path / "run", **asked)
+    assert losses(rows) == losses(plain)
+    assert told(rows)[-1].startswith(f"profiled steps {stopped + 1} to 7: ")
+    assert traced(tmp_path / "run") == {
+        "trace-rank0-step4.json.gz": stopped - 3,
+        f"trace-rank0-step{stopped + 1}.json.gz": 7 - stopped,
+    }
+
+
+def test_steps_that_are_done_are_not_profiled(tmp_path):
+    run(tmp_path / "run", stop_at=5)
+    assert told(run(tmp_path / "run", start_step=2, num_steps=2)) == []
+
+
+def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, plain, caplog):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FOLDER).write_text("in the way")
+    rows = run(tmp_path / "run", start_step=2, num_steps=1)
+    assert losses(rows) == losses(plain)
+    assert told(rows) == []
+    assert sum("the profile is not written (FileExistsError" in each.message for each in caplog.records) == 1
+
+
+def test_the_most_expensive_operators_without_the_steps_themselves():
+    class Row:
+        def __init__(self, key, time):
+            self.key, self.self_cpu_time_total = key, time
+
+    rows = [Row("a", 10), Row("ProfilerStep*", 900), Row("b", 60), Row("c", 30), Row("d", 0)]
+    assert most_expensive(rows, "self_cpu_time_total") == "b 60 %, c 30 %, a 10 %"
+
+
+@pytest.mark.slow
+def test_two_ranks_under_deepspeed_have_its_counts_in_the_record(tmp_path):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json"), "ds.bf16.enabled=false"]
+    texts = f"data.paths=[{whole / 'texts'}]"
+    assert launch("--config", str(write_recipe(whole)), *split, ranks=2).returncode == 0
+    profile = {"start_step": 3, "num_steps": 2}
+    recipe = write_recipe(tmp_path, profile=profile)
+    result = launch("--config", str(recipe), texts, *split, ranks=2)
+    assert result.returncode == 0, result.stderr
+    (run,), (before,) = run_directories(tmp_path), run_directories(whole)
+    rows = [row for row in numbers(run) if "event" not in row]
+    assert rows == numbers(before)
+    (event,) = [json.loads(line) for line in (run / "metrics.jsonl").open() if '"event": "profile"' in line]
+    assert event["perf/profiled_forward_flops"] > 0
+    assert event["perf/comm_all_reduce_calls"] > 0
+    assert event["step"] > 4
+    assert {path.name for path in (run / FOLDER).iterdir()} == {
+        "flops.txt",
+        "operators.txt",
+        "trace-rank0-step3.json.gz",
+    }
+    assert "profiled steps 3 to 4" in result.stderr
+
+
+def test_memory_that_runs_out_is_written_once(tmp_path, caplog):
+    written = []
+
+    def dump(path):
+        written.append(path)
+
+    observer = OutOfMemory(tmp_path / FOLDER / "memory-rank0.pickle", dump)
+    for _ in range(2):
+        observer(0, 1, 2, 3)
+    assert written == [str(tmp_path / FOLDER / "memory-rank0.pickle")]
+    assert (tmp_path / FOLDER).is_dir()
+    assert f"what the memory held: {written[0]}" in caplog.text
+
+
+def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(tmp_path, caplog):
+    def dump(path):
+        raise OSError("full")
+
+    OutOfMemory(tmp_path / FOLDER / "memory-rank0.pickle", dump)()
+    assert "cannot be written (full)" in caplog.text
+
+
+def test_no_memory_is_watched_on_a_cpu_or_unasked(tmp_path):
+    config, _ = resolve(recipe(), None, 1)
+    with watch_memory(config, ALONE, tmp_path), snapshot_when_out(torch.device("cpu"), tmp_path / "x"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_that_runs_out_leaves_what_it_held(tmp_path):
+    path = tmp_path / FOLDER / "memory-rank0.pickle"
+    with snapshot_when_out(torch.device("cuda"), path):
+        held = torch.ones(1 << 20, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        del held
+    assert path.stat().st_size > 1000
+    before = path.stat().st_mtime_ns
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    assert path.stat().st_mtime_ns == before
