@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipeline.band import GRADIENT_NORM, LOSS, Band
-from pipeline.config.schema import WatchConfig
+from pipeline.config.watching_schema import WatchConfig
 from pipeline.engine.interface import Limits, StepResult
 from pipeline.errors import NonFiniteLossError, StoppedError
 from pipeline.events import ROLLBACK, Event

@@ -23,8 +23,8 @@ LAYERS = [
     ["engine"],
     ["checkpoint", "evaluation", "inspection"],
     [
-        *("band", "metrics", "memory_meter", "replica_check", "rows", "safeguard", "step_numbers", "watchers"),
-        "profiler",
+        *("band", "metrics", "memory_meter", "replica_check", "rows", "safeguard", "step_numbers"),
+        *("watchers", "profiler"),
     ],
     ["long_lived"],
     ["identity"],

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from pipeline.config.data_schema import DataConfig
 from pipeline.config.model_schema import Closed, ModelConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfig
-from pipeline.config.watching_schema import NotifyConfig, ProfileConfig, SinkConfig
+from pipeline.config.watching_schema import NotifyConfig, ProfileConfig, SinkConfig, WatchConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 RUN_NAME = r"^[\w.-]+$"
@@ -177,33 +177,6 @@ class WandbConfig(Closed):
     """Group of runs shown together. Default: the run's name."""
     tags: list[str] = Field([])
     """Labels of the run."""
-
-
-class WatchConfig(Closed):
-    """What is told of a run that goes wrong, and what is done about it: docs/alerts.md. Each case is an event
-    in metrics.jsonl."""
-
-    alerts: bool = True
-    """Tell of spikes, steps without a finite gradient, slow steps and ranks, missing data, growing memory,
-    evaluation that leaves training, and parameters that never move."""
-    on_nonfinite: Literal["log", "skip", "rollback", "stop"] = "log"
-    """A step whose gradient is infinite or NaN: it changes no parameter, whatever stands here. `log`: it
-    counts as a step. `skip`: it does not, so that all that follows is as if the data had never held its
-    samples. `rollback`: back to the newest checkpoint before it, and on without its samples. `stop`: the run
-    ends. In fp16, where such steps find the loss scale, `log` alone."""
-    on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
-    """The same of a step whose loss or gradient norm lies far above those of the steps before it. `skip`:
-    it changes nothing; each step then waits for the device."""
-    on_corruption: Literal["log", "stop"] = "stop"
-    """Ranks that hold the same weights do not have the same bits. `stop`: the run ends without a further
-    checkpoint, with exit code 14, and those that may hold what is wrong are set aside: started again, it goes
-    on from one that all ranks agreed on."""
-    compare_every: int = Field(25, ge=0)
-    """Steps between two comparisons of what ranks hold the same of: under `ddp` and ZeRO 0 weights, gradients
-    and optimizer state, at ZeRO 1 and 2 weights. 0: none."""
-    rollback_steps: int = Field(8, gt=0, le=10**6)
-    """Steps up to the bad one whose samples a rollback leaves out. It goes back to a checkpoint before
-    them."""
 
 
 class EvalConfig(Closed):
