@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare
+from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare, report
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.errors import CommandLine, DeviceFailedError, PipelineError, report_errors
 
@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "export": export,
+    "report": report,
     "inspect": inspect,
     "doctor": doctor,
 }

@@ -8,7 +8,9 @@ import platform
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pipeline.api import Run, join
@@ -28,6 +30,15 @@ from pipeline.errors import (
     printable,
     too_long_a_name,
 )
+from pipeline.report.ending import write_at_end
+
+
+@dataclass
+class _Begun:
+    """What there is of the run by the time it ends."""
+
+    job: Job | None = None
+    directory: Path | None = None
 
 
 def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
@@ -37,31 +48,34 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
     Args:
         deepspeed: See pipeline.api.join.
     """
-    job: Job | None = None
+    begun = _Begun()
     try:
-        job, data = join(settings, ranks, deepspeed)
-        return _run(settings, job, data)
+        begun.job, data = join(settings, ranks, deepspeed)
+        return _run(settings, begun.job, data, begun)
     except PipelineError as error:
         if isinstance(error, (DeviceMemoryError, DeviceFailedError)):
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
-        return _end(job, ranks, f"error: {error}", error.exit_code)
+        return _end(begun, ranks, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return _end(job, ranks, "stopped at once, without a further checkpoint", 130)
+        return _end(begun, ranks, "stopped at once, without a further checkpoint", 130)
     except Terminated as error:
-        return _end(job, ranks, "stopped at once, without a further checkpoint", error.exit_code, error)
+        return _end(begun, ranks, "stopped at once, without a further checkpoint", error.exit_code, error)
     except Exception as error:  # a programmer's mistake keeps its traceback
         mistake = too_long_a_name(error) if isinstance(error, OSError) else None
-        device = job.device if job is not None else None
-        mistake = mistake or explain(error, device, partial(of_training, settings, job))
+        device = begun.job.device if begun.job is not None else None
+        mistake = mistake or explain(error, device, partial(of_training, settings, begun.job))
         if mistake is not None:
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
-            return _end(job, ranks, f"error: {mistake}", mistake.exit_code)
-        return _end(job, ranks, traceback.format_exc(), 1, error)
+            return _end(begun, ranks, f"error: {mistake}", mistake.exit_code)
+        return _end(begun, ranks, traceback.format_exc(), 1, error)
 
 
-def _run(settings: Settings, job: Job, data: DataBundle) -> int:
+def _run(settings: Settings, job: Job, data: DataBundle, begun: _Begun) -> int:
     text = None
     with Run(settings, (job, data)) as prepared:
+        begun.directory = prepared.directory
+        if job.watchdog is not None and job.ranks.is_main_process:
+            job.watchdog.before_leaving(partial(write_at_end, prepared.directory))
         try:
             prepared.train()
         except BaseException:
@@ -101,15 +115,18 @@ def _conclude(run: Run, text: str | None) -> None:
     for line in summed_up(path):
         print(line)
     print(f"metrics     {path / 'metrics.jsonl'}")
+    if (report := write_at_end(path)) is not None:
+        print(f"report      {report}")
     print(f"checkpoint  {path / 'checkpoints'}")
     print(f"settings    {path / 'recipe.yaml'}", flush=True)
 
 
-def _end(job: Job | None, ranks: Ranks, message: str, code: int, error: BaseException | None = None) -> int:
+def _end(begun: _Begun, ranks: Ranks, message: str, code: int, error: BaseException | None = None) -> int:
     """Shows a failure once for the whole job, keeps it in every rank's log, and leaves without waiting.
 
     The ranks that fail because another one did would bury its message under their own.
     """
+    job = begun.job
     watchdog = job.watchdog if job is not None else None
     if ranks.world_size > 1:
         ignore_stop_signals()
@@ -120,6 +137,8 @@ def _end(job: Job | None, ranks: Ranks, message: str, code: int, error: BaseExce
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + message.rstrip(), file=sys.stderr, flush=True)
+    if ranks.is_main_process and begun.directory is not None:
+        write_at_end(begun.directory)  # the word is out: nobody waits for this one
     if ranks.world_size > 1 or code == DeviceFailedError.exit_code:  # CUDA's destructors would abort
         # The launcher ends every rank with the first that exits: let the one that speaks finish, and do not
         # wait for peers in the process group's destructor.

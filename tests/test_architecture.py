@@ -21,7 +21,7 @@ LAYERS = [
     ["doctor"],
     ["objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
-    ["checkpoint", "evaluation", "inspection"],
+    ["checkpoint", "evaluation", "inspection", "report"],
     [
         *("band", "metrics", "memory_meter", "replica_check", "rows", "safeguard", "step_numbers"),
         *("watchers", "profiler"),

@@ -106,7 +106,14 @@ def try_out(run, tmp_path, monkeypatch, capsys):
         return None if code == 0 else capsys.readouterr().err
 
     def commanded(words):
-        at_hand = {"RUN": str(run), "OUT": str(tmp_path / "out"), "100": "1", "300": "1", "6": "1"}
+        at_hand = {
+            "RUN": str(run),
+            "OUT": str(tmp_path / "out"),
+            "OUT.html": str(tmp_path / "out.html"),
+            "100": "1",
+            "300": "1",
+            "6": "1",
+        }
         arguments = [at_hand.get(word, word) for word in words]
         arguments = [str(run) if word.startswith("runs/") else word for word in arguments]
         name = arguments[0]
@@ -117,7 +124,7 @@ def try_out(run, tmp_path, monkeypatch, capsys):
                 load_settings(Path(recipe), None, overrides)
             words = [word for word in words if word.startswith("--")]
             return None if set(words) <= help_of(name) else "no such option"
-        if name == "doctor":  # needs ssh
+        if name == "doctor" or "--follow" in words:  # needs ssh; does not end
             return (
                 None if set(re.findall(r"--[\w-]+", " ".join(words))) <= help_of(name) else "no such option"
             )

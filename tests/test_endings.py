@@ -30,6 +30,11 @@ def fault_recipe(folder: Path, fault: str, **arguments: object) -> Path:
     )
 
 
+def reported(run: Path, state: str = "") -> bool:
+    """Whether the run has its report, one that says how it ended."""
+    return f'"state":"{state}' in (run / "report.html").read_text()
+
+
 def splits():
     """(split, ranks, rows that are logged before the kill): before the first checkpoint, and after some."""
     fp16 = ["ds.bf16.enabled=false", "ds.fp16.enabled=true"]
@@ -118,12 +123,15 @@ def test_sigterm_saves_leaves_and_goes_on(tmp_path, ranks):
     assert first.returncode == 128 + signal.SIGTERM, first.stderr
     assert "Traceback" not in first.stdout + first.stderr
     (run,) = run_directories(tmp_path)
+    assert reported(run, "stopped")
     stopped_at = numbers(run)[-1]["step"]
     assert 3 <= stopped_at < 10
     assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
     second = launch("--config", str(recipe), *split, ranks=ranks, **FAULTS)
     assert second.returncode == 0, second.stderr
     assert [row["step"] for row in numbers(run) if "train/loss" in row] == list(range(1, 11))
+    assert reported(run, "finished")
+    assert f"report      {run / 'report.html'}" in second.stdout
 
 
 def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
@@ -134,6 +142,7 @@ def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
     assert both.count("Traceback (most recent call last)") == 1
     assert both.count("ZeroDivisionError: a programmer's mistake") == 1
     assert "[rank 1]" in both
+    assert reported(*run_directories(tmp_path))
 
 
 MEMORY = (
@@ -160,6 +169,7 @@ def test_a_device_that_fails_is_told_in_one_line_and_nothing_is_saved(tmp_path, 
     assert len(re.findall(said, result.stderr, re.M)) == 1, result.stderr
     (run,) = run_directories(tmp_path)
     assert not list((run / "checkpoints").iterdir())
+    assert reported(run, "" if ranks else "failed")
     assert "Traceback" in (run / "logs" / f"rank{max(0, ranks - 1):05d}.log").read_text()
 
 
@@ -186,6 +196,7 @@ def test_a_killed_rank_ends_the_others_without_their_tracebacks(tmp_path):
     assert result.returncode != 0
     assert "Traceback" not in result.stdout + result.stderr
     assert re.search(r"^rank 1 on \S+ \(pid \d+\) is gone: last heart", result.stderr, re.M), result.stderr
+    assert reported(*run_directories(tmp_path))
 
 
 def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):
@@ -195,6 +206,7 @@ def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert "NaN gradient" in errors[0]
+    assert reported(*run_directories(tmp_path), "failed")
     assert "Traceback" not in result.stderr
 
 

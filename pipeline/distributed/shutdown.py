@@ -40,6 +40,8 @@ class Shutdown:
     ):
         self.folder: Path | None = None
         """Where stacks are written; None: nowhere yet."""
+        self.before_leaving: Callable[[], object] = lambda: None
+        """What this process still does; raises nothing."""
         self.frames: list[FrameSummary] = []
         """Where the training thread was, if it has left there by an exception."""
         self._store, self._heartbeats = store, heartbeats
@@ -168,6 +170,7 @@ class Shutdown:
 
     def leave(self, code: int) -> None:
         """Ends this process and its data workers at once; no destructor and no other thread is waited for."""
+        self.before_leaving()  # takes seconds at the most
         write_exit_code(self._rank, len(self._everyone), code)
         for child in multiprocessing.active_children():
             child.kill()

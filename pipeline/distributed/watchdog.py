@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,6 +85,10 @@ class Watchdog:
     def write_to(self, run_dir: Path) -> None:
         """Where the run's files are: stacks go to `hang/` in it."""
         self._shutdown.folder = run_dir / "hang"
+
+    def before_leaving(self, work: Callable[[], object]) -> None:
+        """What is done before the process is ended: it raises nothing and takes seconds."""
+        self._shutdown.before_leaving = work
 
     def stop(self) -> None:
         """The run ends as it should: nobody watches any more. Before the store goes."""

@@ -132,6 +132,7 @@ def test_a_real_run_that_hangs_ends_with_its_own_code(tmp_path):
     assert "; rank 0 waits in all_reduce" in line
     assert "Traceback" not in result.stderr + result.stdout
     assert not result.left()
+    assert list(tmp_path.glob("runs/*/report.html"))
 
 
 def test_a_real_run_that_loses_a_rank_says_so_instead_of_a_traceback(tmp_path):

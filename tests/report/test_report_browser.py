@@ -1,0 +1,274 @@
+"""The report in a real browser, Chromium without a screen: what it draws is what metrics.jsonl says."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+import time
+
+import pytest
+from support.recorded import event, row
+
+from pipeline.report.page import page_data, render
+from pipeline.report.record import MOST_POINTS
+from pipeline.report.runs import read_run
+from pipeline.report.server import LiveReport
+
+CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="chromium or chromedriver is not installed (Debian: chromium-driver)",
+)
+# Of each plot what plotly was given, by title, once all are drawn.
+DRAWN = """
+  const places = [...document.querySelectorAll("#panels .plot, #bars .plot")];
+  if (places.some((each) => each.dataset.drawn !== String(drawing))) return null;
+  return Object.fromEntries(places.map((each) => [each.dataset.title, {
+    traces: each.data.map(({ x, y, name, meta, customdata }) => ({ x, y, name, meta, customdata })),
+    paths: each.querySelectorAll("path.js-line, .points path").length,
+  }]));
+"""
+
+
+class Browser:
+    """A window, and what is seen in it."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def look(self, width=1400, height=4000, scheme="light"):
+        """Sizes the window; all plots of a page are in it."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+    def run(self, script, *arguments):
+        return self.driver.execute_script(script, *arguments)
+
+    def set(self, control, value):
+        """Sets a control of the page as a hand would."""
+        if control == "smoothing":
+            self.run("const c = $('smoothing'); c.value = arguments[0]; c.oninput({target: c})", value)
+        else:
+            self.run("document.querySelector(arguments[0]).click()", control)
+
+    def until(self, condition, seconds=60.0):
+        """What `condition` gives once that is something."""
+        deadline = time.monotonic() + seconds
+        while (found := condition()) in (None, False):
+            assert time.monotonic() < deadline, "it did not come"
+            time.sleep(0.1)
+        return found
+
+    def drawn(self):
+        return self.until(lambda: self.run(DRAWN))
+
+    def curve(self, key):
+        """(x, y) of what is drawn for a column."""
+        traces = [
+            each for plot in self.drawn().values() for each in plot["traces"] if each.get("meta") == key
+        ]
+        return traces[0]["x"], traces[0]["y"]
+
+    def problems(self):
+        return [line for line in self.driver.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver.set_page_load_timeout(120)
+    yield Browser(driver)
+    driver.quit()
+
+
+@pytest.fixture
+def show(chromium, tmp_path):
+    """`show(run, ...)` -> the browser with their page; at the end nothing may have gone wrong in it."""
+
+    def function(*runs, **window):
+        path = tmp_path / "page.html"
+        path.write_text(render(page_data([read_run(run) for run in runs])))
+        chromium.look(**window)
+        chromium.driver.get(path.as_uri())
+        return chromium
+
+    yield function
+    assert chromium.problems() == []
+    assert chromium.run("return performance.getEntriesByType('resource').length") == 0, "something was loaded"
+
+
+def lines_of(steps, scale=1.0):
+    """Rows with noise, an evaluation every 10, and what else a run of a language model says."""
+    for step in range(1, steps + 1):
+        loss = scale * (2 + 5 * math.exp(-step / 20) + 0.1 * math.sin(step * step))
+        more = {"time/forward_seconds": 0.2, "time/backward_seconds": 0.3, "perf/elapsed_seconds": 0.7 * step}
+        yield (
+            row(step, loss=loss, grad_norm=1 + math.cos(step))
+            | more
+            | {"data/web_samples": step, "data/a & <b>_samples": 2 * step}
+        )
+        if step % 10 == 0:
+            yield {"step": step, "eval/loss": loss + 0.1}
+
+
+def test_one_run(make_run, show):
+    lines = [*lines_of(60), event(30)]
+    page = show(make_run(lines=lines))
+    rows = [line for line in lines if "train/loss" in line]
+    plots = page.drawn()
+    assert set(plots) == {
+        *("Loss", "Gradient norm, before clipping", "Throughput", "Step time"),
+        *("Where the time went", "Samples by data source"),
+    }
+    assert all(plot["paths"] > 0 for plot in plots.values())
+    for key in ("train/loss", "train/grad_norm", "perf/tokens_per_second", "perf/step_time_seconds"):
+        assert page.curve(key) == ([line["step"] for line in rows], [line[key] for line in rows])
+    evaluations = [line for line in lines if "eval/loss" in line]
+    assert page.curve("eval/loss") == ([10, 20, 30, 40, 50, 60], [line["eval/loss"] for line in evaluations])
+    shares = [
+        (each["name"], each["x"], each["customdata"]) for each in plots["Where the time went"]["traces"]
+    ]
+    assert shares == [("forward", [40], ["12.0 s"]), ("backward", [60], ["18.0 s"])]
+    text = page.run("return document.body.innerText")
+    for words in ("small-1", "finished at step 60", "step 30", "loss_spike", "what to do", "it wrote this"):
+        assert words in text
+
+
+def test_controls(make_run, show):
+    lines = list(lines_of(60))
+    page, rows = show(make_run(lines=lines)), [line for line in lines if "train/loss" in line]
+    page.drawn()
+    page.set("[value=tokens]", None)
+    assert page.curve("train/loss")[0] == [line["train/tokens_seen"] for line in rows]
+    page.set("[value=hours]", None)
+    hours = [line["perf/elapsed_seconds"] / 3600 for line in rows]
+    assert page.curve("train/loss")[0] == pytest.approx(hours, abs=1e-6)
+    page.set("#log", None)
+    page.set("smoothing", 0.9)
+    traces = page.drawn()["Loss"]["traces"]
+    assert page.run("return document.querySelector('#panels .plot').layout.yaxis.type") == "log"
+    total = norm = 0.0
+    for line, shown in zip(rows, traces[1]["y"], strict=True):
+        total, norm = 0.9 * total + 0.1 * line["train/loss"], 0.9 * norm + 0.1
+        assert shown == pytest.approx(total / norm)
+    page.run(
+        "Plotly.relayout(document.querySelector('.plot'), {'xaxis.range[0]': 0.001, 'xaxis.range[1]': 0.002})"
+    )
+    ranges = (
+        "return [...document.querySelectorAll('#panels .plot')].map((each) => each.layout.xaxis.range[1])"
+    )
+    page.until(lambda: page.run(ranges) == [0.002] * 4)
+    background = "return getComputedStyle(document.body).backgroundColor"
+    light = page.run(background)
+    page.set("#theme", None)
+    assert page.run(background) == light
+    page.set("#theme", None)
+    assert page.run(background) != light
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_follows_the_systems_scheme(make_run, show, scheme):
+    page = show(make_run(lines=list(lines_of(5))), scheme=scheme)
+    page.drawn()
+    places = ("body", ".plot .main-svg", "article", "dl")
+    colour = "return getComputedStyle(document.querySelector(arguments[0])).backgroundColor"
+    colours = [page.run(colour, place) for place in places]
+    brightness = [sum(map(int, colour[4:-1].split(", ")[:3])) / 3 for colour in colours]
+    assert all(each < 60 if scheme == "dark" else each > 200 for each in brightness), colours
+
+
+def test_five_runs_on_a_phone(make_run, show):
+    runs = [
+        make_run(f"run-{n}-with-a-rather-long-name", list(lines_of(30, n)), world_size=n, recipe={"seed": n})
+        for n in range(1, 6)
+    ]
+    page = show(*runs, width=390)
+    traces = [each for each in page.drawn()["Loss"]["traces"] if each.get("meta") == "train/loss"]
+    assert [each["y"][0] for each in traces] == [next(lines_of(1, n))["train/loss"] for n in range(1, 6)]
+    assert page.run("return document.documentElement.scrollWidth") <= 390
+    assert "seed\t1\t2\t3\t4\t5" in page.run("return document.getElementById('runs').innerText")
+    page.set("#controls .run", None)
+    assert len([each for each in page.drawn()["Loss"]["traces"] if each.get("meta") == "train/loss"]) == 4
+
+
+def test_a_crashed_run(make_run, show):
+    lines = [row(1, loss=4.0), row(2, loss="NaN"), row(3, loss=3.0), event(2, "non_finite", level="error")]
+    log = "2026-01-01 10:00:02,000 ERROR pipeline.failure <b>RuntimeError</b>: it broke\n"
+    path = make_run(lines=lines, finished=False, log=log)
+    (path / "metrics-until-step-1.jsonl").write_text(json.dumps(row(2, loss=9.0)) + "\n")
+    page = show(path)
+    assert page.curve("train/loss") == ([1, 2, 3], [4.0, None, 3.0])
+    traces = {each["name"]: each for each in page.drawn()["Loss"]["traces"]}
+    assert (traces["not finite"]["x"], traces["not finite"]["y"]) == ([2], [4.0])
+    assert traces["taken back"]["y"] == [9.0]
+    assert traces["error"]["x"] == [2, 2, None]
+    text = page.run("return document.body.innerText")
+    assert "failed at step 3" in text
+    assert "<b>RuntimeError</b>: it broke" in text
+
+
+def test_a_run_without_a_row(make_run, show):
+    page = show(make_run(finished=False))
+    assert "stopped or killed without a row" in page.run("return document.body.innerText")
+    assert page.drawn() == {}
+
+
+def test_what_stands_in_files_does_nothing(make_run, show):
+    hostile = "</script><img src=x onerror=alert(1)><b>%{y}"
+    lines = [
+        row(1) | {f"data/{n}{hostile}_samples": 3 for n in "ab"},
+        event(1, hostile, message=hostile, more=hostile),
+    ]
+    page = show(make_run("<i>name", [*lines, event(1, "sample", prompt=hostile, text=hostile)]))
+    page.drawn()
+    assert page.run("return document.querySelectorAll('img, main b:not(.badge, li b), iframe').length") == 0
+    assert (
+        page.run("return document.getElementById('lists').innerText.split(arguments[0]).length", hostile) == 4
+    )
+
+
+def test_a_long_run_is_small_and_shows_its_spike(make_run, show):
+    lines = [
+        {"step": step, "train/loss": 2 + 0.1 * math.sin(step), "train/grad_norm": 1.0}
+        for step in range(1, 50_001)
+    ]
+    lines[31_234]["train/loss"] = 31.5
+    path = make_run(lines=lines)
+    page = show(path)
+    x, y = page.curve("train/loss")
+    assert len(x) <= MOST_POINTS
+    assert (x[0], x[-1], x[y.index(31.5)]) == (1, 50_000, 31_235)
+    assert all(lines[step - 1]["train/loss"] == value for step, value in zip(x, y, strict=True))
+    assert len(render(page_data([read_run(path)]))) < 5_500_000, "plotly.js has 4.8 MB"
+    page.set("smoothing", 0.5)
+    assert max(page.drawn()["Loss"]["traces"][1]["y"]) < 4, (
+        "means of buckets are smoothed, not their extremes"
+    )
+
+
+def test_a_live_page_keeps_what_was_set(make_run, chromium):
+    path = make_run(lines=list(lines_of(5)), finished=False)
+    with LiveReport([path], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        chromium.look()
+        chromium.driver.get(server.address)
+        chromium.set("[value=tokens]", None)
+        assert len(chromium.curve("train/loss")[0]) == 5
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row(6)) + "\n")
+        chromium.until(lambda: len(chromium.curve("train/loss")[0]) == 6)
+        assert chromium.curve("train/loss")[0][-1] == 6000
+        server.shutdown()
+    assert chromium.problems() == []

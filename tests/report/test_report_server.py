@@ -1,0 +1,82 @@
+"""`--follow`: the page on loopback, and its data as the files are now."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from support.launch import ROOT, environment
+from support.recorded import row
+
+from pipeline.errors import PipelineError
+from pipeline.report.server import LiveReport
+
+
+@pytest.fixture
+def served(make_run):
+    """(server, run directory)"""
+    path = make_run(lines=[row(1)], finished=False)
+    with LiveReport([path], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server, path
+        server.shutdown()
+
+
+def get(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
+        return answer.status, answer.read().decode()
+
+
+def test_page_and_data(served):
+    server, path = served
+    code, page = get(server.address)
+    assert code == 200
+    assert '"live":true' in page
+    data = json.loads(get(f"{server.address}data.json")[1])
+    assert data["runs"][0]["curves"]["train/loss"]["y"] == [5.0]
+    assert get(f"{server.address}data.json?seen={data['version']}") == (204, "")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row(2)) + "\n")
+    assert json.loads(get(f"{server.address}data.json?seen={data['version']}")[1])["runs"][0]["curves"][
+        "train/loss"
+    ]["y"] == [5.0, 2.5]
+
+
+def test_it_is_for_this_machine_alone(served):
+    server, path = served
+    assert server.server_address[0] == "127.0.0.1"
+    for place, headers, code in [("", {"Host": "evil.example"}, 403), ("recipe.yaml", {}, 404)]:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            get(server.address + place, **headers)
+        assert refused.value.code == code
+    (path / "metrics.jsonl").write_text('{"step": 1}\n{\n{"step": 2}\n')
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        get(server.address)
+    assert (refused.value.code, b"jsonl:2" in refused.value.read()) == (500, True)
+
+
+def test_a_port_that_is_taken(make_run):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PipelineError, match=f"--port {port}: .*give another"):
+            LiveReport([make_run()], port)
+
+
+def test_ctrl_c_ends_it(make_run):
+    command = [sys.executable, "-m", "pipeline", "report", str(make_run(lines=[row(1)])), "--follow"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        line = process.stdout.readline()
+        assert get(line.split()[4].rstrip(";"))[0] == 200
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
