@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 
-import numpy as np
-import torch
-
-from pipeline.data.random_numbers import derive_seed
+from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, Flags, StopOnSignal
 from pipeline.engine.first_nonfinite import FirstNonFinite, Found
 from pipeline.engine.interface import Limits, StepResult
@@ -132,14 +128,3 @@ class Stepper:
         message = f"step {step}: the first that is infinite or NaN is {cause.where}, on {rank}"
         message += f"; samples: {cause.samples}" if cause.samples else ""
         parts.sinks.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
-
-
-def seed_step(seed: int, step: int, seed_rank: int) -> None:
-    """Makes a step's random numbers (dropout) a pure function of seed, step and rank.
-
-    No generator state needs to be saved, and a resumed run draws what the unbroken one would have drawn.
-    """
-    bits = derive_seed(seed, step, seed_rank) % 2**32
-    torch.manual_seed(bits)
-    np.random.seed(bits)
-    random.seed(bits)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.catalog import folder_name
+from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.stopping import Alarm, StopOnSignal
 from pipeline.errors import CheckpointError, StoppedError
 from pipeline.evaluation import evaluate
@@ -23,7 +24,7 @@ from pipeline.parts import Parts, TrainState
 from pipeline.profiler import Profiled
 from pipeline.rows import LateRow, LateRows
 from pipeline.safeguard import GoBack
-from pipeline.stepping import Stepper, seed_step
+from pipeline.stepping import Stepper
 from pipeline.watchers import Seen
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Random numbers of data sets: functions of a seed and a position, that leave those of the step alone."""
+"""Random numbers of a step and of data sets: functions of a seed and a position; a step's are its own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from numpy.typing import NDArray
 def derive_seed(*key: int) -> int:
     """64 random bits that stand for the key."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
+def seed_step(seed: int, step: int, seed_rank: int) -> None:
+    """Makes a step's random numbers (dropout) a pure function of seed, step and rank.
+
+    No generator state needs to be saved, and a resumed run draws what the unbroken one would have drawn.
+    """
+    bits = derive_seed(seed, step, seed_rank) % 2**32
+    torch.manual_seed(bits)
+    np.random.seed(bits)
+    random.seed(bits)
 
 
 def scrambled(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

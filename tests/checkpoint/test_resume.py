@@ -9,10 +9,10 @@ from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bu
 
 from pipeline.assemble import build_loader
 from pipeline.config.batch import plan_batch
+from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import CausalLM
-from pipeline.stepping import seed_step
 
 pytestmark = pytest.mark.slow
 

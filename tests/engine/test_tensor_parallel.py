@@ -13,13 +13,13 @@ from test_step import Poisoned, evaluated, parameters
 
 from pipeline.assemble import build_loader
 from pipeline.config.batch import plan_batch
+from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine
 from pipeline.errors import ModelError
 from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import CausalLM
-from pipeline.stepping import seed_step
 
 pytestmark = pytest.mark.slow
 

@@ -16,13 +16,13 @@ from support.tiny import resolve, token_bundle
 
 from pipeline.assemble import build_eval_loader, build_loader
 from pipeline.build_engine import build_engine
+from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.normalize import mean_loss
 from pipeline.evaluation import evaluate
 from pipeline.objectives import build_objective
 from pipeline.schedule import multiplier
-from pipeline.stepping import seed_step
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 

@@ -15,12 +15,12 @@ from torch.nn.utils import parametrizations
 from pipeline.assemble import build_eval_loader, build_loader
 from pipeline.build_engine import build_engine
 from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.normalize import mean_loss
 from pipeline.engine.parameter_state import kept_buffers
 from pipeline.evaluation import evaluate
 from pipeline.objectives import build_objective
-from pipeline.stepping import seed_step
 
 STEPS = 8
 

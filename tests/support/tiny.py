@@ -19,12 +19,12 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.config.split import Device
 from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.normalize import mean_loss
 from pipeline.objectives import build_objective
 from pipeline.schedule import multiplier
-from pipeline.stepping import seed_step
 
 VOCABULARY = 257
 # Relative difference allowed a step against the fp32 oracle: loss, gradient norm. One process in half
