@@ -4,6 +4,7 @@
 #   gpt2 | 1b | 8b   tokens/s, MFU, memory: ours, packed and not, beside its peers
 #   ops    attention, cross entropy and AdamW alone, each way to compute them
 #   ckpt   what a save costs the training that goes on
+#   overhead  what rows, sinks and clocks cost a step
 # Results go to $OUT, else to benchmarks/results/, a line after every participant: a kill loses nothing.
 # Without a GPU (or with TINY=1) it goes through the same motions with a tiny model.
 #
@@ -22,8 +23,8 @@ fi
 export PYTHONPATH="$PWD:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 WANDB_MODE=disabled
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 
-case ${1:-} in check | gpt2 | 1b | 8b | ops | ckpt) ;; *)
-  echo "bash benchmarks/gpu.sh check|gpt2|1b|8b|ops|ckpt: which one? Given: ${1:-nothing}" >&2
+case ${1:-} in check | gpt2 | 1b | 8b | ops | ckpt | overhead) ;; *)
+  echo "bash benchmarks/gpu.sh check|gpt2|1b|8b|ops|ckpt|overhead: which one? Given: ${1:-nothing}" >&2
   exit 2
   ;;
 esac
@@ -69,6 +70,11 @@ ckpt)
   saved=(--model llama-1b --groups plain-1 2-1 --rounds 3)
   [ "$tiny" = 1 ] && saved=(--quick --groups 2-1)
   run benchmarks/checkpoint.py "${saved[@]}" --output "$results/checkpoint.json"
+  ;;
+overhead)
+  measured=(--model gpt2-124m --precision bf16)
+  [ "$tiny" = 1 ] && measured=(--model tiny --rounds 2 --most 10)
+  run benchmarks/overhead.py "${measured[@]}" --stages plain 2 --output "$results/overhead.jsonl"
   ;;
 esac
 exit $failed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -35,7 +36,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.data.digest import check_same_data
 from pipeline.device_failures import explained, of_generation, of_training
 from pipeline.distributed.accelerator import choose_accelerator
-from pipeline.distributed.machine import raise_open_files_limit
+from pipeline.distributed.machine import process_age, raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.long_lived import LongLived
 from pipeline.models.generation import GenerationSettings
@@ -102,6 +103,7 @@ class Run:
 
     def __init__(self, settings: Settings, joined: tuple[Job, DataBundle] | None = None):
         self._stack, leaves = ExitStack(), joined is None
+        began = time.perf_counter() - (0.0 if leaves else process_age())  # a notebook's is no start of a run
         with ExitStack() as stack:
             if joined is None:
                 ranks = read_ranks(os.environ)
@@ -134,6 +136,7 @@ class Run:
             long_lived = stack.enter_context(LongLived())
             stack.enter_context(watch_memory(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
+            self._parts.meters.count_from(began)
             if leaves:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
-from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
@@ -26,9 +27,10 @@ from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine, Evaluates
 from pipeline.engine.profile import profile_asked_for
 from pipeline.errors import ConfigError
+from pipeline.gpu_meter import GpuMeter
 from pipeline.metrics import Meters, Workload
 from pipeline.models.batch_norm import is_synchronised
-from pipeline.models.flops import flops_per_token, fp8_share
+from pipeline.models.flops import block_flops_per_token, flops_per_token, fp8_share
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
 from pipeline.objectives import Objective, build_objective
@@ -38,6 +40,8 @@ from pipeline.replica_check import ReplicaCheck
 from pipeline.safeguard import Safeguard
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
+from pipeline.sinks.jsonl import METRICS_FILE
+from pipeline.wall_time import Earlier, WallTime
 from pipeline.watchers.build import build_watchers
 
 log = logging.getLogger(__name__)
@@ -63,10 +67,9 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     job.progress.at("starting")
     held_out = build_eval_loader(config, resolved.plan, data, engine)
     logs, evaluations = Cadence(config.log.every, max_steps), Cadence(config.eval.every, max_steps)
-    owes = remembered.get("eval_loss") is None and (
-        start.global_step == 0 or evaluations.due(start.global_step)
-    )
-    meters = build_meters(config, resolved, engine, objective, job, directory)
+    is_due = start.global_step == 0 or evaluations.due(start.global_step)
+    owes = is_due and remembered.get("eval_loss") is None
+    meters = build_meters(config, resolved, engine, objective, job, directory, checkpoint)
     sinks = build_sinks(
         config,
         run_dir=directory,
@@ -90,8 +93,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         meters=meters,
         watchers=build_watchers(config, resolved, engine, job, start.global_step, max_steps),
         safeguard=safeguard,
-        replica_check=ReplicaCheck(job, engine.replicas, config.watch.compare_every, start.global_step),
-        stops_corrupted=config.watch.on_corruption == "stop",
+        replica_check=ReplicaCheck(job, engine.replicas, config.watch, start.global_step),
         rows_behind=int(engine.device.type == "cuda" and not safeguard.goes_back),
         start=start,
         owes_evaluation=owes,
@@ -209,9 +211,15 @@ def build_store(config: RunConfig, resolved: Resolved, job: Job, directory: Path
 
 
 def build_meters(
-    config: RunConfig, resolved: Resolved, engine: Engine, objective: Objective, job: Job, directory: Path
+    config: RunConfig,
+    resolved: Resolved,
+    engine: Engine,
+    objective: Objective,
+    job: Job,
+    directory: Path,
+    checkpoint: Manifest | None = None,
 ) -> Meters:
-    """What is measured of the run."""
+    """What is measured of the run; before its record is opened, which may take rows back."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     length: int | None = getattr(config.data, "sequence_length", None)
     cost = flops_per_token(engine.module, length)
@@ -223,10 +231,25 @@ def build_meters(
         means=objective.means,
         flops_per_sample=None if length is None or cost is None else length * cost,
         peak_flops=peak_flops(name, engine.precision, resolved.tf32, in_fp8),
+        recomputed_flops=_recomputed(config.model, engine, length),
     )
     clock = time.perf_counter
     profile = profile_asked_for(resolved.deepspeed, engine, clock, directory, job.ranks.is_main_process)
-    return Meters(workload, job, clock, profile, forward_waits_for_nobody(resolved, engine, job))
+    earlier = Earlier()
+    if job.ranks.is_main_process:  # whose rows are kept, and whose word a checkpoint has
+        earlier = Earlier.of(directory / METRICS_FILE, checkpoint.state if checkpoint is not None else {})
+    replicas = max(1, torch.cuda.device_count()) if resolved.split.parallel == "dp" else 1
+    wall = WallTime(
+        engine.phases,
+        clock,
+        earlier=earlier,
+        devices=job.ranks.world_size * replicas,
+        price=config.log.price_per_device_hour,
+        communicates=job.ranks.world_size > 1,
+    )
+    gpu = GpuMeter(engine.device, earlier.energy_kwh)
+    compares = forward_waits_for_nobody(resolved, engine, job)
+    return Meters(workload, job, clock, profile, compares, wall, gpu)
 
 
 def forward_waits_for_nobody(resolved: Resolved, engine: Engine, job: Job) -> bool:
@@ -234,3 +257,13 @@ def forward_waits_for_nobody(resolved: Resolved, engine: Engine, job: Job) -> bo
     split = resolved.split
     is_whole = split.zero_stage < 3 and split.dp_world_size == job.ranks.world_size > 1
     return is_whole and not any(is_synchronised(layer) for layer in engine.module.modules())
+
+
+def _recomputed(model: ModelConfig, engine: Engine, length: int | None) -> Callable[[], float]:
+    """FLOPs of a row that its backward makes once more: of products, of which `selective` keeps all."""
+    if length is None or getattr(model, "activation_checkpointing", "none") in ("none", "selective"):
+        return float
+    from pipeline.models.activation_checkpointing import share_recomputed
+
+    of_blocks = length * block_flops_per_token(engine.module, length)
+    return lambda: of_blocks * share_recomputed(engine.module)

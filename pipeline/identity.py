@@ -34,7 +34,7 @@ MAY_NOT_CHANGE = ("optimizer.kind",)  # whose state the checkpoint holds
 def _identity(recipe: Tree, split: Tree) -> Tree:
     kept = {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT}
     if isinstance(kept.get("log"), dict):
-        kept["log"] = kept["log"] | dict.fromkeys(READERS)
+        kept["log"] = kept["log"] | dict.fromkeys((*READERS, "price_per_device_hour"))
     if isinstance(kept.get("model"), dict):
         kept["model"] = kept["model"] | {"attention": None, "fp8": None}  # how it is computed
     return kept | {name: split.get(key) for key, name in DECISIVE.items()}

@@ -1,4 +1,4 @@
-"""What memory the steps since the last row took at the most, on the device or, on a CPU, of the process."""
+"""What memory the steps since the last row took at the most, on the device and on its host."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class MemoryMeter:
         self._before: Mapping[str, Any] = {}
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last call; on a CPU since the process began, as the system counts."""
+        """Metrics since the last call; those of the host since the process began, as the system counts."""
+        host = {"memory/peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         if self._device.type != "cuda":
-            return {"memory/peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+            return host
         stats = torch.cuda.memory_stats(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         before, self._before = self._before, stats
-        return memory_row(stats, before)
+        return memory_row(stats, before) | host
 
     def in_use(self) -> dict[str, float]:
         """GiB right now: of the `host` what the process holds alone, without the pages of files that it

@@ -5,23 +5,26 @@ The device is waited for where a row is read, and where a profiler was asked for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.distributed.phases import ASIDE, NO_STEP, Phases, Spent
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.span import Moment, Span
 from pipeline.engine.interface import Profile, StepResult
 from pipeline.engine.normalize import further_means, mean_loss
+from pipeline.events import Event
+from pipeline.gpu_meter import GpuMeter
 from pipeline.memory_meter import MemoryMeter
-from pipeline.objectives import Batch, LossSum, Objective
+from pipeline.objectives import Objective
+from pipeline.objectives.timed import TimedObjective
 from pipeline.rows import LateRow
 from pipeline.step_numbers import StepNumbers
+from pipeline.wall_time import WallTime
 from pipeline.watchers import Seen
 
 
@@ -39,6 +42,8 @@ class Workload:
     """Dense peak of one device in the run's precision, FLOP/s."""
     means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """What the objective reports besides its loss; see Objective.means."""
+    recomputed_flops: Callable[[], float] = float
+    """Of one row, made a second time in the backward; a first step may choose how many blocks do so."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +52,14 @@ class Interval:
 
     last: StepResult
     steps: int
-    began: Moment
-    ended: Moment
-    excluded: float
-    """Seconds of it that were no training."""
-    data: Callable[[], float]
-    """Seconds that it waited for data. Waits for the device, as all of these."""
-    forward: Callable[[], float]
+    spent: Spent
     measured: dict[str, float] = field(default_factory=dict)
-    """Columns of the row: saves, memory."""
+    """Columns of the row: saves, memory, the run's time so far."""
 
     def seconds(self) -> float:
-        """Of training."""
-        return max(1e-9, self.ended.seconds_since(self.began) - self.excluded)
+        """Of training. Waits for the device."""
+        spent = self.spent.seconds()
+        return max(1e-9, sum(seconds for phase, seconds in spent.items() if phase not in NO_STEP))
 
 
 class Meters:
@@ -72,60 +72,77 @@ class Meters:
         clock: Callable[[], float],
         profile: Profile | None = None,
         compares_forwards: bool = False,
+        wall: WallTime | None = None,
+        gpu: GpuMeter | None = None,
     ):
         """What is measured of which run.
 
         Args:
             profile: What DeepSpeed's profilers were asked for.
             compares_forwards: All ranks do the same in it, and no collective makes one wait for another.
+            wall: Where the time of the engine's steps goes.
+            gpu: None: nobody is asked about the device.
         """
         self._workload = workload
         self._job = job
-        self._clock = clock
+        self._wall = wall or WallTime(Phases(clock, job.device), clock)
+        self._gpu = gpu or GpuMeter(torch.device("cpu"))
         self._memory = MemoryMeter(job.device)
-        self._data_wait = Span(clock, job.device)
-        self._forward = Span(clock, job.device)
         self._compares_forwards = compares_forwards
         self._profile = profile
         self._each = StepNumbers(job.device)
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
         self._before: Interval | None = None
-        self._restart(Moment(clock, job.device))
+        self._restart()
 
-    def _restart(self, now: Moment) -> None:
-        self._began = now
-        self._excluded = 0.0
+    def _restart(self) -> None:
         self._steps = 0
         self._saves: dict[str, float] = {}
 
     def restart(self) -> None:
         """Leaves out what was measured since the last row: the run goes on from elsewhere."""
-        self._data_wait.take()
-        self._forward.take()
-        self._restart(Moment(self._clock, self._job.device))
+        self._each.take()
+        self._wall.phases.take()
+        self._consecutive_skips = torch.zeros_like(self._consecutive_skips)
+        self._before = None
+        self._restart()
+
+    def count_from(self, began: float) -> None:
+        """When the process of the run did begin, by the clock."""
+        self._wall.began = began
+
+    def begin(self) -> None:
+        """Before the first step, and the evaluation before it: what was until now is the run's start."""
+        self._wall.begin()
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
-        """Measures the time that the step waits for its next batch. See Span."""
-        return self._data_wait.measured()
+        """Measures the time that the step waits for its next batch.
+
+        A GPU works on while the host reads data, and only what it waits itself is lost.
+        """
+        return self._wall.phases.measured("data")
 
     def timed(self, objective: Objective) -> Objective:
         """The objective, its forwards measured: with the wait for data the part of a step that a rank spends
         alone, where its forward enters no collective."""
-        is_timed = self._compares_forwards or self._profile is not None
-        return TimedObjective(objective, self._forward) if is_timed else objective
+        return TimedObjective(objective, self._wall.phases)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves evaluation and saving out of the step time. Waits for the device, as they would."""
-        if self._job.device.type == "cuda":
-            torch.cuda.synchronize()
-        before = self._clock()
-        yield
-        self._excluded += self._clock() - before
+    def paused(self, phase: str = ASIDE) -> AbstractContextManager[None]:
+        """Around what is no part of a step: `evaluation`, `checkpoint`, or what has no name."""
+        return self._wall.phases.measured(phase)
+
+    def remembered(self) -> dict[str, float]:
+        """What a checkpoint keeps of the run's time."""
+        return self._wall.remembered()
+
+    def conclusion(self) -> Event:
+        """Where the time of this process went. After its last row; waits for the device."""
+        return self._wall.conclusion(self._gpu.energy_kwh)
 
     def observe(self, result: StepResult) -> None:
         """Notes a step, without waiting for it."""
+        self._wall.stepped()
         self._last = result
         self._steps += 1
         self._each.add(result)
@@ -147,36 +164,39 @@ class Meters:
         """
         result, further = self._last, further or {}
         assert result is not None, "summary before the first step"
-        data, forward = self._data_wait.take(), self._forward.take()
-        now = Moment(self._clock, self._job.device)
-        interval = Interval(result, self._steps, self._began, now, self._excluded, data, forward)
+        interval = Interval(result, self._steps, self._wall.phases.take())
         numbers = self._each.take()
         own = self._own_numbers(interval)
         shares = [numbers.pop("loss share"), *result.extras.values()]
-        sums, everyones = self._from_all(shares, list(own.values()))
+        with self._wall.phases.measured("communication"):  # of the next row
+            sums, everyones = self._from_all(shares, list(own.values()))
         numbers |= {"loss": sums[: self._steps]} | ({"own": everyones} if everyones is not None else {})
         numbers |= dict(zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True))
         numbers |= {f"further {key}": each for key, each in further.items() if isinstance(each, Tensor)}
         numbers["skips in a row"] = self._consecutive_skips
-        interval.measured.update(self._memory.take() | self._saves)
+        interval.measured.update(self._memory.take() | self._saves | self._wall.so_far())
         if self._profile is not None:
-            interval.measured.update(self._profile.row(self._steps, forward()))
-        self._restart(now)
+            forward = interval.spent.seconds().get("forward", 0.0)
+            interval.measured.update(self._profile.row(self._steps, forward))
+        self._restart()
         return LateRow(numbers, lambda host: self._seen(interval, host, own, further))
 
     def _own_numbers(self, interval: Interval) -> dict[str, float]:
-        """What this rank measures of itself, to be told to all: see Seen.own.
+        """What this rank measures of itself, to be told to all: see Seen.own, and GpuMeter.take.
 
         On a GPU seconds are those of the interval before: the device is still at work on this one.
         """
         before, self._before = self._before, interval
         measured = interval if self._job.device.type != "cuda" else before
-        if measured is None:
-            return self._memory.in_use()
-        seconds = {"step": measured.seconds(), "data": measured.data()}
-        if self._compares_forwards:
-            seconds["forward"] = measured.forward()
-        return {key: each / measured.steps for key, each in seconds.items()} | self._memory.in_use()
+        numbers = {}
+        if measured is not None:
+            spent = measured.spent.seconds()
+            numbers = {"step": measured.seconds(), "data": spent.get("data", 0.0)}
+            if self._compares_forwards:
+                numbers["forward"] = spent.get("forward", 0.0)
+        numbers = {key: each / measured.steps for key, each in numbers.items()} if measured else {}
+        gpu = {f"gpu {number}": each for number, each in enumerate(self._gpu.take())}
+        return numbers | self._memory.in_use() | gpu
 
     def _from_all(self, shares: Sequence[Tensor], own: Sequence[float]) -> tuple[Tensor, Tensor | None]:
         """The shares' sums over all ranks, (N,), and every rank's own numbers, (ranks, len(own)), by one
@@ -186,10 +206,8 @@ class Meters:
         if ranks.world_size == 1:
             return sums, None
         everyones = sums.new_zeros(ranks.world_size, len(own))
-        for number, value in enumerate(own):
-            everyones[ranks.rank, number].fill_(
-                value
-            )  # which waits for nothing, as a copy from the host would
+        for place, value in zip(everyones[ranks.rank], own, strict=True):
+            place.fill_(value)  # waits for nothing, as a copy from the host would
         both = self._job.all_reduce_sum(torch.cat([sums, everyones.reshape(-1)]))
         return both[: len(sums)], both[len(sums) :].reshape(everyones.shape)
 
@@ -213,16 +231,18 @@ class Meters:
         if skips := int(host["skips in a row"]):
             row["train/skipped_in_a_row"] = skips
         row |= self._rates(interval, float(host["count"].sum())) | interval.measured
+        row |= self._wall.by_phase(interval.spent)
         everyones = host["own"].T.tolist() if "own" in host else [[each] for each in own.values()]
         owns = dict(zip(own, everyones, strict=True))
-        row |= slowest(owns)
+        gpu = [owns.pop(key) for key in list(owns) if key.startswith("gpu ")]
+        row |= slowest(owns) | (self._gpu.row(gpu) if gpu else {})
         for key, each in further.items():
             row[key] = int(host[f"further {key}"]) if isinstance(each, Tensor) else each
         return Seen(row, losses.tolist(), norms, [bool(each) for each in host["skipped"]], owns)
 
     def _rates(self, interval: Interval, counted: float) -> dict[str, float]:
-        work, steps, data_seconds = self._workload, interval.steps, interval.data()
-        seconds = interval.seconds()
+        work, steps = self._workload, interval.steps
+        data_seconds, seconds = interval.spent.seconds().get("data", 0.0), interval.seconds()
         rates = {
             "perf/step_time_seconds": seconds / steps,
             "perf/data_time_seconds": data_seconds / steps,
@@ -232,8 +252,10 @@ class Meters:
             rates["perf/tokens_per_second"] = counted / seconds
             rates["perf/tokens_per_second_per_device"] = counted / seconds / work.world_size
         if work.flops_per_sample and work.peak_flops:
-            flops = rates["perf/samples_per_second"] * work.flops_per_sample
-            rates["perf/mfu"] = flops / work.world_size / work.peak_flops
+            peak_samples = rates["perf/samples_per_second"] / work.world_size / work.peak_flops
+            rates["perf/mfu"] = work.flops_per_sample * peak_samples
+            if again := work.recomputed_flops():
+                rates["perf/hfu"] = (work.flops_per_sample + again) * peak_samples
         return rates
 
 
@@ -249,19 +271,3 @@ def slowest(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
         "perf/slowest_rank": slowest,
         "perf/slowest_rank_own_time_seconds": together[slowest],
     }
-
-
-class TimedObjective:
-    """An objective whose forwards are measured."""
-
-    def __init__(self, objective: Objective, span: Span):
-        self._objective = objective
-        self._span = span
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objective, name)
-
-    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        """See Objective."""
-        with self._span.measured():
-            return self._objective(model, batch)

@@ -95,8 +95,6 @@ class Parts:
     safeguard: Safeguard
     """What is done about a step that goes wrong."""
     replica_check: ReplicaCheck
-    stops_corrupted: bool
-    """The run ends where replicas differ."""
     rows_behind: int
     """Steps that are launched before a row is read: 1 on a GPU, which is at work on it; 0 on a CPU, or where
     the run may go back."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipeline.config.watching_schema import WatchConfig
 from pipeline.distributed.process_group import Job
 from pipeline.engine.replicas import KINDS, Replicas
 from pipeline.events import Event
@@ -26,13 +27,16 @@ class ReplicaCheck:
 
     Args:
         replicas: This rank's; None: no other has the same.
-        every: Steps between two comparisons; 0: none.
+        watch: How often, and what then.
         start: Where the run begins, on what was read from verified files.
     """
 
-    def __init__(self, job: Job, replicas: Replicas | None, every: int, start: int):
+    def __init__(self, job: Job, replicas: Replicas | None, watch: WatchConfig, start: int):
         self._job = job
         self._replicas = replicas
+        every = watch.compare_every
+        self.stops = watch.on_corruption == "stop"
+        """The run ends where replicas differ."""
         has_any = job.ranks.world_size > 1 and every > 0
         keys = job.gather_object(None if replicas is None else replicas.key) if has_any else []
         alike = Counter(key for key in keys if key is not None)

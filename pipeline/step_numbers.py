@@ -41,4 +41,4 @@ class StepNumbers:
         if self._single:
             self._stack()
         stacked, self._stacked = self._stacked, {}
-        return {name: torch.cat(parts) for name, parts in stacked.items()}
+        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in stacked.items()}

@@ -8,10 +8,11 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, Flags, StopOnSignal
 from pipeline.engine.first_nonfinite import FirstNonFinite, Found
 from pipeline.engine.interface import Limits, StepResult
-from pipeline.errors import DeviceFailedError
+from pipeline.errors import DeviceFailedError, StoppedError
 from pipeline.events import Event
-from pipeline.parts import Parts
+from pipeline.parts import Parts, TrainState
 from pipeline.profiler import Profiled
+from pipeline.safeguard import GoBack
 from pipeline.schedule import multiplier
 
 MOST_EXAMINED = 3  # steps of a process
@@ -79,7 +80,7 @@ class Stepper:
         """Raises a DeviceFailedError, where the recipe says so."""
         parts = self._parts
         parts.sinks.tell(step, found)
-        if parts.stops_corrupted:
+        if parts.replica_check.stops:
             good = parts.replica_check.good_until
             parts.checkpoints.distrust_after(good)
             raise DeviceFailedError(
@@ -99,6 +100,35 @@ class Stepper:
             if (samples := self._parts.safeguard.samples_of(bad)) is not None:
                 self._examine(bad, samples)
         self._parts.safeguard.act(step, event)
+
+    def go_back(self, found: GoBack, abandoned: int) -> TrainState:
+        """To the newest checkpoint before a step that went wrong; what comes leaves its samples out.
+
+        Args:
+            abandoned: The step that the run had come to.
+
+        Raises:
+            StoppedError: there is no such checkpoint, or the run went back too often.
+        """
+        parts, until = self._parts, self._parts.safeguard.going_back(found)
+        parts.job.progress.at("resuming", abandoned)
+        with parts.meters.paused("checkpoint"):
+            remembered = parts.checkpoints.go_back(parts.engine, until)
+        if remembered is None:
+            raise StoppedError(
+                f"{found.why.line}; there is no checkpoint of step {until} or before it to go back to: set "
+                "checkpoint.every, or lower watch.rollback_steps"
+            )
+        state = TrainState.of(remembered, parts.engine.device)
+        stretches = parts.safeguard.leave_out(found)
+        parts.loader.load_state_dict(remembered)
+        parts.loader.leave_out(stretches)
+        parts.safeguard.load_state_dict(remembered.get("safeguard", {}))
+        parts.replica_check.went_back(state.global_step)
+        parts.meters.restart()
+        told = parts.safeguard.went_back(found, abandoned, state.global_step, stretches)
+        parts.sinks.tell(state.global_step, told)
+        return state
 
     def _examine(self, step: int, samples: tuple[int, int]) -> None:
         """Tells what was infinite or NaN first in a step, from doing it again with the weights as they are.

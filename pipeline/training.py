@@ -17,10 +17,10 @@ from torch import Tensor
 from pipeline.checkpoint.catalog import folder_name
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.stopping import Alarm, StopOnSignal
-from pipeline.errors import CheckpointError, StoppedError
+from pipeline.errors import CheckpointError
 from pipeline.evaluation import evaluate
 from pipeline.long_lived import LongLived
-from pipeline.parts import Parts, TrainState
+from pipeline.parts import Parts
 from pipeline.profiler import Profiled
 from pipeline.rows import LateRow, LateRows
 from pipeline.safeguard import GoBack
@@ -105,14 +105,16 @@ class Loop:
         step = self.state.global_step
         parts.meters.observe(result)
         if step == parts.start.global_step + 1 and (parts.save.every or parts.save_minutes):
-            parts.checkpoints.prepare(parts.engine)
+            with parts.meters.paused("checkpoint"):
+                parts.checkpoints.prepare(parts.engine)
         if step == 1 or parts.log.due(step):
             late = self._row(learning_rate)
             self._rows.add(step, late)
         try:
             self._rows.write_until(step - parts.rows_behind)
         except GoBack as found:
-            self._go_back(found)
+            self.state = self._stepper.go_back(found, step)
+            self._evaluation, self._evaluated_at = None, -1
             return Step(self.state.global_step, None, None)
         if parts.eval.due(step) and not agreed.stop:
             measured = self._evaluate()
@@ -127,29 +129,6 @@ class Loop:
                 self._long_lived.set_aside()
             self._long_lived = None
         return Step(step, measured, late)
-
-    def _go_back(self, found: GoBack) -> None:
-        """To the newest checkpoint before a step that went wrong; what comes leaves its samples out."""
-        parts, until = self._parts, self._parts.safeguard.going_back(found)
-        parts.job.progress.at("resuming", self.state.global_step)
-        with parts.meters.paused():
-            remembered = parts.checkpoints.go_back(parts.engine, until)
-        if remembered is None:
-            raise StoppedError(
-                f"{found.why.line}; there is no checkpoint of step {until} or before it to go back to: set "
-                "checkpoint.every, or lower watch.rollback_steps"
-            )
-        parts.loader.load_state_dict(remembered)
-        parts.loader.leave_out(stretches := parts.safeguard.leave_out(found))
-        parts.safeguard.load_state_dict(remembered.get("safeguard", {}))
-        abandoned, self.state = self.state.global_step, TrainState.of(remembered, parts.engine.device)
-        self._evaluation, self._evaluated_at = None, -1
-        parts.replica_check.went_back(self.state.global_step)
-        parts.meters.restart()
-        parts.sinks.tell(
-            self.state.global_step,
-            parts.safeguard.went_back(found, abandoned, self.state.global_step, stretches),
-        )
 
     def evaluate(self) -> dict[str, float] | None:
         """The evaluation of the weights as they are, done where it was not yet, and logged.
@@ -176,6 +155,11 @@ class Loop:
         self._observe_saves()
         return self._parts.checkpoints.folder / folder_name(self.state.global_step)
 
+    def _conclude(self) -> None:
+        """Tells where this process's time went, after its last row."""
+        if self._has_begun and not self._parts.sinks.is_empty:
+            self._parts.sinks.tell(self.state.global_step, self._parts.meters.conclusion())
+
     def __enter__(self) -> Loop:
         return self
 
@@ -185,7 +169,10 @@ class Loop:
         self._signals.close()
         if error is None:
             self._rows.write_until(self.state.global_step)
-            self._parts.checkpoints.close()
+            with self._parts.meters.paused("checkpoint"):
+                self._parts.checkpoints.close()
+            if not self._stopped:
+                self._conclude()
         else:
             self._rows.write_what_arrives()
 
@@ -198,6 +185,7 @@ class Loop:
         # One clock for all ranks.
         self._alarm = Alarm(60 * parts.save_minutes if parts.job.ranks.is_main_process else 0)
         self._signals.enter_context(self._stop)
+        parts.meters.begin()
         if parts.owes_evaluation and self._evaluate() is not None and self.state.global_step > 0:
             self._save()  # once more: the best is chosen by it
         self._end_where_due()
@@ -213,10 +201,13 @@ class Loop:
         self._is_over = True
         self._rows.write_until(step)
         self._parts.job.progress.at("saving", step)
-        if step > 0 and (not self._stopped or self._has_time_to_save()):
-            self._parts.checkpoints.save_final(self._parts.engine, self._remembered())
-        self._parts.checkpoints.wait()
+        with self._parts.meters.paused("checkpoint"):
+            if step > 0 and (not self._stopped or self._has_time_to_save()):
+                self._parts.checkpoints.save_final(self._parts.engine, self._remembered())
+            self._parts.checkpoints.wait()
         self.is_finished = not self._stopped
+        if self._stopped:  # a sink then learns how it ended, and is closed
+            self._conclude()
         self._parts.job.progress.at("ending")
         self._signals.close()
 
@@ -225,7 +216,7 @@ class Loop:
         self._rows.write_until(self.state.global_step)  # of a checkpoint's steps all rows are on the disk
         parts.job.progress.at("saving", self.state.global_step)
         save = parts.checkpoints.save_final if at_once else parts.checkpoints.save
-        with parts.meters.paused():
+        with parts.meters.paused("checkpoint"):
             save(parts.engine, self._remembered())
 
     def _observe_saves(self) -> None:
@@ -276,7 +267,7 @@ class Loop:
         parts.job.progress.at("evaluation", step)
         # A model that draws here too draws the same after a stop.
         seed_step(parts.seed, step, parts.engine.seed_rank)
-        with parts.meters.paused():
+        with parts.meters.paused("evaluation"):
             row = evaluate(parts.engine, parts.objective, parts.eval_loader, parts.job, self._stop)
             if row is None:
                 self._stopped = True
@@ -295,5 +286,6 @@ class Loop:
             "skipped_steps": float(self.state.skipped_steps),
             "eval_loss": row["eval/loss"] if row is not None else None,
             "safeguard": self._parts.safeguard.state_dict(),
+            **self._parts.meters.remembered(),
             **self._parts.loader.state_dict(),
         }

@@ -6,22 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.clock import Clock
 
+from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
-from pipeline.memory_meter import memory_row
+from pipeline.gpu_meter import GpuMeter
+from pipeline.memory_meter import MemoryMeter, memory_row
 from pipeline.metrics import Meters, Workload, slowest
 from pipeline.step_numbers import CHUNK
+from pipeline.wall_time import WallTime
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def step(loss_sum=30.0, count=10.0, skipped=0.0, norm=1.0):
@@ -58,6 +55,44 @@ def test_rates_leave_out_what_is_not_training():
     assert row["perf/tokens_per_second"] == pytest.approx(10.0)
     assert row["perf/tokens_per_second_per_device"] == pytest.approx(5.0)
     assert row["perf/mfu"] == pytest.approx(4.0 * 6e9 / 2 / 1e12)  # of whole rows, whatever of them counts
+
+
+def test_what_is_recomputed_is_work_of_the_hardware_alone():
+    clock, again = Clock(), [0.0]
+    work = replace(WORKLOAD, recomputed_flops=lambda: again[0])
+    meter = Meters(work, ALONE, clock)
+    for recomputed in (0.0, 2e9):  # a budget is settled in the first step
+        again[0] = recomputed
+        clock.now += 1.0
+        meter.observe(step())
+        row = meter.summary().read().row
+        assert row["perf/mfu"] == pytest.approx(4 * 6e9 / 2 / 1e12)
+        assert row.get("perf/hfu") == (pytest.approx(row["perf/mfu"] * 4 / 3) if recomputed else None)
+
+
+def test_what_a_rank_knows_of_its_gpu_rides_on_the_loss_s_collective():
+    class Meter(GpuMeter):
+        def take(self):
+            return [0.5, 300.0, 60.0, 7200.0]
+
+    sums = []
+
+    class Second(Job):
+        def all_reduce_sum(self, tensor):
+            sums.append(tensor.clone())
+            return tensor
+
+    job = Second(Ranks(1, 1, 2, 2), torch.device("cpu"))
+    wall = WallTime(Phases(Clock(), job.device), Clock(), communicates=True)
+    meter = Meters(WORKLOAD, job, Clock(), wall=wall, gpu=Meter(job.device))
+    meter.observe(step())
+    row = meter.summary().read().row
+    (vector,) = sums
+    assert vector.tolist()[-4:] == [0.5, 300.0, 60.0, 7200.0]
+    assert row["gpu/power_watts"] == 300.0
+    assert row["gpu/temperature_celsius"] == 60.0
+    assert row["gpu/energy_kwh"] == pytest.approx(0.002)
+    assert row["time/communication_seconds"] == 0.0
 
 
 def test_images_have_no_tokens():
@@ -110,7 +145,7 @@ def test_ranks_are_compared_by_what_each_needs_without_waiting():
     assert slowest({"host": [1.0, 1.0]}) == {}
 
 
-def test_peaks_and_retries_of_memory_are_those_since_the_last_row():
+def test_peaks_and_retries_of_memory_are_those_since_the_last_row(monkeypatch):
     """Two readings of torch.cuda.memory_stats: peaks are reset after each, and counts go on."""
     first = {
         "allocated_bytes.all.peak": 3 * 2**30,
@@ -122,4 +157,10 @@ def test_peaks_and_retries_of_memory_are_those_since_the_last_row():
         "memory/peak_reserved_gib": 4.0,
         "memory/alloc_retries": 2,
     }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: first)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    on_gpu = MemoryMeter(torch.device("cuda", 0)).take()
+    assert on_gpu["memory/peak_reserved_gib"] == 4.0
+    assert 0.05 < on_gpu["memory/peak_resident_gib"] < 500
+    assert set(MemoryMeter(torch.device("cpu")).take()) == {"memory/peak_resident_gib"}
     assert memory_row(first | {"num_alloc_retries": 5}, first)["memory/alloc_retries"] == 3

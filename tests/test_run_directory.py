@@ -118,6 +118,13 @@ def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
     assert directory == before
 
 
+def test_a_run_goes_on_at_another_price(tmp_path):
+    before = left(tmp_path)
+    directory, lock = open_run_directory(configured(tmp_path, log={"price_per_device_hour": 2.5}), SPLIT)
+    lock.release()
+    assert directory == before
+
+
 def test_a_run_goes_on_by_another_attention_and_with_fp8(tmp_path):
     before = left(tmp_path)
     model = recipe()["model"] | {"attention": "sdpa", "fp8": "tensorwise"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.record import numbers, rows_of
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
@@ -60,10 +61,6 @@ def ended(job: Job, folder: Path, changes=None, on_rank=0, number=signal.SIGUSR1
     return loop.state.global_step, loop.stopped_by
 
 
-def rows(folder: Path):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def saved(folder: Path) -> list[int]:
     return sorted(steps_in(folder / "checkpoints"))
 
@@ -79,7 +76,7 @@ def test_a_signal_saves_this_step_and_names_itself(tmp_path, number):
     # It comes in the third step and is agreed in the evaluation behind it, which takes no further time.
     assert ended(ALONE, tmp_path, changes={"eval": {"every": 1}}, number=number, step=3) == (3, number)
     assert saved(tmp_path) == [3]
-    assert [row["step"] for row in rows(tmp_path) if "eval/loss" in row] == [0, 1, 2]
+    assert [row["step"] for row in rows_of(tmp_path) if "eval/loss" in row] == [0, 1, 2]
     assert ended(ALONE, tmp_path) == (8, None)
 
 
@@ -90,16 +87,15 @@ BATCHES = 10  # of an evaluation: 19 samples
 
 def test_a_signal_ends_an_evaluation(tmp_path):
     assert ended(ALONE, tmp_path, changes=SMALL, evaluation=BATCHES + 3) == (2, signal.SIGUSR1)
-    assert [row["step"] for row in rows(tmp_path) if "eval/loss" in row] == [0]
+    assert [row["step"] for row in rows_of(tmp_path) if "eval/loss" in row] == [0]
 
 
 def record(folder: Path):
     """What a run leaves: its rows without the clock's, and the loss that each checkpoint is judged by."""
-    kept = [{k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))} for row in rows(folder)]
     losses = {}
     for step, path in steps_in(folder / "checkpoints").items():
         losses[step] = json.loads((path / "manifest.json").read_text())["manifest"]["state"]["eval_loss"]
-    return kept, losses
+    return numbers(folder), losses
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +146,7 @@ def test_killed_between_an_evaluation_that_was_owed_and_its_checkpoint(tmp_path,
         patch.setattr("pipeline.checkpoint.store.CheckpointStore.save", kill)
         with pytest.raises(Killed):
             ended(ALONE, tmp_path, SMALL)
-    assert [row["step"] for row in rows(tmp_path)][-2:] == [4, 4]
+    assert [row["step"] for row in rows_of(tmp_path)][-2:] == [4, 4]
     assert ended(ALONE, tmp_path, SMALL) == (8, None)
     assert record(tmp_path)[0] == unbroken[0]
 
@@ -191,7 +187,7 @@ def test_rows_that_the_record_lacks_are_told_in_one_line(tmp_path, unbroken, cap
     changes = SMALL | {"max_steps": 8}
     assert ended(ALONE, tmp_path, changes, step=4) == (4, signal.SIGUSR1)
     path = tmp_path / "metrics.jsonl"
-    lines = path.read_bytes().splitlines()
+    lines = [json.dumps(row).encode() for row in rows_of(tmp_path)]
     path.unlink()
     if spoil is not None:
         path.write_bytes(b"\n".join(spoil(lines)) + b"\n")

@@ -12,6 +12,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,16 @@ def machine_id() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"{platform.node()} {os.getpid()}"  # not Linux: nobody can be looked at
+
+
+def process_age() -> float:
+    """Seconds since this process began."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, AttributeError):  # not Linux; there psutil is right to a second
+        return time.time() - psutil.Process().create_time()
 
 
 def process_state(pid: int) -> str:

@@ -20,6 +20,10 @@ class Moment:
         else:
             self._time = clock()
 
+    def has_passed(self) -> bool:
+        """Whether the device has come here. Does not wait."""
+        return self._event is None or self._event.query()
+
     def seconds_since(self, earlier: Moment) -> float:
         """Waits for the device to have come here."""
         if self._event is None or earlier._event is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch import nn
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
+from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import (
     first_update_kept,
@@ -83,6 +85,7 @@ class DeepSpeedBase(ABC):
         self._groups = EngineGroups()
         self.closing.callback(self._groups.destroy)
         self.device = job.device
+        self.phases = Phases(time.perf_counter, job.device)
         self.precision = split.precision
         self.num_parameters = num_parameters
         self._job = job

@@ -172,7 +172,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         if self._split.zero_stage == 3:
             whole = gathered_where_it_fits(self._zero_optimizer, self._job, settings.gather)
         agree = first_ranks if self._split.tensor_parallel > 1 else None
-        with self._autocast(), whole as is_whole:
+        with self.phases.measured("generation"), self._autocast(), whole as is_whole:
             in_step = not is_whole and self._job.ranks.world_size > 1
             return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
 
@@ -207,18 +207,22 @@ class DeepSpeedEngine(DeepSpeedBase):
                 loss = objective(engine, self._part_on_device(cpu_batch, objective))
             check_gradient(loss)
             if index == 0:
-                totals = arrived()
+                with self.phases.measured("communication"):
+                    totals = arrived()
                 scale = backward_scale(totals[0], averaged_over).float()
-            engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
             losses.append(loss.detached())
-            if engine.is_gradient_accumulation_boundary():
-                total = added(losses, objective.means, self.device)
-                loss_sum = total.loss_sum / alike
-                self._refusal.look(loss_sum, totals[0])
-                if self._own_guard and self._split.zero_stage > 0:
-                    self._clip_and_guard_partition()
-            engine.step()
-        self._buffers.share()
+            with self.phases.measured("backward"):
+                engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
+            with self.phases.measured("optimizer"):
+                if engine.is_gradient_accumulation_boundary():
+                    total = added(losses, objective.means, self.device)
+                    loss_sum = total.loss_sum / alike
+                    self._refusal.look(loss_sum, totals[0])
+                    if self._own_guard and self._split.zero_stage > 0:
+                        self._clip_and_guard_partition()
+                engine.step()
+        with self.phases.measured("communication"):
+            self._buffers.share()
         if self._watch is not None:
             warn_of_unused(self._watch.unused())
             self._watch = None

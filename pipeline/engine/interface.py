@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.batches import LoadedBatch, moved
+from pipeline.distributed.phases import Phases
 from pipeline.engine.replicas import Replicas
 from pipeline.errors import ModelError
 from pipeline.models.generation import Generates
@@ -90,6 +91,8 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
     """Ranks with the same one draw the same random numbers: those that compute the same activations."""
     num_parameters: int
     """Of the whole model, wherever its parts lie."""
+    phases: Phases
+    """Where a step's seconds go; the forward is the objective's to measure, see Meters.timed."""
     replicas: Replicas | None
     """What other ranks hold the same of; None: nothing."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
+from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
 from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
@@ -84,6 +85,7 @@ class PipelineEngine(DeepSpeedBase):
         else:
             self._refuse_steps()
         have_a_norm_of_nothing(self._zero_optimizer, self.device)
+        self._engine._INSTRUCTION_MAP = _measured(self._engine._INSTRUCTION_MAP, self.phases)
         self._shapes: Any = None
         self._look: Callable[[], None] = lambda: None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
@@ -97,7 +99,8 @@ class PipelineEngine(DeepSpeedBase):
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate: all stages in step, without a cache."""
-        return generate(self.module, prompts, settings, self.device)
+        with self.phases.measured("generation"):
+            return generate(self.module, prompts, settings, self.device)
 
     def train_step(
         self,
@@ -110,13 +113,12 @@ class PipelineEngine(DeepSpeedBase):
         """See Engine.train_step."""
         engine = self._engine
         micro_batches = [with_bounds(batch) for batch in micro_batches]
-        totals = self._job.all_reduce_sum(
-            count_and_flags(micro_batches, objective, flags, self.device, copies=self._stages)
-        )
+        counts = count_and_flags(micro_batches, objective, flags, self.device, copies=self._stages)
+        with self.phases.measured("communication"):
+            totals = self._job.all_reduce_sum(counts)
         # PipelineEngine divides by the accumulation steps and cannot be told not to.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
-        own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
-        self._own_loss_scale = own_loss_scale
+        own_loss_scale = self._own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
         self._refusal.begin(limits)
         self._look = lambda: self._refusal.look(self._total(objective).loss_sum, totals[0])
         self._last.begin(objective, scale * own_loss_scale)
@@ -124,7 +126,8 @@ class PipelineEngine(DeepSpeedBase):
         skipped_before = engine.skipped_steps
         self._norm = torch.full((), torch.inf, device=self.device)
         self._expect_shapes(micro_batches)
-        engine.train_batch(self._on_device(micro_batches))
+        with self.phases.measured("communication"):  # what is no instruction: stages hand the loss around
+            engine.train_batch(self._on_device(micro_batches))
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
         # A copy from the host would wait for the device.
         skipped = torch.full((), float(engine.skipped_steps - skipped_before), device=self.device)
@@ -133,17 +136,8 @@ class PipelineEngine(DeepSpeedBase):
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         self._look()  # DeepSpeed begins no step whose norm is not finite
         skipped = self._refusal.end(skipped)
-        total = self._total(objective)
-        return StepResult(
-            total.loss_sum,
-            totals[0],
-            norm,
-            skipped,
-            totals[1],
-            scale_now,
-            total.extras,
-            self._refusal.loss,
-        )
+        total, (count, flagged), mean = self._total(objective), totals, self._refusal.loss
+        return StepResult(total.loss_sum, count, norm, skipped, flagged, scale_now, total.extras, mean)
 
     def _total(self, objective: Objective) -> LossSum:
         """Of the step's micro-batches so far; 0 before the last stage."""
@@ -255,6 +249,30 @@ class _LastStage:
             loss = self._objective(self._head, self.coming.popleft())
         self.losses.append(loss.detached())
         return loss.minimised * self._scale
+
+
+# Instructions of a schedule that compute; the others send, receive and reduce.
+_PHASES = {
+    "LoadMicroBatch": "data",
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "OptimizerStep": "optimizer",
+}
+
+
+def _measured(instructions: dict[type, Callable[..., Any]], phases: Phases) -> dict[type, Callable[..., Any]]:
+    """DeepSpeed's methods for the instructions of a schedule, each in its phase."""
+
+    def measured(kind: type, execute: Callable[..., Any]) -> Callable[..., Any]:
+        phase = _PHASES.get(kind.__name__, "communication")
+
+        def around(engine: Any, **named: Any) -> None:
+            with phases.measured(phase):
+                execute(engine, **named)
+
+        return around
+
+    return {kind: measured(kind, execute) for kind, execute in instructions.items()}
 
 
 def _for_stages(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:

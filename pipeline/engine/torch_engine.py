@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import EngineConfig, OptimizerConfig
 from pipeline.config.split import Split
+from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.documents import with_bounds
@@ -35,7 +37,7 @@ from pipeline.engine.refusal import Refusal
 from pipeline.engine.replicas import Replicas
 from pipeline.engine.state import restore
 from pipeline.engine.step_gate import StepGate
-from pipeline.engine.unused import warn_of_unused
+from pipeline.engine.unused import warn_of_unused, without_gradient
 from pipeline.errors import ModelError, listed
 from pipeline.models.batch_norm import num_batch_norms
 from pipeline.models.generation import GenerationSettings, generate
@@ -58,6 +60,7 @@ class TorchEngine:
     ):
         """Wraps the model as the split says. Collective."""
         self.device = job.device
+        self.phases = Phases(time.perf_counter, job.device)
         self.precision = split.precision
         self.dp_rank = self.seed_rank = job.ranks.rank
         self.dp_world_size = split.dp_world_size
@@ -83,7 +86,8 @@ class TorchEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate: in fp32 on the bare module, which enters no collective."""
-        return generate(self.module, prompts, settings, self.device)
+        with self.phases.measured("generation"):
+            return generate(self.module, prompts, settings, self.device)
 
     def close(self) -> None:
         """See Engine.close."""
@@ -124,17 +128,21 @@ class TorchEngine:
                     loss = objective(self._replicas if self._ddp is None else self._ddp.wrapper, batch)
                 check_gradient(loss)
                 if index == 0:
-                    totals = arrived()
+                    with self.phases.measured("communication"):
+                        totals = arrived()
                     scale = backward_scale(totals[0], self.dp_world_size).float()
-                (loss.minimised * scale).backward()
+                with self.phases.measured("backward"):
+                    (loss.minimised * scale).backward()
             losses.append(loss.detached())
         self._look_for_unused()
-        self._buffers.share()
-        set_learning_rate(self._optimizer, learning_rate)
+        with self.phases.measured("communication"):
+            self._buffers.share()
         total = added(losses, objective.means, self.device)
-        self._refusal.look(total.loss_sum, totals[0])
-        grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm, refused=self._refusal)
-        self._optimizer.step()
+        with self.phases.measured("optimizer"):
+            set_learning_rate(self._optimizer, learning_rate)
+            self._refusal.look(total.loss_sum, totals[0])
+            grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm, refused=self._refusal)
+            self._optimizer.step()
         skipped = self._refusal.end(skipped)
         return StepResult(
             total.loss_sum, totals[0], grad_norm, skipped, totals[1], None, total.extras, self._refusal.loss
@@ -287,8 +295,3 @@ def _data_parallel(module: nn.Module, precision: str) -> nn.Module:
             layers,
         )
     return nn.DataParallel(_Autocasting(module) if precision == "bf16" else module)
-
-
-def without_gradient(module: nn.Module) -> list[str]:
-    """Names of the parameters that require a gradient and have none."""
-    return [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]

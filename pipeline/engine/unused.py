@@ -25,6 +25,11 @@ def warn_of_unused(names: Sequence[str]) -> None:
         )
 
 
+def without_gradient(module: nn.Module) -> list[str]:
+    """Names of the parameters that require a gradient and have none."""
+    return [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+
+
 class GradientWatch:
     """Notes which parameters get a gradient, until it is asked; then its hooks are gone.
 

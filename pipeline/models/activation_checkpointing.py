@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.attention.varlen  # its operator
+from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,6 +77,13 @@ def checkpoint_activations(
             block._gradient_checkpointing_func = inputs.wrap(block._gradient_checkpointing_func)
     if budget_gib is not None:
         ActivationBudget(blocks, budget_gib * GIB)
+
+
+def share_recomputed(model: nn.Module) -> float:
+    """Of the blocks whose parameters are here, those that recompute."""
+    blocks = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    here = [block for block in blocks if not any(p.is_meta for p in block.parameters())]
+    return sum(block.gradient_checkpointing for block in here) / max(1, len(here))
 
 
 def _draws(model: PreTrainedModel) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,8 +29,33 @@ def flops_per_token(model: nn.Module, sequence_length: int | None, causal: bool 
     Returns:
         None where the model has no such config.
     """
+    if sequence_length is None:
+        return None
+    products = _products(model, sequence_length, causal)
+    return None if products is None else 6.0 * (products.blocks + products.head + products.attention)
+
+
+def block_flops_per_token(model: nn.Module, sequence_length: int) -> float:
+    """What of it is the forward of the repeated blocks, which activation checkpointing makes again: a bound,
+    since torch leaves out a block's last product, whose result nobody keeps. 0 where it is not known.
+    """
+    products = _products(model, sequence_length, causal=False)
+    return 0.0 if products is None else 2.0 * (products.blocks + products.attention)
+
+
+class Products(NamedTuple):
+    """Multiplications and additions of a token's forward."""
+
+    blocks: float
+    """By the matrices of the blocks."""
+    head: float
+    """By other matrices."""
+    attention: float
+
+
+def _products(model: nn.Module, sequence_length: int, causal: bool) -> Products | None:
     config: Any = getattr(model, "config", None)
-    if sequence_length is None or not is_config(config):
+    if not is_config(config):
         return None
     from transformers import AutoModelForCausalLM
 
@@ -42,7 +67,7 @@ def flops_per_token(model: nn.Module, sequence_length: int | None, causal: bool 
     # Multi-head latent attention has other widths for keys and values.
     widths = (getattr(text, "qk_head_dim", None) or width) + (getattr(text, "v_head_dim", None) or width)
     keys = sum(_keys(window, sequence_length, causal) for window in _windows(text))
-    return 6.0 * _matrix_elements(config, text) + 6.0 * heads * widths * keys
+    return Products(*_matrix_elements(config, text), attention=heads * widths * keys)
 
 
 def fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
@@ -81,9 +106,11 @@ def _keys(window: float, length: int, causal: bool) -> float:
     return most - most**2 / (2 * length) if causal else most
 
 
-def _matrix_elements(config: PreTrainedConfig, text: Any) -> float:
-    """Of what a token is multiplied by, from the shapes of the whole model: a split holds parts of them."""
+def _matrix_elements(config: PreTrainedConfig, text: Any) -> tuple[float, float]:
+    """Of what a token is multiplied by, in the blocks and outside of them, from the shapes of the whole
+    model: a split holds parts of them."""
     from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
@@ -93,11 +120,14 @@ def _matrix_elements(config: PreTrainedConfig, text: Any) -> float:
         tables.discard(id(head.weight))
     experts = next((n for key in _NUM_EXPERTS if (n := getattr(text, key, None))), 1)
     chosen = next((n for key in _CHOSEN if (n := getattr(text, key, None))), experts)
-    return sum(
-        p.numel() * (chosen / experts if ".experts." in name else 1.0)
-        for name, p in whole.named_parameters()
-        if p.dim() > 1 and not name.endswith("bias") and id(p) not in tables
-    )
+    blocks = [module for module in whole.modules() if isinstance(module, GradientCheckpointingLayer)]
+    in_blocks = {id(p) for block in blocks for p in block.parameters()}
+    elements = {True: 0.0, False: 0.0}
+    for name, p in whole.named_parameters():
+        if p.dim() > 1 and not name.endswith("bias") and id(p) not in tables:
+            part = chosen / experts if ".experts." in name else 1.0
+            elements[id(p) in in_blocks] += p.numel() * part
+    return elements[True], elements[False]
 
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

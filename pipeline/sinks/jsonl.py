@@ -24,6 +24,7 @@ from pipeline.events import ROLLBACK, Event
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_TAIL = 1 << 20  # bytes
 _NUMBERS = frozenset((int, float))
 _NUMBERS_AND_TEXT = _NUMBERS | {str}
 
@@ -129,6 +130,17 @@ def encode_row(step: int, row: Mapping[str, str | float]) -> bytes:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """All rows of a metrics.jsonl. See `iterate_metrics`."""
     return list(iterate_metrics(path))
+
+
+def newest(path: Path, key: str) -> dict[str, Any] | None:
+    """The last row with this key, of the last megabyte; None: there is none, or no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    return next((row for row in map(_decode, reversed(lines)) if row is not None and key in row), None)
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, float]]:

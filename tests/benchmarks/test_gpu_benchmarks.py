@@ -79,7 +79,7 @@ def test_a_subcommand_that_is_none_is_told(tmp_path):
     done = gpu_sh("everything", tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "bash benchmarks/gpu.sh check|gpt2|1b|8b|ops|ckpt: which one? Given: everything"
+        "bash benchmarks/gpu.sh check|gpt2|1b|8b|ops|ckpt|overhead: which one? Given: everything"
     ]
 
 
@@ -94,6 +94,7 @@ def test_a_subcommand_that_is_none_is_told(tmp_path):
         ("8b", ["llama-8b.jsonl", "llama-8b.json"]),
         ("ops", ["ops.jsonl"]),
         ("ckpt", ["checkpoint.json"]),
+        ("overhead", ["overhead.jsonl"]),
     ],
 )
 def test_a_subcommand_runs_with_a_tiny_model(subcommand, written, tmp_path):
@@ -104,6 +105,11 @@ def test_a_subcommand_runs_with_a_tiny_model(subcommand, written, tmp_path):
         census = {record["census"]: record for record in lines(tmp_path / "census.jsonl")}
         assert set(census) == {"ours", "ours stage 2"}
         assert all(record["operators"] > 100 for record in census.values())
+    if subcommand == "overhead":
+        measured = [record for record in lines(tmp_path / "overhead.jsonl") if "overhead" in record]
+        assert len(measured) == 2
+        assert all(record["wall"]["pairs"] == 2 for record in measured)
+        assert all(record["processor"]["step_seconds_off"] > 0 for record in measured)
     if subcommand in {"gpt2", "1b"}:
         ended = [record for record in lines(tmp_path / written[0]) if "loss" in record]
         of_sweep, measured = ended[:2], ended[2:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -36,6 +37,13 @@ def test_a_machine_is_known_by_more_than_its_name():
         check=True,
     )
     assert other.stdout.strip() == machine_id()
+
+
+def test_a_process_knows_how_old_it_is():
+    code = "import time; time.sleep(0.5); from pipeline.distributed.machine import *; print(process_age())"
+    began = time.monotonic()
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.5 <= float(other.stdout) <= time.monotonic() - began + 0.02  # clock ticks
 
 
 def test_memory_of_this_machine_has_a_limit():

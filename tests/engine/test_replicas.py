@@ -9,6 +9,7 @@ import torch
 from support.poisoned import SPLITS, events, train
 from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
 
+from pipeline.config.watching_schema import WatchConfig
 from pipeline.engine.replicas import digest
 from pipeline.errors import DeviceFailedError
 from pipeline.objectives import CausalLM
@@ -73,7 +74,7 @@ def flips(job, deepspeed, kinds, times: int):
     data = token_bundle()
     tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
     engine = make_engine(job, tree, deepspeed, data)
-    check, draw = ReplicaCheck(job, engine.replicas, 1, 0), random.Random(0)
+    check, draw = ReplicaCheck(job, engine.replicas, WatchConfig(compare_every=1), 0), random.Random(0)
     batch = {key: value[None].repeat(2, 1) for key, value in data.train[job.ranks.rank].items()}
     optimizer = engine._optimizer
     own = [p for group in optimizer.param_groups for p in group["params"]]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -17,7 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from pipeline.models.flops import flops_per_token
+from pipeline.models.activation_checkpointing import checkpoint_activations, share_recomputed
+from pipeline.models.flops import block_flops_per_token, flops_per_token
 
 T = 96
 SHAPE = {
@@ -73,6 +75,27 @@ def test_as_many_as_torch_counts(config: PretrainedConfig):
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.randint(256, (1, T)), use_cache=False).logits.sum().backward()
     assert flops_per_token(model, T) == pytest.approx(counted(counter) / T, rel=1e-6)
+
+
+@pytest.mark.parametrize(("mode", "share"), [("full", 1.0), (2, 0.5)])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_what_is_recomputed_is_what_torch_counts(kind: str, mode, share: float):
+    """All of a block's forward; as torch runs it, it ends before the last product, which nobody needs."""
+    config = LlamaConfig(**SHAPE)
+    if kind == "gpt2":
+        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, bos_token_id=1, **no_dropout)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    checkpoint_activations(model, mode)
+    assert share_recomputed(model) == share
+    expected = flops_per_token(model, T) + share * block_flops_per_token(model, T)
+    for early, shown in ((False, 1.0), (True, 0.99)):
+        with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(early):
+            model(input_ids=torch.randint(256, (1, T)), use_cache=False).logits.sum().backward()
+        if early:
+            assert flops_per_token(model, T) < counted(counter) / T < shown * expected
+        else:
+            assert counted(counter) / T == pytest.approx(expected, rel=1e-6)
 
 
 def counted(counter: FlopCounterMode) -> int:

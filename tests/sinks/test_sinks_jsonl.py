@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.events import Event
-from pipeline.sinks.jsonl import JsonlSink, MetricsFileError, encode_row, iterate_record, read_metrics
+from pipeline.sinks.jsonl import JsonlSink, MetricsFileError, encode_row, iterate_record, newest, read_metrics
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 ROWS = st.dictionaries(st.text(min_size=1).filter(lambda key: key != "step"), FLOATS | st.integers())
@@ -100,6 +100,15 @@ def test_events_stand_between_the_rows_and_are_no_rows(tmp_path: Path):
     assert again.gaps({"train": [1, 2]}) is None
     again.close(0)
     assert [each["step"] for each in iterate_record(path)] == [1, 2, 2]
+
+
+def test_the_newest_row_with_a_number_is_found_from_the_end(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    assert newest(path, "perf/x") is None
+    written = [{"step": step, "perf/x": float(step)} for step in range(1, 40_000)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in written) + '{"step": 40000, "per')
+    assert newest(path, "perf/x") == {"step": 39_999, "perf/x": 39_999.0}
+    assert newest(path, "perf/y") is None
 
 
 def test_every_row_is_in_the_file_before_write_returns(tmp_path: Path):

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 from support.forked import Program, is_same_in_fork
 from support.ranks import free_port
+from support.record import numbers as numbers
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "launch" / "train.py")
@@ -26,8 +27,6 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 PATIENCE = 900.0  # seconds, on a busy machine
 # Sections of a recipe that starts soonest: without text, and without transformers.
 DIGITS = {"model": {"kind": "cnn"}, "data": {"kind": "digits"}, "objective": {"kind": "classification"}}
-# Differ from run to run by nature; everything else must not.
-CLOCKS = ("perf/", "memory/")
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -150,10 +149,3 @@ def write_recipe(folder: Path, **changes: Any) -> Path:
 
 def run_directories(folder: Path) -> list[Path]:
     return sorted((folder / "runs").glob("tiny-*"))
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without what depends on the clock, bit for bit."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row.get("event") != "run_failed"]  # what an attempt ended of stays there
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in rows]

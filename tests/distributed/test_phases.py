@@ -1,0 +1,121 @@
+"""Phases: what is in none is `other`, all of them add up to the time that has passed, and nothing waits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.clock import Clock, Gpu
+
+from pipeline.distributed.phases import ASIDE, MOST_MARKS, PHASES, Phases, columns
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_one_phase_inside_of_another_takes_its_time_from_it():
+    clock = Clock()
+    phases = Phases(clock, CPU)
+    clock.now += 1
+    with phases.measured("forward"):
+        clock.now += 2
+        with phases.measured("communication"):
+            clock.now += 4
+        clock.now += 8
+    clock.now += 16
+    assert phases.take().seconds() == {"other": 17, "forward": 10, "communication": 4}
+    assert phases.take().seconds() == {"other": 0}
+
+
+def test_what_is_no_part_of_a_step_is_not_interrupted():
+    """An evaluation goes through the stages' instructions as a step does."""
+    clock = Clock()
+    phases = Phases(clock, CPU)
+    with phases.measured("evaluation"), phases.measured("forward"):
+        clock.now += 1
+    assert phases.take().seconds() == {"other": 0, "evaluation": 1}
+
+
+def test_a_phase_ends_with_an_exception():
+    clock = Clock()
+    phases = Phases(clock, CPU)
+    with pytest.raises(ZeroDivisionError), phases.measured("forward"):
+        _ = 1 / 0
+    clock.now += 1
+    assert phases.take().seconds() == {"other": 1, "forward": 0}
+
+
+def test_whatever_happens_they_add_up():
+    draw, clock = random.Random(0), Clock()
+    phases, rows, taken_at = Phases(clock, CPU), [], 0.0
+
+    def go_on(depth):
+        for _ in range(draw.randrange(4)):
+            clock.now += draw.random()
+            with phases.measured(draw.choice(PHASES)):
+                clock.now += draw.random()
+                if depth < 4:
+                    go_on(depth + 1)
+
+    for _ in range(50):
+        go_on(0)
+        rows.append((phases.take().seconds(), clock.now - taken_at))
+        taken_at = clock.now
+    for seconds, passed in rows:
+        assert sum(seconds.values()) == pytest.approx(passed)
+        assert sum(columns(seconds, communicates=False).values()) == pytest.approx(passed)
+    assert sum(phases.totals().values()) == pytest.approx(clock.now)
+
+
+def test_every_column_is_there_and_communication_where_there_are_ranks():
+    told = columns({"routing": 1.0, "forward": 2.0, ASIDE: 4.0, "communication": 8.0}, communicates=True)
+    assert list(told) == list(PHASES)
+    assert (told["forward"], told["other"], told["communication"]) == (3.0, 4.0, 8.0)
+    alone = columns({"communication": 8.0}, communicates=False)
+    assert "communication" not in alone
+    assert alone["other"] == 8.0
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    return gpu
+
+
+def test_on_a_gpu_it_is_the_device_s_time_and_nothing_waits_until_it_is_read(gpu):
+    phases = Phases(lambda: pytest.fail("the host's clock"), CUDA)
+    for _ in range(2):
+        with phases.measured("forward"):
+            gpu.launched += 3
+        with phases.measured("backward"):
+            gpu.launched += 5
+        gpu.launched += 1
+    taken = phases.take()
+    gpu.launched += 100  # the next step
+    assert sum(phases.totals().values()) == 0  # it has come nowhere yet
+    assert (gpu.waits, gpu.now) == (0, 0)
+    assert taken.seconds() == {"other": 2, "forward": 6, "backward": 10}
+    assert gpu.now == 18
+    assert phases.totals(waits=True)["other"] == 102
+
+
+def test_marks_do_not_pile_up_between_two_rows(gpu):
+    """Each holds an event: what the device has passed is added up, and what it has not is kept."""
+    phases = Phases(Clock(), CUDA)
+
+    def steps(count):
+        for _ in range(count):
+            with phases.measured("forward"):
+                gpu.launched += 1
+
+    steps(MOST_MARKS)
+    assert len(phases._now._marks) > 2 * MOST_MARKS - 2
+    gpu.now = gpu.launched
+    steps(MOST_MARKS)
+    assert len(phases._now._marks) <= 2 * MOST_MARKS + 2
+    gpu.now = gpu.launched
+    steps(1)
+    assert len(phases._now._marks) < 8
+    assert gpu.waits == 0
+    assert phases.take().seconds()["forward"] == 2 * MOST_MARKS + 1

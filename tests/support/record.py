@@ -1,0 +1,26 @@
+"""metrics.jsonl without what differs from run to run by nature."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CLOCKS = ("perf/", "memory/", "time/", "gpu/")
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """All lines but those on where the time of a process went, and how an attempt failed: they stay there."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") not in ("time", "run_failed")]
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """The same without the columns of clocks and allocators, bit for bit."""
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in rows_of(folder)]
+
+
+def time_of(folder: Path) -> list[dict[str, Any]]:
+    """Where the time of each process went."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == "time"]
