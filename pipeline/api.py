@@ -46,6 +46,7 @@ from pipeline.profiling import build_profiler, watch_memory
 from pipeline.run_directory import agree_on_run_directory
 from pipeline.sampling import TEMPERATURE, generate_text, sample_text
 from pipeline.sinks import check_sinks
+from pipeline.sinks.notify import tell_at_once
 from pipeline.training import Loop, Step
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,8 @@ class Run:
             stack.push(self._mark_finished)
             log_to_file(self._directory, self._job.ranks)
             if self._job.watchdog is not None:
-                self._job.watchdog.write_to(self._directory)
+                tell = partial(tell_at_once, config.notify, self._directory.resolve().name)
+                self._job.watchdog.write_to(self._directory, tell)
             long_lived = stack.enter_context(LongLived())
             stack.enter_context(watch_memory(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)

@@ -137,6 +137,8 @@ def _end(begun: _Begun, ranks: Ranks, message: str, code: int, error: BaseExcept
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + message.rstrip(), file=sys.stderr, flush=True)
+        if watchdog is not None and not ranks.is_main_process:  # whose own failure the sinks have told
+            watchdog.tell(prefix + message.strip().rpartition("\n")[2])
     if ranks.is_main_process and begun.directory is not None:
         write_at_end(begun.directory)  # the word is out: nobody waits for this one
     if ranks.world_size > 1 or code == DeviceFailedError.exit_code:  # CUDA's destructors would abort

@@ -27,6 +27,10 @@ ANSWER = 5.0  # that ranks have to say where they stand
 DEADLINE = 20.0  # after which a rank leaves, whatever is still to be said
 
 
+def _tell_nobody(step: int, sentence: str) -> None:
+    pass
+
+
 class Shutdown:
     """Never waits for the training thread; for other ranks only so long."""
 
@@ -44,6 +48,8 @@ class Shutdown:
         """What this process still does; raises nothing."""
         self.frames: list[FrameSummary] = []
         """Where the training thread was, if it has left there by an exception."""
+        self.tell: Callable[[int, str], None] = _tell_nobody
+        """Is given the step and what is told, by the rank that tells; takes seconds at the most."""
         self._store, self._heartbeats = store, heartbeats
         self._everyone, self._rank = everyone, rank
         self._progress = progress
@@ -66,6 +72,7 @@ class Shutdown:
             sentence = self._sentence(failure)
             self._publish(sentence)
             self._store.publish_diagnosis(sentence)
+            self.tell(self._progress.activity.step, sentence)
         else:
             self._until(lambda: self._store.diagnosis() is not None, 2 * ANSWER)
             self._report_exit(failure, self._store.diagnosis() or "it hung, or lost a rank")
@@ -88,6 +95,7 @@ class Shutdown:
             line = describe_lost([self._heartbeats.describe(0, silent)])
         if self._is_reporter():
             self._publish(line)
+            self.tell(self._progress.activity.step, line)
         elif reports_own_exit(self._is_head):
             self._write(line)
         self.leave(HANG_EXIT_CODE)

@@ -82,9 +82,18 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    def write_to(self, run_dir: Path) -> None:
-        """Where the run's files are: stacks go to `hang/` in it."""
+    def write_to(self, run_dir: Path, tell: Callable[[int, str], None] | None = None) -> None:
+        """Where the run's files are: stacks go to `hang/` in it.
+
+        Args:
+            tell: Is given the step and why the job ends, on the rank that says so on the console.
+        """
         self._shutdown.folder = run_dir / "hang"
+        self._shutdown.tell = tell or self._shutdown.tell
+
+    def tell(self, sentence: str) -> None:
+        """To whom `write_to` named: what ends the job, of a rank that raised it."""
+        self._shutdown.tell(self._progress.activity.step, sentence)
 
     def before_leaving(self, work: Callable[[], object]) -> None:
         """What is done before the process is ended: it raises nothing and takes seconds."""

@@ -144,6 +144,23 @@ def _address(name: str) -> str:
     raise ConfigError(f"notify.webhook_env: what {name} holds is no address; give https://HOST/...")
 
 
+def tell_at_once(config: NotifyConfig, run: str, step: int, message: str) -> None:
+    """Tells that a run failed, from a process that ends: also on ranks without sinks, and where the training
+    thread stands still. Raises nothing, logs nothing, and takes PATIENCE seconds at the most.
+    """
+    said = alert(run, step, Event("run_failed", message, level="error"))
+
+    def deliver() -> None:
+        with suppress(Exception):
+            for way in ways_of(config).values():
+                with suppress(Exception):
+                    way(said)
+
+    thread = threading.Thread(target=deliver, name="notify", daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+
+
 def run_command(words: list[str], said: Mapping[str, str | int]) -> None:
     """Starts the program, without a shell, and waits for it.
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from sinks.test_sinks_composite import build, recipe
-from support.launch import launch, run_directories, write_recipe
+from support.launch import ROOT, launch, run_directories, write_recipe
 from support.ranks import free_port
 
 from pipeline.config.watching_schema import NotifyConfig
 from pipeline.errors import ConfigError
 from pipeline.events import Event
 from pipeline.sinks import notify
-from pipeline.sinks.notify import NotifySink, post, run_command, ways_of
+from pipeline.sinks.notify import NotifySink, post, run_command, tell_at_once, ways_of
 
 SECRET = "T0P-5ecret"
 SPIKE = Event("loss_spike", "the loss is 9", "look at the data")
@@ -272,3 +272,37 @@ def test_a_run_that_fails_says_so_and_the_address_is_in_no_file_and_no_line(tmp_
     for path in files:
         assert SECRET.encode() not in path.read_bytes(), path
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["event"] == "run_failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("raise", "[rank 1] "), ("kill", "rank 1 on ")],
+)
+def test_a_rank_that_fails_or_is_lost_is_told_by_whoever_says_so(tmp_path, server, fault, says):
+    recipe = write_recipe(
+        tmp_path,
+        model={"kind": "support.faults:faulty", "args": {"fault": fault, "rank": 1, "at": 4}},
+        data={"kind": "support.faults:points"},
+        objective={"kind": "classification"},
+        notify={"webhook_env": "PIPELINE_WEBHOOK"},
+    )
+    split = ["--deepspeed", str(ROOT / "ds_configs" / "torch_ddp.json")]
+    extra = {"PYTHONPATH": str(ROOT / "tests"), "PIPELINE_WEBHOOK": server.url}
+    result = launch("--config", str(recipe), *split, ranks=2, **extra)
+    assert result.returncode != 0
+    told = [said for _, said in server.posted]
+    assert {said["event"] for said in told} == {"run_failed"}
+    assert any(said["message"].startswith(says) for said in told), told
+    assert SECRET not in result.stdout + result.stderr
+
+
+def test_a_process_that_ends_waits_for_seconds_at_the_most_and_says_nothing(server, monkeypatch, caplog):
+    monkeypatch.setattr(notify, "PATIENCE", 0.2)
+    monkeypatch.setenv("HOOK", server.url)
+    server.may_answer.clear()
+    tell_at_once(NotifyConfig(webhook_env="HOOK"), "run", 3, "rank 1 was lost")
+    monkeypatch.delenv("HOOK")
+    tell_at_once(NotifyConfig(webhook_env="HOOK"), "run", 3, "rank 1 was lost")
+    assert [said["message"] for _, said in server.posted] == ["rank 1 was lost"]
+    assert caplog.text == ""
