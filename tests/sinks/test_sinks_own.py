@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sinks.test_sinks_composite import build, recipe
 from sinks_of_tests import Recorded
+from support.launch import ROOT
 
 from pipeline.config.schema import LogConfig
 from pipeline.config.watching_schema import SinkConfig
@@ -126,3 +131,39 @@ def test_a_run_that_ends_otherwise_has_not_failed(tmp_path: Path, end):
     except KeyboardInterrupt:
         pass
     assert "run_failed" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_the_example_of_the_docs_calls_mlflow_as_one_run(tmp_path: Path, monkeypatch):
+    """Names and arguments as MLflow's documentation has them; MLflow itself is not installed here."""
+    calls: list[tuple[str, tuple, dict]] = []
+
+    def call(name):
+        def noted(*arguments, **named):
+            calls.append((name, arguments, named))
+            return SimpleNamespace(info=SimpleNamespace(run_id="abc"))
+
+        return noted
+
+    names = [
+        "set_tracking_uri",
+        "set_experiment",
+        "start_run",
+        "log_dict",
+        "log_metrics",
+        "set_tag",
+        "end_run",
+    ]
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(**{name: call(name) for name in names}))
+    page = (ROOT / "docs" / "your-own-sink.md").read_text()
+    made: dict = {}
+    exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], made)
+    for start_step in (0, 5):
+        sink = made["MLflow"](tmp_path, start_step, {"recipe": {}}, uri="http://x", experiment="e")
+        sink.write(start_step + 1, {"train/loss": 1.0, "train/grad_norm": math.inf})
+        sink.tell(start_step + 1, EVENT)
+        sink.close(143)
+    assert [name for name, _, _ in calls].count("log_dict") == 1
+    starts = [named for name, _, named in calls if name == "start_run"]
+    assert [each["run_id"] for each in starts] == [None, "abc"]
+    assert ("log_metrics", ({"train/loss": 1.0},), {"step": 1}) in calls
+    assert ("end_run", ("KILLED",), {}) in calls
