@@ -31,7 +31,7 @@ class Reach:
 
 # From 10,000 steps of each shipped recipe, narrowed and with batches as small as run on a CPU. Beyond those
 # deviations the farthest was 0.9 times the median of the loss, and 3.3 times that of the gradient norm
-# (6.8 times the median, where a deviation was 9 %). A batch of random tokens has two to three times the loss.
+# (6.8 times the median, where a deviation was 9 %).
 LOSS = Reach(1.3, 5.0)
 GRADIENT_NORM = Reach(6.0, 8.0)
 

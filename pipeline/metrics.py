@@ -5,6 +5,7 @@ The device is waited for where a row is read, and where a profiler was asked for
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -191,10 +192,12 @@ class Meters:
         numbers = {}
         if measured is not None:
             spent = measured.spent.seconds()
-            numbers = {"step": measured.seconds(), "data": spent.get("data", 0.0)}
+            seconds = {"step": measured.seconds(), "data": spent.get("data", 0.0)}
             if self._compares_forwards:
-                numbers["forward"] = spent.get("forward", 0.0)
-        numbers = {key: each / measured.steps for key, each in numbers.items()} if measured else {}
+                seconds["forward"] = spent.get("forward", 0.0)
+            numbers = {key: each / measured.steps for key, each in seconds.items()}
+        if self._job.device.type == "cpu":
+            numbers["load"] = os.getloadavg()[0] / (os.cpu_count() or 1)
         gpu = {f"gpu {number}": each for number, each in enumerate(self._gpu.take())}
         return numbers | self._memory.in_use() | gpu
 

@@ -16,6 +16,8 @@ from pipeline.events import Event
 Tell = Callable[[int, Event], None]
 """Takes what happened at a step."""
 
+CROWDED = 1.5  # processes that want to run, a core
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -31,12 +33,18 @@ class Seen:
     """Of each step: the gradient was not finite."""
     own: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Of every rank, in order. Seconds a step (on a GPU of the row before): `step`, its parts `data` and,
-    where it waits for nobody, `forward`. GiB in use: `device`, `host`."""
+    where it waits for nobody, `forward`. GiB in use: `device`, `host`. Where a CPU trains, `load`: processes
+    that want to run on the machine, a core of it."""
 
     @property
     def steps(self) -> int:
         """Of training; 0: an evaluation."""
         return len(self.losses)
+
+    @property
+    def is_crowded(self) -> bool:
+        """A CPU trains that others use too: what takes long takes long for their sake."""
+        return max(self.own.get("load", [0.0])) > CROWDED
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ class SlowRank:
         own = {phase: each for phase, each in seen.own.items() if phase in TOLD}
         if not own or not seen.steps:
             return None
+        if seen.is_crowded:
+            self._restart()
+            self._suspect = None
+            return None
         if not self._is_started:  # the first steps are the compiler's, and the workers' start
             self._is_started = True
             return None

@@ -51,7 +51,7 @@ class DataStarvation:
         share, wait = self._data / self._seconds, self._data / self._steps
         whole = self._seconds / self._steps
         self._steps, self._data, self._seconds = 0, 0.0, 0.0
-        is_starved = share > STARVATION_SHARE and wait >= STARVATION_SECONDS
+        is_starved = share > STARVATION_SHARE and wait >= STARVATION_SECONDS and not seen.is_crowded
         self._windows = self._windows + 1 if is_starved else 0
         if self._windows < STARVED_WINDOWS:
             return None
@@ -93,7 +93,7 @@ class ThroughputDrop:
         self._times, self._waits, self._steps, self._seconds = [], [], 0, 0.0
         if self._fast is None or now < self._fast[0]:
             self._fast = (now, waits)
-        is_slow = now > DROP * self._fast[0]
+        is_slow = now > DROP * self._fast[0] and not seen.is_crowded
         self._slow = self._slow + 1 if is_slow else 0
         self._is_told &= is_slow
         if self._is_told or self._slow < SLOW_WINDOWS:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from unittest.mock import patch
 
 import pytest
 from support.tiny import recipe, resolve, token_bundle
@@ -32,7 +33,11 @@ def warnings_of_a_run(job, folder, slow_rank):
         run.engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.06))
     heard = Heard()
     logging.getLogger("pipeline").addHandler(heard)
-    with run.sinks, Loop(run) as loop:
+    with (
+        patch("os.getloadavg", lambda: (0.5, 0.5, 0.5)),
+        run.sinks,
+        Loop(run) as loop,
+    ):  # whoever else is there
         while loop.step() is not None:
             pass
     logging.getLogger("pipeline").removeHandler(heard)

@@ -140,6 +140,12 @@ def test_a_minute_of_other_work_on_the_machine_is_not_worth_a_line():
     assert asked(ThroughputDrop(), rows) == []
 
 
+def test_a_cpu_that_others_use_is_slow_for_their_sake():
+    crowded = Seen({}, [1.0], own={"step": [9.0], "data": [3.0], "load": [4.0]})
+    for watcher in (ThroughputDrop(), DataStarvation(0)):
+        assert asked(watcher, [*[timed(1.0)] * 120, *[crowded] * 200]) == []
+
+
 def test_the_first_row_is_the_compilers():
     assert asked(ThroughputDrop(), [timed(1e-6), *[timed(1.0)] * 500]) == []
 

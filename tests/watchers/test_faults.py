@@ -19,11 +19,8 @@ from torch.utils.data import Dataset
 
 from pipeline.assemble import assemble
 from pipeline.data.bundle import DataBundle, collate_items
-from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.training import Loop
 
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 WORDS, LENGTH = 64, 16
 STEPS = 230
 SLOW_DATA, SLOW_STEPS = range(2, 40), range(41, 140)
@@ -143,7 +140,8 @@ def trained(job, folder, split, steps, is_troubled, changes=None):
             if name.endswith("mlp.down_proj") and "1" in name.split("."):
                 module.register_forward_hook(lambda module, given, output: 0.0 * output)
     parts = replace(parts, engine=engine)
-    with heard("pipeline.sinks") as lines, parts.sinks, Loop(parts) as loop:
+    alone_on_the_machine = patch("os.getloadavg", lambda: (0.5, 0.5, 0.5))
+    with alone_on_the_machine, heard("pipeline.sinks") as lines, parts.sinks, Loop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()
@@ -200,13 +198,15 @@ def test_each_fault_is_told_of_on_two_ranks(ranks, tmp_path, split):
     }
 
 
-def test_each_fault_is_told_of_on_one_rank(tmp_path):
-    trained(ALONE, tmp_path, None, STEPS, True)
+@pytest.mark.slow
+def test_each_fault_is_told_of_on_one_rank(ranks, tmp_path):
+    ranks(1).run(trained, tmp_path, None, STEPS, True)
     assert "slow_rank" not in check(events(tmp_path))
 
 
-def test_faults_between_two_rows_are_told_with_the_next_one(tmp_path):
-    trained(ALONE, tmp_path, None, STEPS, True, {"log": {"every": 20}})
+@pytest.mark.slow
+def test_faults_between_two_rows_are_told_with_the_next_one(ranks, tmp_path):
+    ranks(1).run(trained, tmp_path, None, STEPS, True, {"log": {"every": 20}, "eval": {"every": 0}})
     by_name = {event["event"]: event for event in events(tmp_path)}
     assert by_name["loss_spike"]["at_step"] == BAD_BATCH == by_name["loss_spike"]["step"]
     assert by_name["non_finite"]["step"] == 220
@@ -221,13 +221,10 @@ def test_nothing_is_told_of_a_clean_run_on_two_ranks(ranks, tmp_path, split):
     assert events(tmp_path) == []
 
 
-def test_nothing_is_told_of_a_clean_run(tmp_path):
-    assert trained(ALONE, tmp_path, None, STEPS, False) == []
+@pytest.mark.parametrize(("is_troubled", "changes"), [(False, {}), (True, {"watch": {"alerts": False}})])
+def test_nothing_is_told_of_a_clean_run_or_where_nobody_wants_to_know(ranks, tmp_path, is_troubled, changes):
+    assert ranks(1).run(trained, tmp_path, None, 60, is_troubled, changes) == [[]]
     assert events(tmp_path) == []
-
-
-def test_nothing_is_told_where_nobody_wants_to_know(tmp_path):
-    assert trained(ALONE, tmp_path, None, STEPS, True, {"watch": {"alerts": False}}) == []
 
 
 def at_the_lowest_scale(job, folder, split):
