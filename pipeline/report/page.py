@@ -85,7 +85,7 @@ def _run_data(run: RunView, name: str, panels: Sequence[Panel]) -> dict[str, Any
 
     record = run.record
     samples = list(record.samples)
-    if run.sample is not None:
+    if run.sample is not None and record.step not in [sample["step"] for sample in samples]:
         samples.append({"step": record.step, "text": run.sample})
     last = {
         key: curve.finite[-1:] for key, curve in record.curves.items() if re.fullmatch("data/.*_samples", key)

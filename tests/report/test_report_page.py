@@ -138,6 +138,14 @@ def test_rows_that_a_rollback_took_back_are_beside_the_run(make_run):
     assert run["curves"]["train/loss"]["y"] == [5.0, 2.5]
 
 
+@pytest.mark.parametrize(("step", "number"), [(2, 1), (1, 2)])
+def test_the_last_sample_is_shown_once(make_run, step, number):
+    """A finished run has it in summary.json, and may have said it as an event too."""
+    path = make_run(lines=[row(1), row(2), event(step, "sample", text="it wrote this")])
+    (run,) = page_data([read_run(path)])["runs"]
+    assert len(run["samples"]) == number
+
+
 def test_runs_of_one_name_are_told_apart(make_run):
     runs = [read_run(make_run(name, [row(1)])) for name in ("a/same", "b/same")]
     names = [run["name"] for run in page_data(runs)["runs"]]
