@@ -128,7 +128,7 @@ class WallTime:
     def conclusion(self, energy_kwh: float | None = None) -> Event:
         """Where the time of this process went, to its last moment. Waits for the device."""
         phases = columns(self.phases.totals(waits=True), communicates=self._communicates)
-        process = self._clock() - self.began
+        process = max(1e-9, self._clock() - self.began)
         row = self.so_far()
         fields = {"startup_seconds": self._startup}
         if (first := self._first_step_seconds()) is not None:

@@ -28,7 +28,8 @@ class Moment:
         """Waits for the device to have come here."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
-        self._event.synchronize()
+        if not self._event.query():
+            self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1000
 
 

@@ -26,6 +26,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.metrics import Meters, Workload
 from pipeline.objectives import CausalLM
 from pipeline.parts import TrainState
+from pipeline.wall_time import WallTime
 
 LENGTH, LAYERS, MICRO_BATCHES = 24, 2, 2
 SINGLE = {"torch": {"parallel": "single"}}
@@ -83,9 +84,10 @@ def step(job: Job, split: dict[str, Any], packed: bool, model: dict[str, Any], k
     with hopper() as card:
         engine = make_engine(job, tree, split, data)
         loader = build_loader(config, plan_batch(config.batch, 1), data, engine)
-        meters = Meters(Workload(1, 1, "tokens", None, None), job, perf_counter)
+        wall = WallTime(engine.phases, perf_counter)
+        meters = Meters(Workload(1, 1, "tokens", None, None), job, perf_counter, wall=wall)
         state = TrainState.start(DEVICE)
-        objective = kind()
+        objective = meters.timed(kind())
         engine.train_step(loader.next_group(), objective, 1e-3, 0)
         card.may_read = split.get("zero_optimization", {}).get("stage") == 3
         group = loader.next_group()
@@ -93,6 +95,9 @@ def step(job: Job, split: dict[str, Any], packed: bool, model: dict[str, Any], k
             result = engine.train_step(group, objective, 1e-3, 0)
             state = state.after(result)
             meters.observe(result)
+            spent = meters.remembered()  # as far as the device has come, which is everywhere here
+        assert 0 < spent["training_seconds"] < spent["elapsed_seconds"]
+        assert {"forward", "backward", "optimizer"} <= set(engine.phases.totals())
         assert {t.device for t in (result.loss_sum, result.grad_norm, result.skipped)} == {DEVICE}
         card.may_read = True
         loader.close()

@@ -29,6 +29,9 @@ def test_a_row_waits_for_nothing_until_it_is_read():
         try:
             with meters.waiting_for_data():
                 torch.cuda._sleep(int(1e8))  # some 50 ms
+            meters.timed(lambda model, batch: torch.cuda._sleep(int(2e8)))(None, {})
+            with meters.paused("evaluation"):
+                torch.cuda._sleep(int(1e8))
             meters.observe(StepResult(*numbers, None))
             late.append(meters.summary({"train/tokens_seen": numbers[1]}))
         finally:
@@ -41,3 +44,8 @@ def test_a_row_waits_for_nothing_until_it_is_read():
         assert row["train/grad_norm"] == 2.0
         assert row["train/tokens_seen"] == 10
         assert row["perf/step_time_seconds"] >= row["perf/data_time_seconds"] > 0.01
+        data, forward, evaluation = (row[f"time/{x}_seconds"] for x in ("data", "forward", "evaluation"))
+        assert forward == pytest.approx(2 * data, rel=0.2)
+        assert evaluation == pytest.approx(data, rel=0.2)
+        assert row["perf/step_time_seconds"] == pytest.approx(data + forward, rel=0.2)
+        assert row["time/other_seconds"] < 0.05 * data

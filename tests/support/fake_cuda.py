@@ -153,6 +153,9 @@ class _Stream:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def elapsed_time(self, _: _Stream) -> float:
+        return 1.0
+
 
 class _Within:
     """A stream or a device made the current one."""
