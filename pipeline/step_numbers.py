@@ -32,7 +32,7 @@ class StepNumbers:
 
     def _stack(self) -> None:
         for name, numbers in self._single.items():
-            self._stacked.setdefault(name, []).append(torch.stack(numbers).to(torch.float64))
+            self._stacked.setdefault(name, []).append(torch.stack(numbers))
         self._single = {}
 
     def take(self) -> dict[str, Tensor]:
