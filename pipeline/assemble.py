@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path) -> Parts:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
     objective = build_objective(config, resolved.compile)
+    if config.wandb.x_axis == "tokens_seen" and objective.unit != "tokens":
+        raise ConfigError(f"wandb.x_axis: tokens_seen: this run counts {objective.unit}; set global_step")
     checkpoints = build_store(config, resolved, job, directory)
     job.progress.at("resuming")
     checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first

@@ -180,6 +180,12 @@ class WandbConfig(Closed):
     """Group of runs shown together. Default: the run's name."""
     tags: list[str] = Field([])
     """Labels of the run."""
+    notes: str | None = None
+    """What to know about the run, in a few sentences."""
+    job_type: str | None = None
+    """Kind of run within its group, as `train`."""
+    x_axis: Literal["global_step", "tokens_seen"] = "global_step"
+    """What curves are drawn over. `tokens_seen`: of language models."""
 
 
 class EvalConfig(Closed):

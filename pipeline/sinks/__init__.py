@@ -25,6 +25,7 @@ from pipeline.sinks.interface import Sink
 from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_metrics
 from pipeline.sinks.notify import NotifySink, ways_of
 from pipeline.sinks.own import import_sink, open_own
+from pipeline.sinks.rewinds import replay
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def build_sinks(
                 run_dir=run_dir,
                 start_step=start_step,
                 run_config=run_config,
-                earlier_rows=partial(iterate_metrics, record.path),
+                earlier=partial(replay, record.path, start_step),
             )
             sinks += [Dispensable(online, "W&B")] if online is not None else []
         if ways := ways_of(config.notify):

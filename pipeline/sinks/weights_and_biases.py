@@ -1,35 +1,36 @@
 """Weights & Biases: one run, logged by one process, which can never stop or hold up training.
 
 Rows are exactly once on the server also after a kill: W&B itself loses what it had not sent yet, so a resumed
-run is filled up from metrics.jsonl. Not here: the metrics themselves, and secrets (wandb finds its own key).
+run is filled up from metrics.jsonl. W&B's own step never falls: after a rollback it is ahead of `global_step`.
+Not here: the metrics themselves, and secrets (wandb finds its own key).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import math
 import os
-import secrets
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
-from pipeline.events import Event
+from pipeline.events import ROLLBACK, Event
+from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
+from pipeline.sinks.wandb_start import FINISH_TIMEOUT_SECONDS, choose_mode, open_run
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-RUN_ID_FILE = "wandb_run_id"
-INIT_TIMEOUT_SECONDS = 10.0
-FINISH_TIMEOUT_SECONDS = 8.0
-_MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's other words
+AXES = {"global_step": "global_step", "tokens_seen": "train/tokens_seen"}
+BEST = {"loss": "min", "perplexity": "min", "accuracy": "max", "per_second": "max", "mfu": "max"}
+"""How the name of a metric ends -> which of its values is the best; the summary has that and the last."""
 
 
 def open_wandb(
@@ -39,17 +40,17 @@ def open_wandb(
     run_dir: Path,
     start_step: int,
     run_config: dict[str, Any],
-    earlier_rows: Callable[[], Iterable[Mapping[str, float]]],
+    earlier: Callable[[], Iterable[Mapping[str, Any]]],
 ) -> WandbSink | None:
     """Open the run, or open it offline where there is no key or no server, and say which in one line.
 
     Args:
-        config: Mode, project, entity, group, tags.
+        config: The section `wandb` of the recipe.
         run_name: Group of the run where the recipe names none.
         run_dir: Directory of the run; its name is the run's name, and W&B's files go to `wandb/` in it.
         start_step: 0 makes a new W&B run; otherwise the run goes on under the id it had.
         run_config: Shown as the run's configuration.
-        earlier_rows: Reads the rows up to `start_step`; those W&B has not got are sent again.
+        earlier: Reads rows and rollbacks up to `start_step`; rows that W&B has not got are sent again.
 
     Returns:
         The sink, or None where W&B is disabled or cannot be started at all.
@@ -60,7 +61,7 @@ def open_wandb(
         # wandb posts its own telemetry to the same server. With a server that hangs, that kept the process
         # 20 s at its exit. The variable is wandb's own switch and is read when its service starts.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        mode, reason = _choose_mode(config)
+        mode, reason = choose_mode(config)
         if mode == "disabled":
             return None
         arguments = {
@@ -68,18 +69,19 @@ def open_wandb(
             "entity": config.entity,
             "group": config.group or run_name,
             "tags": config.tags or None,
+            "notes": config.notes,
+            "job_type": config.job_type,
             "name": run_dir.resolve().name,
             "dir": str(run_dir),
             "config": run_config,
         }
-        run, newest = _open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
-        sink = WandbSink(run, newest)
-        if newest < start_step:
-            for row in earlier_rows():
-                if row["step"] > newest:
-                    sink.write(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
-        if newest > start_step:
-            logger.info("W&B has steps up to %d of this run already and keeps them", newest)
+        run, newest = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
+        sink = WandbSink(run, newest, AXES[config.x_axis])
+        if start_step > 0:
+            for record in earlier():
+                sink.repeat(record)
+            if newest > sink.wandb_step(start_step):
+                logger.info("W&B has steps of this run beyond step %d already and keeps them", start_step)
         return sink
 
     return _never_crash("cannot start", start)
@@ -88,27 +90,59 @@ def open_wandb(
 class WandbSink:
     """Hands rows to wandb's own process, which sends them on; `write` does not wait for the network."""
 
-    def __init__(self, run: Any, newest: int) -> None:
+    def __init__(self, run: Any, newest: int, axis: str = "global_step") -> None:
         """Args:
         run: Of wandb, started.
-        newest: Step up to which W&B has the rows; it keeps them.
+        newest: W&B's own step up to which it has the rows; it keeps them.
+        axis: The metric that curves are drawn over.
         """
         self._run = run
         self._newest_there = newest
         self._is_on = True
         self._step, self._row = 0, dict[str, float]()  # the newest, which is still to be sent
+        self._offset = self._rewinds = 0
+        self._axis, self._defined = axis, set[str]()
+        self._summary = dict[str, dict[str, float]]()
+        for name in {axis, "global_step", "rewinds"}:
+            run.define_metric(name, hidden=True)
+        run.define_metric("*", step_metric=axis)
+
+    def wandb_step(self, step: int) -> int:
+        """W&B's own step, which has to rise, of a global step."""
+        return step + self._offset
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Log one row at its global step. Rows of one step are one there, sent when the next comes."""
-        if step <= self._newest_there:
+        """Log one row with its global step. Rows of one step are one there, sent when the next comes."""
+        for name, value in row.items():
+            if (best := _best_of(name)) is not None:
+                better = np.fmin if best == "min" else np.fmax  # of a number and NaN the number
+                so_far = self._summary.get(name, {}).get(best, math.nan)
+                self._summary[name] = {best: float(better(value, so_far)), "last": float(value)}
+        at = self.wandb_step(step)
+        if at <= self._newest_there:
             return
-        if step != self._step:
+        if at != self._step:
             self._send()
-        self._step = step
-        self._row |= row
+        self._step = at
+        self._row |= {**row, "global_step": step} | ({"rewinds": self._rewinds} if self._rewinds else {})
+
+    def repeat(self, record: Mapping[str, Any]) -> None:
+        """Take a row or event of the run's record that was there before."""
+        if is_rollback(record):
+            self._rewind(record["step"], int(record["from_step"]))
+        elif "event" not in record:
+            self.write(record["step"], {key: value for key, value in record.items() if key != "step"})
+
+    def _rewind(self, step: int, from_step: int) -> None:
+        """The steps after `step` come again. One more than they are: so may the evaluation of `step`."""
+        self._send()
+        self._offset += from_step - step + 1
+        self._rewinds += 1
 
     def tell(self, step: int, event: Event) -> None:
         """Send an alert, by mail or chat as the user's settings there say; W&B holds back repeated ones."""
+        if event.name == ROLLBACK:
+            self._rewind(step, int(event.fields["from_step"]))
         if self._is_on and event.level != "info":
             self._is_on = _never_crash("stopped", lambda: self._alert(step, event)) is not None
 
@@ -131,6 +165,10 @@ class WandbSink:
             self._is_on = _never_crash("stopped", lambda: self._log(row)) is not None
 
     def _log(self, row: dict[str, float]) -> bool:
+        for name in row.keys() - self._defined:
+            if (best := _best_of(name)) is not None:
+                self._run.define_metric(name, step_metric=self._axis, summary=f"{best},last")
+        self._defined |= row.keys()
         self._run.log(row, step=self._step, commit=True)
         return True
 
@@ -140,6 +178,7 @@ class WandbSink:
         return True
 
     def _finish(self, exit_code: int) -> None:
+        self._run.summary.update(self._summary)  # wandb knows the best since the last start alone
         try:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
@@ -151,103 +190,9 @@ class WandbSink:
             )
 
 
-def _choose_mode(config: WandbConfig) -> tuple[str, str]:
-    """`online`, `offline` or `disabled`, and why, where the answer is offline."""
-    import wandb
-
-    chosen: dict[str, Any] = {} if config.mode == "auto" else {"mode": config.mode}
-    # With nothing chosen here, wandb's settings hold WANDB_MODE, or what `wandb offline` wrote down.
-    settings = wandb.setup(settings=wandb.Settings(silent=True, **chosen)).settings
-    mode = _MODES.get(settings.mode, settings.mode)
-    if mode != "online":
-        return mode, f"mode {settings.mode}"
-    try:
-        has_key = wandb.login(prompt=False, verify=False)  # looks for a key where wandb itself does
-    except wandb.Error as error:
-        return "offline", one_line(error)
-    return ("online", "") if has_key else ("offline", f"no API key for {settings.base_url}")
-
-
-def _open_run(
-    mode: str, reason: str, arguments: dict[str, Any], run_dir: Path, *, is_resume: bool
-) -> tuple[Any, int]:
-    """A started wandb run: online if that is the mode and the server answers, offline otherwise.
-
-    Returns:
-        The run, and the step up to which W&B has its rows; -1: none.
-    """
-    import wandb
-
-    settings = wandb.Settings(
-        silent=True,
-        console="off",
-        init_timeout=INIT_TIMEOUT_SECONDS,
-        finish_timeout=FINISH_TIMEOUT_SECONDS,
-        finish_timeout_raises=True,
-        x_transaction_log_flush_interval=1.0,  # 15 by default, and a killed run loses what was not flushed
-    )
-    # create_new: a run of the user's own in this process stays what it is.
-    shared = {"reinit": "create_new", "settings": settings, **arguments}
-    folder, id_file = run_dir / "wandb", run_dir / RUN_ID_FILE
-    if mode == "online":
-        try:
-            run = wandb.init(mode="online", id=_run_id(id_file, reuse=is_resume), resume="allow", **shared)
-            _set_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
-            logger.info("W&B run: %s", run.url)
-            return run, run.starting_step - 1
-        except (wandb.Error, TimeoutError) as error:
-            reason = one_line(error)
-    # Rows that were written offline under this id are uploaded together with those to come: `wandb sync`
-    # sends the files of one run in the order of their starts. A run that the server may know gets a new id:
-    # how many of its rows are there cannot be asked now, so the file begins with all of them.
-    newest = _newest_offline_step(folder, id_file) if is_resume else None
-    if newest is None:
-        _set_aside(folder.glob("offline-run-*"))
-    run = wandb.init(mode="offline", id=_run_id(id_file, reuse=newest is not None), resume="allow", **shared)
-    paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
-    logger.warning(
-        "W&B is offline (%s); to upload: wandb sync %s", reason, " ".join(shlex.quote(str(p)) for p in paths)
-    )
-    return run, -1 if newest is None else newest
-
-
-def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
-    """The newest step in the offline files of the run whose id is kept; None: there is none.
-
-    Files without a row, as a kill leaves them, are set aside: `wandb sync` would stop at them.
-    """
-    if not id_file.exists():
-        return None
-    for run in sorted(folder.glob(f"offline-run-*-{id_file.read_text().strip()}"), reverse=True):
-        step = None
-        # wandb's own reader, a line a record; each session's file has its own rows alone.
-        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
-        command += [str(path) for path in run.glob("run-*.wandb")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as reader:
-            for line in reader.stdout or ():
-                if b'"type":"history"' in line:
-                    with contextlib.suppress(ValueError):  # of a file that ends in the middle of a record
-                        step = json.loads(line)["history"]["step"]["num"]
-        if step is not None:
-            return int(step)
-        _set_aside([run])
-    return None
-
-
-def _run_id(path: Path, *, reuse: bool) -> str:
-    """The id kept in the run directory, or a new one, kept there from now on."""
-    if reuse and path.exists():
-        return path.read_text().strip()
-    run_id = secrets.token_hex(4)
-    path.write_text(run_id + "\n")
-    return run_id
-
-
-def _set_aside(runs: Iterable[Path]) -> None:
-    """Move offline files out of the way of `wandb sync`, which would double their rows."""
-    for old in sorted(runs):
-        (old.parent / "superseded").mkdir(exist_ok=True)
-        old.rename(old.parent / "superseded" / old.name)
+def _best_of(name: str) -> str | None:
+    """Whether the best value of a metric is its `min` or `max`; None: it has no best."""
+    return next((best for end, best in BEST.items() if name.endswith(end)), None)
 
 
 def _never_crash(what: str, action: Callable[[], T]) -> T | None:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.wandb_server import Server
+from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
 # Logs `steps` rows (eval at every 5th step), then ends as told; prints what the parent must know.
 PROGRAM = """
@@ -74,12 +74,6 @@ def server(tmp_path: Path):
     server.process.wait()
 
 
-def environment(home: Path, url: str, **more: str) -> dict[str, str]:
-    """This process's, without anything of the user's own W&B: no key, no netrc, no settings."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
-    return kept | {"HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": url} | more
-
-
 class Outcome:
     """What one run of the program printed, and how long it took."""
 
@@ -111,10 +105,6 @@ def arguments(folder: Path, *, start=0, last=12, end="close", mode="auto") -> li
     return [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(start), str(last), end, mode]
 
 
-def run_id(folder: Path) -> str:
-    return (folder / "wandb_run_id").read_text().strip()
-
-
 def check_rows(rows: list[dict], last: int) -> None:
     """Steps 1 to `last`, each once and in order, with its own numbers; evaluation merged into its step."""
     assert [row["_step"] for row in rows] == list(range(1, last + 1))
@@ -122,21 +112,6 @@ def check_rows(rows: list[dict], last: int) -> None:
     assert {row["_step"]: row["eval/loss"] for row in rows if "eval/loss" in row} == {
         step: step / 9 for step in range(5, last + 1, 5)
     }
-
-
-def offline_rows(folder: Path) -> list[dict]:
-    """The rows of the offline files that `wandb sync` would send, read back with wandb's own reader."""
-    found = []
-    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
-        wandb = Path(sys.executable).with_name("wandb")
-        command = [str(wandb), "leet", "inspect", "--json", str(path)]
-        records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        items = [json.loads(line) for line in records]
-        found += [item["history"]["item"] for item in items if item["type"] == "history"]
-    return found
-
-
-KEY = {"WANDB_API_KEY": "k" * 40}
 
 
 @pytest.mark.slow

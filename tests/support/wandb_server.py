@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from support.ranks import free_port
 
 STANDIN = Path(__file__).parent / "wandb_standin.py"
+KEY = {"WANDB_API_KEY": "k" * 40}
 
 
 class Server:
@@ -46,3 +48,25 @@ class Server:
 
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def environment(home: Path, url: str, **more: str) -> dict[str, str]:
+    """This process's, without anything of the user's own W&B: no key, no netrc, no settings."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    return kept | {"HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": url} | more
+
+
+def run_id(folder: Path) -> str:
+    return (folder / "wandb_run_id").read_text().strip()
+
+
+def offline_rows(folder: Path) -> list[dict]:
+    """The rows of the offline files that `wandb sync` would send, read back with wandb's own reader."""
+    found = []
+    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        wandb = Path(sys.executable).with_name("wandb")
+        command = [str(wandb), "leet", "inspect", "--json", str(path)]
+        records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        items = [json.loads(line) for line in records]
+        found += [item["history"]["item"] for item in items if item["type"] == "history"]
+    return found

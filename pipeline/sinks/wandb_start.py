@@ -1,0 +1,123 @@
+"""How a W&B run begins: online or offline, under which id, and what its offline files have already."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.schema import WandbConfig
+from pipeline.errors import one_line
+
+logger = logging.getLogger(__name__)
+
+RUN_ID_FILE = "wandb_run_id"
+INIT_TIMEOUT_SECONDS = 10.0
+FINISH_TIMEOUT_SECONDS = 8.0
+_MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's other words
+
+
+def choose_mode(config: WandbConfig) -> tuple[str, str]:
+    """`online`, `offline` or `disabled`, and why, where the answer is offline."""
+    import wandb
+
+    chosen: dict[str, Any] = {} if config.mode == "auto" else {"mode": config.mode}
+    # With nothing chosen here, wandb's settings hold WANDB_MODE, or what `wandb offline` wrote down.
+    settings = wandb.setup(settings=wandb.Settings(silent=True, **chosen)).settings
+    mode = _MODES.get(settings.mode, settings.mode)
+    if mode != "online":
+        return mode, f"mode {settings.mode}"
+    try:
+        has_key = wandb.login(prompt=False, verify=False)  # looks for a key where wandb itself does
+    except wandb.Error as error:
+        return "offline", one_line(error)
+    return ("online", "") if has_key else ("offline", f"no API key for {settings.base_url}")
+
+
+def open_run(
+    mode: str, reason: str, arguments: dict[str, Any], run_dir: Path, *, is_resume: bool
+) -> tuple[Any, int]:
+    """A started wandb run: online if that is the mode and the server answers, offline otherwise.
+
+    Returns:
+        The run, and the step up to which W&B has its rows; -1: none.
+    """
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        init_timeout=INIT_TIMEOUT_SECONDS,
+        finish_timeout=FINISH_TIMEOUT_SECONDS,
+        finish_timeout_raises=True,
+        x_transaction_log_flush_interval=1.0,  # 15 by default, and a killed run loses what was not flushed
+    )
+    # create_new: a run of the user's own in this process stays what it is.
+    shared = {"reinit": "create_new", "settings": settings, **arguments}
+    folder, id_file = run_dir / "wandb", run_dir / RUN_ID_FILE
+    if mode == "online":
+        try:
+            run = wandb.init(mode="online", id=_run_id(id_file, reuse=is_resume), resume="allow", **shared)
+            _set_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
+            logger.info("W&B run: %s", run.url)
+            return run, run.starting_step - 1
+        except (wandb.Error, TimeoutError) as error:
+            reason = one_line(error)
+    # Rows that were written offline under this id are uploaded together with those to come: `wandb sync`
+    # sends the files of one run in the order of their starts. A run that the server may know gets a new id:
+    # how many of its rows are there cannot be asked now, so the file begins with all of them.
+    newest = _newest_offline_step(folder, id_file) if is_resume else None
+    if newest is None:
+        _set_aside(folder.glob("offline-run-*"))
+    run = wandb.init(mode="offline", id=_run_id(id_file, reuse=newest is not None), resume="allow", **shared)
+    paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
+    logger.warning(
+        "W&B is offline (%s); to upload: wandb sync %s", reason, " ".join(shlex.quote(str(p)) for p in paths)
+    )
+    return run, -1 if newest is None else newest
+
+
+def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
+    """The newest step in the offline files of the run whose id is kept; None: there is none.
+
+    Files without a row, as a kill leaves them, are set aside: `wandb sync` would stop at them.
+    """
+    if not id_file.exists():
+        return None
+    for run in sorted(folder.glob(f"offline-run-*-{id_file.read_text().strip()}"), reverse=True):
+        step = None
+        # wandb's own reader, a line a record; each session's file has its own rows alone.
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
+        command += [str(path) for path in run.glob("run-*.wandb")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as reader:
+            for line in reader.stdout or ():
+                if b'"type":"history"' in line:
+                    with contextlib.suppress(ValueError):  # of a file that ends in the middle of a record
+                        step = json.loads(line)["history"]["step"]["num"]
+        if step is not None:
+            return int(step)
+        _set_aside([run])
+    return None
+
+
+def _run_id(path: Path, *, reuse: bool) -> str:
+    """The id kept in the run directory, or a new one, kept there from now on."""
+    if reuse and path.exists():
+        return path.read_text().strip()
+    run_id = secrets.token_hex(4)
+    path.write_text(run_id + "\n")
+    return run_id
+
+
+def _set_aside(runs: Iterable[Path]) -> None:
+    """Move offline files out of the way of `wandb sync`, which would double their rows."""
+    for old in sorted(runs):
+        (old.parent / "superseded").mkdir(exist_ok=True)
+        old.rename(old.parent / "superseded" / old.name)

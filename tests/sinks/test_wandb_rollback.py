@@ -1,0 +1,128 @@
+"""W&B after a rollback, the real client: what was given up stays, marked, every row once and in order."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support.wandb_server import KEY, Server, environment, offline_rows, run_id
+
+# What happens, word by word: rows FIRST LAST VALUE, back TO FROM, wait ROWS (until the server has them), kill.
+PROGRAM = """
+    import json, logging, os, sys, time
+    from pathlib import Path
+    from pipeline.config.model_schema import CNNConfig
+    from pipeline.config.data_schema import DigitsDataConfig
+    from pipeline.config.schema import RunConfig, WandbConfig
+    from pipeline.events import ROLLBACK, Event
+    from pipeline.sinks import build_sinks
+
+    run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    kept = sys.argv[4]
+    logging.basicConfig(stream=sys.stdout)
+    config = RunConfig(name="trial", max_steps=40, model=CNNConfig(kind="cnn"),
+                       data=DigitsDataConfig(kind="digits"), wandb=WandbConfig())
+    run_dir.mkdir(exist_ok=True)
+    with build_sinks(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=40,
+                     run_config={}) as sinks:
+        for word, *rest in words:
+            if word == "rows":
+                for step in range(rest[0], rest[1] + 1):
+                    sinks.write(step, {"train/loss": rest[2] + step / 7, "train/accuracy": step / 99})
+                    if step % 5 == 0:
+                        sinks.write(step, {"eval/loss": rest[2] + step / 9})
+            elif word == "back":
+                step, from_step = rest
+                fields = {"from_step": from_step, "first_sample": 8, "last_sample": from_step}
+                sinks.tell(step, Event(ROLLBACK, "back", fields=fields))
+            elif word == "wait":
+                while not Path(kept).exists() or len(Path(kept).read_text().splitlines()) < rest[0]:
+                    time.sleep(0.1)
+            elif word == "kill":
+                sys.stdout.flush()
+                os._exit(9)
+"""
+
+
+def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path = Path("none")) -> None:
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    command = [*program, str(folder), str(start), json.dumps(words), str(kept)]
+    done = subprocess.run(
+        command, env=env, cwd=folder.parent, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stderr == ""
+    assert done.returncode == (9 if ["kill"] in words else 0), done.stdout
+
+
+@pytest.fixture
+def server(tmp_path: Path):
+    server = Server(tmp_path / "server")
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+def told(rows: list[dict]) -> list[tuple]:
+    assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows})
+    for row in rows:
+        is_evaluated = row["global_step"] % 5 == 0
+        assert ("eval/loss" in row) == is_evaluated
+    return [
+        (row["global_step"], row.get("rewinds", 0), round(row["train/loss"] - row["global_step"] / 7, 6))
+        for row in rows
+    ]
+
+
+def stretch(first: int, last: int, rewinds: int, value: float) -> list[tuple]:
+    return [(step, rewinds, value) for step in range(first, last + 1)]
+
+
+# Back from 12 to 8, on, and from 15 to 6: a rollback whose rows hold another one.
+WORDS = [["rows", 1, 12, 0], ["back", 8, 12], ["rows", 9, 15, 1], ["back", 6, 15], ["rows", 7, 16, 2]]
+EXPECTED = stretch(1, 12, 0, 0) + stretch(9, 15, 1, 1) + stretch(7, 16, 2, 2)
+
+
+@pytest.mark.slow
+def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: Server):
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    run(folder, env, 0, *WORDS)
+    assert told(server.rows(run_id(folder))) == EXPECTED
+    run(folder, env, 16, ["rows", 17, 20, 2])
+    assert told(server.rows(run_id(folder))) == EXPECTED + stretch(17, 20, 2, 2)
+    kept = server.runs()[run_id(folder)]
+    summary = json.loads(kept["summary"])
+    assert summary["train/loss"] == pytest.approx({"min": 1 / 7, "last": 2 + 20 / 7})
+    assert summary["eval/loss"] == pytest.approx({"min": 5 / 9, "last": 2 + 20 / 9})
+    assert summary["train/accuracy"] == pytest.approx({"max": 20 / 99, "last": 20 / 99})
+
+
+@pytest.mark.slow
+def test_killed_after_a_rollback_and_nothing_had_arrived(tmp_path: Path, server: Server):
+    """The record and what was moved out of it fill the run up."""
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    run(folder, env, 0, *WORDS, ["kill"])
+    run(folder, env, 14, ["rows", 15, 18, 2])
+    assert told(server.rows(run_id(folder))) == EXPECTED + stretch(17, 18, 2, 2)
+
+
+@pytest.mark.slow
+def test_killed_before_the_next_checkpoint_goes_back_again(tmp_path: Path, server: Server):
+    """The checkpoint does not know of the rollback: what came after it comes again and counts once."""
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    again = [["rows", 9, 12, 0], ["back", 8, 12]]
+    run(folder, env, 0, ["rows", 1, 8, 0])
+    kept = server.folder / f"history-{run_id(folder)}.jsonl"
+    run(folder, env, 8, *again, ["rows", 9, 11, 1], ["wait", 14], ["kill"], kept=kept)
+    run(folder, env, 8, *again, ["rows", 9, 14, 1], ["wait", 17], ["kill"], kept=kept)
+    run(folder, env, 12, ["rows", 13, 16, 1])
+    assert told(server.rows(run_id(folder))) == stretch(1, 12, 0, 0) + stretch(9, 16, 1, 1)
+
+
+@pytest.mark.slow
+def test_offline_after_a_rollback(tmp_path: Path):
+    folder, env = tmp_path / "trial-1", environment(tmp_path, "http://127.0.0.1:9")
+    run(folder, env, 0, *WORDS)
+    run(folder, env, 14, ["rows", 15, 18, 2])
+    assert told(offline_rows(folder)) == EXPECTED + stretch(17, 18, 2, 2)
