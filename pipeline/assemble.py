@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -37,6 +38,7 @@ from pipeline.objectives import Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.peak_flops import peak_flops
 from pipeline.replica_check import ReplicaCheck
+from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
@@ -78,7 +80,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         is_main_process=job.ranks.is_main_process,
         start_step=start.global_step,
         max_steps=max_steps,
-        run_config=described(config, resolved, job),
+        run_config=described(config, resolved, job, directory),
         due=rows_until(start.global_step, logs, evaluations if held_out else None, owes),
         redo_evaluation=owes,
     )
@@ -111,10 +113,13 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     )
 
 
-def described(config: RunConfig, resolved: Resolved, job: Job) -> dict[str, Any]:
-    """A run's settings, for places that show them."""
-    recipe = config.model_dump(mode="json")
-    return {"recipe": recipe, "deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size}
+def described(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> dict[str, Any]:
+    """A run's settings and its environment, for places that show them."""
+    recipe, environment = config.model_dump(mode="json"), directory / ENVIRONMENT
+    known = {"recipe": recipe, "deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size}
+    if job.ranks.is_main_process and environment.exists():
+        known["environment"] = json.loads(environment.read_text())
+    return known
 
 
 def tell_of_precision(resolved: Resolved, job: Job) -> None:

@@ -9,7 +9,6 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import time
 from importlib import metadata
 from pathlib import Path
@@ -26,11 +25,13 @@ from pipeline.durable import replace_text
 from pipeline.errors import CheckpointError, ConfigError, PipelineError
 from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
 from pipeline.sinks.jsonl import METRICS_FILE
+from pipeline.working_tree import GIT_DIFF, git_commit, git_diff
 
 log = logging.getLogger(__name__)
 
 FEW = 3  # differences: with more it is another experiment, and not one left behind by mistake
 RESTART_SECONDS = 120.0
+ENVIRONMENT = "environment.json"
 
 
 def open_run_directory(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
@@ -214,10 +215,14 @@ def _describe(path: Path, config: RunConfig, split: Tree) -> None:
     files = {
         "recipe.yaml": recipe_yaml(config),
         "split.json": json.dumps(split, indent=2),
-        "environment.json": json.dumps(_environment(), indent=2),
+        ENVIRONMENT: json.dumps(_environment(), indent=2),
     }
     if split["deepspeed"] is not None:
         files["ds_config.json"] = json.dumps(split["deepspeed"], indent=2)
+    if (diff := git_diff()) is not None:
+        files[GIT_DIFF] = diff
+    else:
+        (path / GIT_DIFF).unlink(missing_ok=True)  # of the code that it went on from
     for name, text in files.items():
         replace_text(path / name, text)
 
@@ -235,14 +240,5 @@ def _environment() -> Tree:
         else ["cpu"],
         "cpu_cores": os.cpu_count(),
         "host": platform.node(),
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
     }
-
-
-def _git_commit() -> str | None:
-    """The commit of the folder the run is started from; None outside a repository or without git."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    answer = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or None

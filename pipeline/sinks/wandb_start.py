@@ -9,12 +9,13 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
+from pipeline.redaction import redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def open_run(
         init_timeout=INIT_TIMEOUT_SECONDS,
         finish_timeout=FINISH_TIMEOUT_SECONDS,
         finish_timeout_raises=True,
+        disable_git=True,  # it would upload the diff as it is; the run's git.diff has no secrets
         x_transaction_log_flush_interval=1.0,  # 15 by default, and a killed run loses what was not flushed
     )
     # create_new: a run of the user's own in this process stays what it is.
@@ -64,7 +66,9 @@ def open_run(
     folder, id_file = run_dir / "wandb", run_dir / RUN_ID_FILE
     if mode == "online":
         try:
-            run = wandb.init(mode="online", id=_run_id(id_file, reuse=is_resume), resume="allow", **shared)
+            run_id = _run_id(id_file, reuse=is_resume)
+            with _arguments_redacted():
+                run = wandb.init(mode="online", id=run_id, resume="allow", **shared)
             _set_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
             logger.info("W&B run: %s", run.url)
             return run, run.starting_step - 1
@@ -76,12 +80,24 @@ def open_run(
     newest = _newest_offline_step(folder, id_file) if is_resume else None
     if newest is None:
         _set_aside(folder.glob("offline-run-*"))
-    run = wandb.init(mode="offline", id=_run_id(id_file, reuse=newest is not None), resume="allow", **shared)
+    run_id = _run_id(id_file, reuse=newest is not None)
+    with _arguments_redacted():
+        run = wandb.init(mode="offline", id=run_id, resume="allow", **shared)
     paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
     logger.warning(
         "W&B is offline (%s); to upload: wandb sync %s", reason, " ".join(shlex.quote(str(p)) for p in paths)
     )
     return run, -1 if newest is None else newest
+
+
+@contextlib.contextmanager
+def _arguments_redacted() -> Iterator[None]:
+    """wandb sends sys.argv on, where overrides of the recipe stand."""
+    kept, sys.argv = sys.argv, [redact_text(word) for word in sys.argv]
+    try:
+        yield
+    finally:
+        sys.argv = kept
 
 
 def _newest_offline_step(folder: Path, id_file: Path) -> int | None:

@@ -1,7 +1,7 @@
 """Weights & Biases: one run, logged by one process, which can never stop or hold up training.
 
 Rows are exactly once on the server also after a kill: W&B itself loses what it had not sent yet, so a resumed
-run is filled up from metrics.jsonl. W&B's own step never falls: after a rollback it is ahead of `global_step`.
+run is filled up from metrics.jsonl. W&B's own step never falls: a rollback puts it ahead of `global_step`.
 Not here: the metrics themselves, and secrets (wandb finds its own key).
 """
 
@@ -21,9 +21,11 @@ import numpy as np
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
 from pipeline.events import ROLLBACK, Event
+from pipeline.redaction import redact
 from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
 from pipeline.sinks.wandb_start import FINISH_TIMEOUT_SECONDS, choose_mode, open_run
+from pipeline.working_tree import GIT_DIFF
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -69,13 +71,15 @@ def open_wandb(
             "entity": config.entity,
             "group": config.group or run_name,
             "tags": config.tags or None,
-            "notes": config.notes,
+            "notes": redact(config.notes),
             "job_type": config.job_type,
             "name": run_dir.resolve().name,
             "dir": str(run_dir),
-            "config": run_config,
+            "config": redact(run_config),
         }
         run, newest = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
+        if (run_dir / GIT_DIFF).exists():
+            run.save(str(run_dir / GIT_DIFF), base_path=str(run_dir), policy="now")
         sink = WandbSink(run, newest, AXES[config.x_axis])
         if start_step > 0:
             for record in earlier():

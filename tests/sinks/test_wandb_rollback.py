@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
-# What happens, word by word: rows FIRST LAST VALUE, back TO FROM, wait ROWS (until the server has them), kill.
+# Word by word: rows FIRST LAST VALUE, back TO FROM, wait ROWS (until the server has them), kill.
 PROGRAM = """
     import json, logging, os, sys, time
     from pathlib import Path
