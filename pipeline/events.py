@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+RUN_FAILED = "run_failed"
 ROLLBACK = "rollback"
 """A run went back to the event's step: rows of later ones belong to what it gave up."""
 Level = Literal["info", "warning", "error"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.launch import ROOT, launch, numbers, run_directories, write_recipe
 from support.ranks import free_port
@@ -44,3 +46,31 @@ def test_without_a_server_training_does_not_notice(tmp_path):
     (run,) = run_directories(tmp_path)
     assert numbers(run)[-1]["step"] == 10
     assert list((run / "wandb").glob("offline-run-*"))
+
+
+def test_a_crash_is_marked_with_its_last_lines(tmp_path):
+    server = Server(tmp_path / "server")
+    try:
+        recipe = write_recipe(
+            tmp_path,
+            model={"kind": "support.faults:faulty", "args": {"fault": "raise", "at": 3}},
+            data={"kind": "support.faults:points"},
+            objective={"kind": "classification"},
+            wandb={"mode": "auto"},
+        )
+        faults = {"PYTHONPATH": str(ROOT / "tests")}
+        result = launch("--config", str(recipe), **faults, **online(server.url))
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert result.returncode == 1, result.stderr
+    (run,) = server.runs().values()
+    assert run["exitcode"] == 1
+    summary = json.loads(run["summary"])
+    assert "ZeroDivisionError: a programmer's mistake" in summary["failure"]
+    ((title, text, severity),) = run["alerts"]
+    assert (title, severity) == ("run_failed", "ERROR")
+    assert "a programmer's mistake" in text
+    recipe = json.loads(run["config"])
+    assert recipe["environment"]["value"]["packages"]["wandb"]
+    assert recipe["recipe"]["value"]["max_steps"] == 10

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -17,7 +18,8 @@ from rich.console import Console
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import PipelineError, one_line
-from pipeline.events import Event
+from pipeline.events import RUN_FAILED, Event
+from pipeline.redaction import redact_text
 from pipeline.sinks.console import ConsoleSink
 from pipeline.sinks.csv_table import CSV_FILE, CsvSink
 from pipeline.sinks.dispensable import Dispensable, open_dispensable
@@ -28,6 +30,8 @@ from pipeline.sinks.own import import_sink, open_own
 from pipeline.sinks.rewinds import replay
 
 logger = logging.getLogger(__name__)
+
+FAILURE_LINES = 20
 
 
 class Sinks:
@@ -89,8 +93,12 @@ class Sinks:
 
     def _tell_of_failure(self, error: Exception) -> None:
         """To the sinks alone: who ends the run shows it on the console."""
-        kind = "" if isinstance(error, PipelineError) else f"{type(error).__name__}: "
-        event = Event("run_failed", f"{kind}{one_line(error, 1000)}", level="error")
+        is_users = isinstance(error, PipelineError)
+        kind = "" if is_users else f"{type(error).__name__}: "
+        lines = "".join(traceback.format_exception(error)).splitlines()[-FAILURE_LINES:]
+        # What a user can cause is in the message; a mistake of ours is in the lines that led there.
+        fields = {} if is_users else {"traceback": redact_text("\n".join(lines))}
+        event = Event(RUN_FAILED, f"{kind}{one_line(error, 1000)}", level="error", fields=fields)
         for sink in self._sinks:
             with suppress(OSError, PipelineError):  # as a full disk, of which that very error may be
                 sink.tell(self._step, event)

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from pipeline.config.watching_schema import NotifyConfig
 from pipeline.errors import ConfigError, one_line
-from pipeline.events import Event
+from pipeline.events import RUN_FAILED, Event
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def tell_at_once(config: NotifyConfig, run: str, step: int, message: str) -> Non
     """Tells that a run failed, from a process that ends: also on ranks without sinks, and where the training
     thread stands still. Raises nothing, logs nothing, and takes PATIENCE seconds at the most.
     """
-    said = alert(run, step, Event("run_failed", message, level="error"))
+    said = alert(run, step, Event(RUN_FAILED, message, level="error"))
 
     def deliver() -> None:
         with suppress(Exception):

@@ -20,8 +20,8 @@ import numpy as np
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
-from pipeline.events import ROLLBACK, Event
-from pipeline.redaction import redact
+from pipeline.events import ROLLBACK, RUN_FAILED, Event
+from pipeline.redaction import redact, redact_text
 from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
 from pipeline.sinks.wandb_start import FINISH_TIMEOUT_SECONDS, choose_mode, open_run
@@ -29,6 +29,8 @@ from pipeline.working_tree import GIT_DIFF
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+FAILURE = "failure"
 
 AXES = {"global_step": "global_step", "tokens_seen": "train/tokens_seen"}
 BEST = {"loss": "min", "perplexity": "min", "accuracy": "max", "per_second": "max", "mfu": "max"}
@@ -104,12 +106,14 @@ class WandbSink:
         self._newest_there = newest
         self._is_on = True
         self._step, self._row = 0, dict[str, float]()  # the newest, which is still to be sent
-        self._offset = self._rewinds = 0
+        self._global_step = self._offset = self._rewinds = 0
         self._axis, self._defined = axis, set[str]()
         self._summary = dict[str, dict[str, float]]()
         for name in {axis, "global_step", "rewinds"}:
             run.define_metric(name, hidden=True)
         run.define_metric("*", step_metric=axis)
+        if FAILURE in run.summary.keys():  # noqa: SIM118 (it is no dict): of the start before
+            del run.summary[FAILURE]
 
     def wandb_step(self, step: int) -> int:
         """W&B's own step, which has to rise, of a global step."""
@@ -122,7 +126,7 @@ class WandbSink:
                 better = np.fmin if best == "min" else np.fmax  # of a number and NaN the number
                 so_far = self._summary.get(name, {}).get(best, math.nan)
                 self._summary[name] = {best: float(better(value, so_far)), "last": float(value)}
-        at = self.wandb_step(step)
+        self._global_step, at = step, self.wandb_step(step)
         if at <= self._newest_there:
             return
         if at != self._step:
@@ -144,7 +148,8 @@ class WandbSink:
         self._rewinds += 1
 
     def tell(self, step: int, event: Event) -> None:
-        """Send an alert, by mail or chat as the user's settings there say; W&B holds back repeated ones."""
+        """Send an alert, by mail or chat as the user's settings there say; W&B holds back repeated ones. How
+        a run failed stands in the summary too, as `failure`."""
         if event.name == ROLLBACK:
             self._rewind(step, int(event.fields["from_step"]))
         if self._is_on and event.level != "info":
@@ -178,7 +183,9 @@ class WandbSink:
 
     def _alert(self, step: int, event: Event) -> bool:
         level = "ERROR" if event.level == "error" else "WARN"
-        self._run.alert(title=event.name, text=f"step {step}: {event.line}", level=level, wait_duration=60)
+        self._run.alert(title=event.name, text=redact_text(f"step {step}: {event.line}"), level=level, wait_duration=60)
+        if event.name == RUN_FAILED:
+            self._run.summary[FAILURE] = str(event.fields.get("traceback", event.message))
         return True
 
     def _finish(self, exit_code: int) -> None:

@@ -144,6 +144,10 @@ def answer_graphql(store: Store, operation: str, query: str, v: dict, host: str)
         return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": urls}}
     if operation == "MarkRunFilesUploaded":
         return {"markRunFilesUploaded": {"success": True}}
+    if "Alert" in operation:
+        store.runs[v["runName"]].setdefault("alerts", []).append([v["title"], v["text"], v["severity"]])
+        store.save()
+        return {"notifyScriptableRunAlert": {"success": True}}
     if "RunStoppedStatus" in query or operation == "RunState":
         return {"project": {"run": {"stopped": False, "state": "running"}}}
     if operation == "OrganizationCoreWeaveOrganizationID":
