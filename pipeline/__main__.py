@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare, report
+from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare, report, sync
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.errors import CommandLine, DeviceFailedError, PipelineError, report_errors
 
@@ -21,6 +21,7 @@ COMMANDS = {
     "report": report,
     "inspect": inspect,
     "doctor": doctor,
+    "sync": sync,
 }
 
 

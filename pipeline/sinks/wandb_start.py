@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
 from pipeline.redaction import redact_text
+from pipeline.sinks.wandb_files import NOT_UPLOADED, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +68,7 @@ def open_run(
             run_id = _run_id(id_file, reuse=is_resume)
             with _arguments_redacted():
                 run = wandb.init(mode="online", id=run_id, resume="allow", **shared)
+            _forget_unfinished(folder)
             _set_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
             logger.info("W&B run: %s", run.url)
             return run, run.starting_step - 1
@@ -79,6 +79,7 @@ def open_run(
     # how many of its rows are there cannot be asked now, so the file begins with all of them.
     newest = _newest_offline_step(folder, id_file) if is_resume else None
     if newest is None:
+        _forget_unfinished(folder)
         _set_aside(folder.glob("offline-run-*"))
     run_id = _run_id(id_file, reuse=newest is not None)
     with _arguments_redacted():
@@ -108,17 +109,9 @@ def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
     if not id_file.exists():
         return None
     for run in sorted(folder.glob(f"offline-run-*-{id_file.read_text().strip()}"), reverse=True):
-        step = None
-        # wandb's own reader, a line a record; each session's file has its own rows alone.
-        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
-        command += [str(path) for path in run.glob("run-*.wandb")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as reader:
-            for line in reader.stdout or ():
-                if b'"type":"history"' in line:
-                    with contextlib.suppress(ValueError):  # of a file that ends in the middle of a record
-                        step = json.loads(line)["history"]["step"]["num"]
+        step = max((row["step"] for row in rows_of(run)), default=None)
         if step is not None:
-            return int(step)
+            return step
         _set_aside([run])
     return None
 
@@ -130,6 +123,12 @@ def _run_id(path: Path, *, reuse: bool) -> str:
     run_id = secrets.token_hex(4)
     path.write_text(run_id + "\n")
     return run_id
+
+
+def _forget_unfinished(folder: Path) -> None:
+    """What the server had not taken of an earlier start comes from metrics.jsonl now."""
+    for mark in folder.glob(f"run-*/{NOT_UPLOADED}"):
+        mark.unlink()
 
 
 def _set_aside(runs: Iterable[Path]) -> None:

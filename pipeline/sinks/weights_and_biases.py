@@ -24,6 +24,7 @@ from pipeline.events import ROLLBACK, RUN_FAILED, Event
 from pipeline.redaction import redact, redact_text
 from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
+from pipeline.sinks.wandb_files import NOT_UPLOADED
 from pipeline.sinks.wandb_start import FINISH_TIMEOUT_SECONDS, choose_mode, open_run
 from pipeline.working_tree import GIT_DIFF
 
@@ -193,11 +194,13 @@ class WandbSink:
         try:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
+            folder = Path(self._run.dir).parent
+            (folder / NOT_UPLOADED).touch()
             logger.warning(
                 "W&B did not take the last rows within %.0f s; metrics.jsonl has them all; to upload them: "
-                "wandb sync --include-online %s",
+                "python -m pipeline sync --upload %s",
                 FINISH_TIMEOUT_SECONDS,
-                shlex.quote(str(Path(self._run.dir).parent)),
+                shlex.quote(str(folder.parent.parent)),
             )
 
 

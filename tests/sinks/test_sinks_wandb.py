@@ -188,6 +188,16 @@ def test_key_in_netrc_is_found_and_a_bad_key_goes_offline(tmp_path: Path, server
 
 
 @pytest.mark.slow
+def test_a_key_that_the_server_refuses_goes_offline(tmp_path: Path, server: Server):
+    folder = tmp_path / "trial-1"
+    done = run(folder, environment(tmp_path, server.url, WANDB_API_KEY="wrong" * 8))
+    (said,) = done.said
+    assert "W&B is offline" in said
+    assert "401" in said
+    check_rows(offline_rows(folder), last=12)
+
+
+@pytest.mark.slow
 def test_resume_after_a_kill_has_every_row_exactly_once(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
     run(folder, env, last=12, end="kill")  # wandb loses what it had not sent: here, all

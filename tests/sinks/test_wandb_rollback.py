@@ -1,59 +1,11 @@
 """W&B after a rollback, the real client: what was given up stays, marked, every row once and in order."""
 
 import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from support.wandb_program import run
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
-
-# Word by word: rows FIRST LAST VALUE, back TO FROM, wait ROWS (until the server has them), kill.
-PROGRAM = """
-    import json, logging, os, sys, time
-    from pathlib import Path
-    from pipeline.config.model_schema import CNNConfig
-    from pipeline.config.data_schema import DigitsDataConfig
-    from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.events import ROLLBACK, Event
-    from pipeline.sinks import build_sinks
-
-    run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-    kept = sys.argv[4]
-    logging.basicConfig(stream=sys.stdout)
-    config = RunConfig(name="trial", max_steps=40, model=CNNConfig(kind="cnn"),
-                       data=DigitsDataConfig(kind="digits"), wandb=WandbConfig())
-    run_dir.mkdir(exist_ok=True)
-    with build_sinks(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=40,
-                     run_config={}) as sinks:
-        for word, *rest in words:
-            if word == "rows":
-                for step in range(rest[0], rest[1] + 1):
-                    sinks.write(step, {"train/loss": rest[2] + step / 7, "train/accuracy": step / 99})
-                    if step % 5 == 0:
-                        sinks.write(step, {"eval/loss": rest[2] + step / 9})
-            elif word == "back":
-                step, from_step = rest
-                fields = {"from_step": from_step, "first_sample": 8, "last_sample": from_step}
-                sinks.tell(step, Event(ROLLBACK, "back", fields=fields))
-            elif word == "wait":
-                while not Path(kept).exists() or len(Path(kept).read_text().splitlines()) < rest[0]:
-                    time.sleep(0.1)
-            elif word == "kill":
-                sys.stdout.flush()
-                os._exit(9)
-"""
-
-
-def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path = Path("none")) -> None:
-    program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    command = [*program, str(folder), str(start), json.dumps(words), str(kept)]
-    done = subprocess.run(
-        command, env=env, cwd=folder.parent, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stderr == ""
-    assert done.returncode == (9 if ["kill"] in words else 0), done.stdout
 
 
 @pytest.fixture

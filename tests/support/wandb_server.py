@@ -19,9 +19,9 @@ KEY = {"WANDB_API_KEY": "k" * 40}
 class Server:
     """The stand-in in a process of its own."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, port: int | None = None):
         self.folder = folder
-        self.port = free_port()
+        self.port = port or free_port()
         self.start()
 
     def start(self) -> None:

@@ -19,6 +19,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+WRONG_KEY = b"api:" + b"wrong" * 8
+
 
 class Store:
     """What the backend keeps, on disk, so that a stand-in that was stopped can be started again."""
@@ -199,7 +201,9 @@ def make_handler(store: Store) -> type[BaseHTTPRequestHandler]:
             record = {"time": time.time(), "method": self.command, "path": self.path, "bytes": len(body)}
             status, answer = 200, {}
             with store.lock:
-                if self.path == "/graphql":
+                if base64.b64encode(WRONG_KEY).decode() in self.headers.get("Authorization", ""):
+                    record["REFUSED"], status, answer = True, 401, {"error": "no such key"}
+                elif self.path == "/graphql":
                     call = json.loads(body)
                     named = re.search(r"(?:query|mutation) (\w+)", call["query"])
                     operation = call.get("operationName") or (named.group(1) if named else "")
