@@ -17,6 +17,7 @@ from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
+from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
@@ -40,6 +41,7 @@ from pipeline.peak_flops import peak_flops
 from pipeline.replica_check import ReplicaCheck
 from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
+from pipeline.sampling import build_sampler
 from pipeline.schedule import remark
 from pipeline.sinks import build_sinks
 from pipeline.sinks.jsonl import METRICS_FILE
@@ -110,6 +112,14 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         save=Cadence(config.checkpoint.every, max_steps),
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,
+        tell_sample=build_sampler(
+            engine,
+            data.tokenizer,
+            config.sample,
+            config.seed,
+            sinks.tell,
+            asks=isinstance(config.data, ChatDataConfig),
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,3 +112,5 @@ class Parts:
     """Between checkpoints, besides those of `save`; 0: only those."""
     grace_seconds: float | None
     """Between a signal to stop and the kill."""
+    tell_sample: Callable[[int], None] | None = None
+    """Has the model write after the evaluation of a step. Collective; None: it does not."""

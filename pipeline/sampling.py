@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pipeline.config.schema import SampleConfig
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ModelError
+from pipeline.events import SAMPLE, Event
 from pipeline.models.generation import Generates, GenerationSettings, longest_sequence
 
 TEMPERATURE = 0.8
@@ -28,6 +29,35 @@ def sample_text(
     prompt = _prompt_ids(tokenizer, config.prompt, asks)
     settings = GenerationSettings(config.max_new_tokens, TEMPERATURE, seed=seed)
     return str(tokenizer.decode(_write(writer, prompt, settings), skip_special_tokens=True))
+
+
+def build_sampler(
+    writer: Generates,
+    tokenizer: Any,
+    config: SampleConfig,
+    seed: int,
+    tell: Callable[[int, Event], None],
+    *,
+    asks: bool,
+) -> Callable[[int], None] | None:
+    """What has the model write after the evaluation of a step, and tells it; None: it is not asked for.
+
+    Args:
+        tokenizer: None of a model that writes no text.
+    """
+    if tokenizer is None or not config.every_eval or not config.max_new_tokens:
+        return None
+
+    def tell_sample(step: int) -> None:
+        text = sample_text(writer, tokenizer, config, seed, asks=asks)
+        if text is not None:
+            fields = {"prompt": config.prompt, "text": text}
+            tell(
+                step,
+                Event(SAMPLE, f"step {step}: the model wrote {text[:200]!r}", level="info", fields=fields),
+            )
+
+    return tell_sample
 
 
 def generate_text(

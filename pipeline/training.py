@@ -274,6 +274,8 @@ class Loop:
             else:
                 self._rows.write(step, Seen(row))
                 self._evaluation, self._evaluated_at = row, step
+                if parts.tell_sample is not None:
+                    parts.tell_sample(step)
         return row
 
     def _remembered(self) -> dict[str, Any]:

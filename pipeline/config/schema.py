@@ -225,6 +225,9 @@ class SampleConfig(Closed):
     """What it goes on from; a question, where `data.kind` is `chat`."""
     max_new_tokens: int = Field(48, ge=0, le=2**20)
     """Tokens it writes; 0: none."""
+    every_eval: bool = False
+    """Also after each evaluation: an event `sample` in metrics.jsonl, a table in Weights & Biases. The curve
+    stays the same."""
 
 
 class DistributedConfig(Closed):

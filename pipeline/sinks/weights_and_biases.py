@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
-from pipeline.events import ROLLBACK, RUN_FAILED, Event
+from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event
 from pipeline.redaction import redact, redact_text
 from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURE = "failure"
+SAMPLES = 100
+"""Lines of the table of samples: each evaluation sends it whole."""
 
 AXES = {"global_step": "global_step", "tokens_seen": "train/tokens_seen"}
 BEST = {"loss": "min", "perplexity": "min", "accuracy": "max", "per_second": "max", "mfu": "max"}
@@ -106,7 +108,8 @@ class WandbSink:
         self._run = run
         self._newest_there = newest
         self._is_on = True
-        self._step, self._row = 0, dict[str, float]()  # the newest, which is still to be sent
+        self._samples = list[list[Any]]()
+        self._step, self._row = 0, dict[str, Any]()  # the newest, which is still to be sent
         self._global_step = self._offset = self._rewinds = 0
         self._axis, self._defined = axis, set[str]()
         self._summary = dict[str, dict[str, float]]()
@@ -139,8 +142,16 @@ class WandbSink:
         """Take a row or event of the run's record that was there before."""
         if is_rollback(record):
             self._rewind(record["step"], int(record["from_step"]))
+        elif record.get("event") == SAMPLE:
+            self._add_sample(record["step"], record)
         elif "event" not in record:
             self.write(record["step"], {key: value for key, value in record.items() if key != "step"})
+
+    def _add_sample(self, step: int, fields: Mapping[str, Any]) -> None:
+        """The table so far, with one more line, goes with the row of its step."""
+        self._samples.append([step, self._rewinds, fields["prompt"], fields["text"]])
+        if self.wandb_step(step) == self._step and self._row:
+            self._row["samples"] = self._samples[-SAMPLES:]
 
     def _rewind(self, step: int, from_step: int) -> None:
         """The steps after `step` come again. One more than they are: so may the evaluation of `step`."""
@@ -153,6 +164,8 @@ class WandbSink:
         a run failed stands in the summary too, as `failure`."""
         if event.name == ROLLBACK:
             self._rewind(step, int(event.fields["from_step"]))
+        if event.name == SAMPLE:
+            self._add_sample(step, event.fields)
         if self._is_on and event.level != "info":
             self._is_on = _never_crash("stopped", lambda: self._alert(step, event)) is not None
 
@@ -174,11 +187,18 @@ class WandbSink:
         if row and self._is_on:
             self._is_on = _never_crash("stopped", lambda: self._log(row)) is not None
 
-    def _log(self, row: dict[str, float]) -> bool:
+    def _log(self, row: dict[str, Any]) -> bool:
         for name in row.keys() - self._defined:
             if (best := _best_of(name)) is not None:
                 self._run.define_metric(name, step_metric=self._axis, summary=f"{best},last")
         self._defined |= row.keys()
+        if (samples := row.pop("samples", None)) is not None:
+            import wandb
+
+            table = wandb.Table(columns=["global_step", "rewinds", "prompt", "text"], data=samples)
+            # Bound here: for a table that is not, `log` makes an artifact too, and waits for the server.
+            table.bind_to_run(self._run, "samples", self._step)
+            row["samples"] = table
         self._run.log(row, step=self._step, commit=True)
         return True
 

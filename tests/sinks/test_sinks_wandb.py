@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support import wandb_program
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
 # Logs `steps` rows (eval at every 5th step), then ends as told; prints what the parent must know.
@@ -302,3 +303,16 @@ def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server)
     assert len(done.said) == 2
     assert "training goes on without it" in done.said[1]
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 14
+
+
+@pytest.mark.slow
+def test_what_the_model_wrote_is_a_table_over_resumes_too(tmp_path: Path, server: Server):
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    wandb_program.run(folder, env, 0, ["rows", 1, 5, 0], ["sample", 5], ["rows", 6, 7, 0])
+    wandb_program.run(folder, env, 7, ["rows", 8, 10, 0], ["sample", 10], ["rows", 11, 12, 0])
+    rows = [row for row in server.rows(run_id(folder)) if "samples" in row]
+    assert [row["_step"] for row in rows] == [5, 10]
+    assert [row["samples"]["_type"] for row in rows] == ["table-file"] * 2
+    path = server.folder / "files" / run_id(folder) / rows[-1]["samples"]["path"]
+    assert json.loads(path.read_text())["data"] == [[5, 0, "p", "text 5"], [10, 0, "p", "text 10"]]
+    assert not [call for call in server.calls() if "Artifact" in call.get("operation", "")]

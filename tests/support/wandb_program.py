@@ -6,7 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-# Word by word: rows FIRST LAST VALUE, back TO FROM, wait ROWS (until the server has them), kill.
+# Word by word: rows FIRST LAST VALUE, back TO FROM, sample STEP, wait ROWS (until the server has them), kill.
 PROGRAM = """
     import json, logging, os, sys, time
     from pathlib import Path
@@ -34,6 +34,9 @@ PROGRAM = """
                 step, from_step = rest
                 fields = {"from_step": from_step, "first_sample": 8, "last_sample": from_step}
                 sinks.tell(step, Event(ROLLBACK, "back", fields=fields))
+            elif word == "sample":
+                fields = {"prompt": "p", "text": f"text {rest[0]}"}
+                sinks.tell(rest[0], Event("sample", "it wrote", level="info", fields=fields))
             elif word == "wait":
                 while not Path(kept).exists() or len(Path(kept).read_text().splitlines()) < rest[0]:
                     time.sleep(0.1)
