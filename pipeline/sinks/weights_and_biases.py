@@ -204,7 +204,9 @@ class WandbSink:
 
     def _alert(self, step: int, event: Event) -> bool:
         level = "ERROR" if event.level == "error" else "WARN"
-        self._run.alert(title=event.name, text=redact_text(f"step {step}: {event.line}"), level=level, wait_duration=60)
+        self._run.alert(
+            title=event.name, text=redact_text(f"step {step}: {event.line}"), level=level, wait_duration=60
+        )
         if event.name == RUN_FAILED:
             self._run.summary[FAILURE] = str(event.fields.get("traceback", event.message))
         return True
