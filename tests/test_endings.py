@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, command, environment, launch, numbers, run_directories, start, write_recipe
+from support.launch import (
+    ROOT,
+    command,
+    environment,
+    kill_once,
+    launch,
+    numbers,
+    run_directories,
+    write_recipe,
+)
 from support.wandb_server import Server
 
 from pipeline.cli import main
@@ -66,19 +73,6 @@ def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, ro
     assert run_directories(broken) == [run]
     assert numbers(run) == numbers(run_directories(whole)[0])
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000021", "step-00000024"]
-
-
-def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int, **extra: str) -> None:
-    """SIGKILL to the whole process group once `rows` rows are logged."""
-    process = start(*arguments, ranks=ranks, output=Path(os.devnull), **extra)
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        written = [p for run in run_directories(folder) for p in run.glob("metrics.jsonl")]
-        if written and len(written[0].read_text().splitlines()) >= rows:
-            break
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def test_killed_and_gone_on_with_under_another_split(tmp_path):

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from support.launch import ROOT, launch, numbers, run_directories, write_recipe
+from support.launch import ROOT, kill_once, launch, numbers, run_directories, run_python, write_recipe
 from support.ranks import free_port
 from support.wandb_server import Server
+
+from pipeline.events import ROLLBACK
+from pipeline.sinks.rewinds import replay
 
 pytestmark = pytest.mark.slow
 SPLIT = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
@@ -18,23 +25,99 @@ def online(url: str) -> dict[str, str]:
     return {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_ERROR_REPORTING": "false"}
 
 
-def test_two_ranks_make_one_run_with_every_row_once(tmp_path):
-    server = Server(tmp_path / "server")
+def of_record(run: Path) -> list[tuple]:
+    """Global step, rewinds, losses of all that the run did."""
+    rewinds, rows = 0, dict[tuple, dict]()
+    for record in replay(run / "metrics.jsonl", 10**9):
+        rewinds += record.get("event") == ROLLBACK
+        if "event" not in record:
+            rows.setdefault((record["step"], rewinds), {}).update(record)
+    return [(*key, row.get("train/loss"), row.get("eval/loss")) for key, row in rows.items()]
+
+
+def of_server(rows: list[dict]) -> list[tuple]:
+    assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows})
+    columns = ("train/loss", "eval/loss")
+    return [(row["global_step"], row.get("rewinds", 0), *(row.get(key) for key in columns)) for row in rows]
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    server = Server(folder)
     try:
-        recipe = write_recipe(tmp_path, wandb={"mode": "auto"})
-        result = launch("--config", str(recipe), *SPLIT, ranks=2, **online(server.url))
+        yield server
     finally:
         server.process.kill()
         server.process.wait()
+
+
+@pytest.mark.daily("2")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
+    recipe = write_recipe(tmp_path, max_steps=14, wandb={"mode": "auto"})
+    samples = ["sample.every_eval=true", "sample.max_new_tokens=4"]
+    arguments = ["--config", str(recipe), *SPLIT]
+    with serving(tmp_path / "server") as server:
+        kill_once([*arguments, *samples], ranks, tmp_path, 8, **online(server.url))
+        result = launch(*arguments, *samples, ranks=ranks, **online(server.url))
     assert result.returncode == 0, result.stderr
     assert KEY not in result.stdout + result.stderr
     (run_id,) = server.runs()
     (run,) = run_directories(tmp_path)
-    logged = {row["step"]: row["train/loss"] for row in numbers(run) if "train/loss" in row}
-    arrived = [(row["_step"], row["train/loss"]) for row in server.rows(run_id) if "train/loss" in row]
-    assert arrived == sorted(logged.items())
-    evaluated = {row["step"]: row["eval/loss"] for row in numbers(run) if "eval/loss" in row}
-    assert {row["_step"]: row["eval/loss"] for row in server.rows(run_id) if "eval/loss" in row} == evaluated
+    assert of_server(server.rows(run_id)) == of_record(run)
+    tables = [row["samples"]["nrows"] for row in server.rows(run_id) if "samples" in row]
+    assert tables == [1, 2, 3, 4, 5], "steps 0, 4, 8, 12 and 14"
+    silent = tmp_path / "silent"
+    result = launch(*arguments, "wandb.mode=disabled", f"run_dir={silent}", ranks=ranks)
+    assert result.returncode == 0, result.stderr
+    assert of_record(silent) == of_record(run), "writing changes no curve"
+
+
+GOES_BACK = """
+import sys
+from support.poisoned import ALONE, BATCH, train
+
+watch = {"on_spike": "rollback", "rollback_steps": 4}
+checkpoint = {"every": 10, "keep_last": 9}
+train(ALONE, None, sys.argv[1], {40 * BATCH: 1e4}, watch=watch, checkpoint=checkpoint, wandb={"mode": "auto"})
+"""
+
+
+def test_a_run_that_goes_back_shows_what_it_gave_up(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with serving(tmp_path / "server") as server:
+        faults = {"PYTHONPATH": str(ROOT / "tests"), **online(server.url)}
+        (tmp_path / "back.py").write_text(GOES_BACK)
+        result = run_python(str(tmp_path / "back.py"), str(run), **faults)
+    assert result.returncode == 0, result.stderr
+    ((run_id, kept),) = server.runs().items()
+    assert of_server(server.rows(run_id)) == of_record(run)
+    rewinds = [row.get("rewinds", 0) for row in server.rows(run_id)]
+    assert rewinds == sorted(rewinds)
+    assert set(rewinds) == {0, 1}
+    assert "rollback" in [title for title, _, _ in kept["alerts"]]
+
+
+def test_an_agent_of_a_sweep_runs_the_usual_command(tmp_path):
+    recipe = write_recipe(tmp_path, max_steps=3, wandb={"mode": "auto"})
+    script = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(recipe)]
+    command = [*script, "checkpoint.resume=never", "${args_no_hyphens}"]
+    rates = [0.01, 0.003]
+    trials = [{"optimizer.learning_rate": {"value": rate}} for rate in rates]
+    with serving(tmp_path / "server") as server:
+        (server.folder / "sweep.json").write_text(
+            json.dumps({"config": json.dumps({"command": command}), "trials": trials})
+        )
+        agent = ["-m", "wandb", "agent", "local/deepspeed-pipeline/s"]
+        result = run_python(sys.executable, *agent, cwd=tmp_path, **online(server.url))
+    assert result.returncode == 0, result.stderr
+    assert list(server.runs()) == ["trial1", "trial0"], "the agent's own ids"
+    for rate, (name, kept) in zip(rates, server.runs().items(), strict=True):
+        config = json.loads(kept["config"])
+        assert config["recipe"]["value"]["optimizer"]["learning_rate"] == rate
+        assert [row["global_step"] for row in server.rows(name)] == [0, 1, 3]
+        assert kept["exitcode"] == 0
 
 
 def test_without_a_server_training_does_not_notice(tmp_path):

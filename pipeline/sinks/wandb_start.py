@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import shlex
 import sys
@@ -120,7 +121,9 @@ def _run_id(path: Path, *, reuse: bool) -> str:
     """The id kept in the run directory, or a new one, kept there from now on."""
     if reuse and path.exists():
         return path.read_text().strip()
-    run_id = secrets.token_hex(4)
+    # An agent of a sweep knows its trial by the id that it gives.
+    run_id = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
+    run_id = run_id or secrets.token_hex(4)
     path.write_text(run_id + "\n")
     return run_id
 

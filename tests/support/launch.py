@@ -149,3 +149,16 @@ def write_recipe(folder: Path, **changes: Any) -> Path:
 
 def run_directories(folder: Path) -> list[Path]:
     return sorted((folder / "runs").glob("tiny-*"))
+
+
+def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int, **extra: str) -> None:
+    """SIGKILL to the whole process group once `rows` rows are logged."""
+    process = start(*arguments, ranks=ranks, output=Path(os.devnull), **extra)
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        written = [p for run in run_directories(folder) for p in run.glob("metrics.jsonl")]
+        if written and len(written[0].read_text().splitlines()) >= rows:
+            break
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

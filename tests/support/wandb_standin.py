@@ -114,6 +114,28 @@ def resume_status(store: Store, v: dict) -> dict:
     return {"model": {**project(run), "bucket": bucket}}
 
 
+def answer_agent(store: Store, operation: str, v: dict) -> dict:
+    """Of a sweep: sweep.json has its `config`, as text, and `trials`: the values that are handed out."""
+    path = store.folder / "sweep.json"
+    sweep = json.loads(path.read_text())
+    if operation == "SweepWithRuns":
+        return {
+            "project": {"sweep": {"id": "x", "name": "s", "config": sweep["config"], "runs": {"edges": []}}}
+        }
+    if operation == "CreateAgent":
+        return {"createAgent": {"agent": {"id": "QWdlbnQ6MQ=="}}}
+    commands = [{"type": "exit"}]
+    if any(json.loads(v["runState"]).values()):
+        commands = []  # one trial at a time
+    elif sweep["trials"]:
+        values = sweep["trials"].pop(0)
+        commands = [
+            {"type": "run", "run_id": f"trial{len(sweep['trials'])}", "program": "none", "args": values}
+        ]
+        path.write_text(json.dumps(sweep))
+    return {"agentHeartbeat": {"agent": {"id": "QWdlbnQ6MQ=="}, "commands": json.dumps(commands)}}
+
+
 def answer_graphql(store: Store, operation: str, query: str, v: dict, host: str) -> dict:
     if operation == "Viewer" or "viewer" in query:
         return {
@@ -146,6 +168,8 @@ def answer_graphql(store: Store, operation: str, query: str, v: dict, host: str)
         return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": urls}}
     if operation == "MarkRunFilesUploaded":
         return {"markRunFilesUploaded": {"success": True}}
+    if operation in ("SweepWithRuns", "CreateAgent", "Heartbeat"):
+        return answer_agent(store, operation, v)
     if "Alert" in operation:
         store.runs[v["runName"]].setdefault("alerts", []).append([v["title"], v["text"], v["severity"]])
         store.save()
