@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from support.launch import ROOT, kill_once, launch, numbers, run_directories, run_python, write_recipe
 from support.ranks import free_port
+from support.wandb_rows import of_record, of_server
 from support.wandb_server import Server
-
-from pipeline.events import ROLLBACK
-from pipeline.sinks.rewinds import replay
 
 pytestmark = pytest.mark.slow
 SPLIT = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
@@ -23,22 +21,6 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 
 def online(url: str) -> dict[str, str]:
     return {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_ERROR_REPORTING": "false"}
-
-
-def of_record(run: Path) -> list[tuple]:
-    """Global step, rewinds, losses of all that the run did."""
-    rewinds, rows = 0, dict[tuple, dict]()
-    for record in replay(run / "metrics.jsonl", 10**9):
-        rewinds += record.get("event") == ROLLBACK
-        if "event" not in record:
-            rows.setdefault((record["step"], rewinds), {}).update(record)
-    return [(*key, row.get("train/loss"), row.get("eval/loss")) for key, row in rows.items()]
-
-
-def of_server(rows: list[dict]) -> list[tuple]:
-    assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows})
-    columns = ("train/loss", "eval/loss")
-    return [(row["global_step"], row.get("rewinds", 0), *(row.get(key) for key in columns)) for row in rows]
 
 
 @contextmanager
