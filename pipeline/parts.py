@@ -65,6 +65,10 @@ class Cadence:
     def due(self, step: int) -> bool:
         return step == self.last or (self.every > 0 and step % self.every == 0)
 
+    def due_or_first(self, step: int) -> bool:
+        """Due, or before the first step."""
+        return step == 0 or self.due(step)
+
 
 def rows_until(step: int, logs: Cadence, evaluations: Cadence | None, owes: bool) -> dict[str, list[int]]:
     """Of which steps, up to this one, a run has written rows: of training, and of evaluations.

@@ -64,6 +64,11 @@ class Safeguard:
         self._furthest = 0
 
     @property
+    def bands(self) -> tuple[Band, Band]:
+        """What is normal of losses and of gradient norms: kept in checkpoints, whoever adds to them."""
+        return self._bands["loss"], self._bands["gradient norm"]
+
+    @property
     def reads_steps(self) -> bool:
         """Whether each step is read, and may be left out."""
         return "skip" in (self._watch.on_spike, self._watch.on_nonfinite)

@@ -116,8 +116,8 @@ class Stepper:
             remembered = parts.checkpoints.go_back(parts.engine, until)
         if remembered is None:
             raise StoppedError(
-                f"{found.why.line}; there is no checkpoint of step {until} or before it to go back to: set "
-                "checkpoint.every, or lower watch.rollback_steps"
+                f"{found.why.line}; there is no checkpoint of step {until} or before it to go back to: lower "
+                "checkpoint.every or watch.rollback_steps, or raise checkpoint.keep_last"
             )
         state = TrainState.of(remembered, parts.engine.device)
         stretches = parts.safeguard.leave_out(found)

@@ -157,11 +157,12 @@ def test_evaluation_and_end_can_be_read_in_a_file(told):
     for line, (name, loss) in zip(lines[at + 1 : at + 3], sets.items(), strict=True):
         assert line.split() == [name, "loss", f"{loss:.4f}"]
         assert line.index("loss") == lines[at].index("loss")
-    assert [line.split()[0] for line in lines[-6:]] == [
+    assert [line.split()[0] for line in lines[-7:]] == [
         "steps",
         "loss",
         "eval",
         "metrics",
+        "report",
         "checkpoint",
         "settings",
     ]
@@ -176,7 +177,7 @@ def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
     (warning,) = done.stderr.splitlines()
     assert warning.startswith("schedule.warmup_steps 50 is longer")
     assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        *("steps", "loss", "eval", "metrics", "checkpoint", "settings"),
+        *("steps", "loss", "eval", "metrics", "report", "checkpoint", "settings"),
     ]
     run = run_directories(recipe.parent)[-1]
     assert "parameters" in (run / "logs" / "rank00000.log").read_text()

@@ -19,6 +19,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import nn
 
+from pipeline.config.half_masters import has_half_states
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
@@ -35,6 +36,8 @@ from pipeline.engine.refusal import Refusal
 from pipeline.engine.replicas import Replicas
 from pipeline.engine.state import State, restore
 from pipeline.engine.step_gate import StepGate
+from pipeline.op_builds import CPU_ADAM, needed_ops
+from pipeline.optim import build_torch_optimizer
 from pipeline.shards import Scalars, Shard, ShardSource
 
 # The search for an fp16 loss scale: in a checkpoint -> DeepSpeed's word. ZeRO 0 keeps no hysteresis.
@@ -57,6 +60,25 @@ def start_deepspeed(job: Job) -> None:
         prepare_for_cpu()
     deepspeed.utils.nvtx.enable_nvtx = False  # a range around every hook, for a profiler that is not there
     deepspeed.init_distributed(dist_init_required=False)
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """torch's; DeepSpeed's CPU Adam where AdamW's state lives in host memory.
+
+    `native_ops.prepare_native_ops` has built it, or asked for torch's where it cannot be.
+    """
+    if CPU_ADAM in needed_ops(config):
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(
+            groups,
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            adamw_mode=True,
+            fp32_optimizer_states=not has_half_states(config),
+        )
+    return build_torch_optimizer(groups, optimizer)
 
 
 # Elements: below, a reduction takes its latency. In so many parts a model is reduced beside its backward.

@@ -11,17 +11,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
-import deepspeed
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.half_masters import has_half_states
 from pipeline.config.schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine import guard
 from pipeline.engine.changing_buffers import ChangingBuffers
-from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
+from pipeline.engine.deepspeed_base import DeepSpeedBase, build_optimizer, fit_bucket
 from pipeline.engine.deepspeed_patches import (
     average_over_all_ranks,
     keep_autocast,
@@ -52,8 +50,7 @@ from pipeline.engine.zero3 import Zero3Sharding, gather_by_block, gathered_where
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.sharding import Placed, Sharding
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
-from pipeline.op_builds import CPU_ADAM, needed_ops
-from pipeline.optim import build_torch_optimizer, parameter_groups, set_learning_rate
+from pipeline.optim import parameter_groups, set_learning_rate
 
 
 def sharding_for(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:
@@ -67,25 +64,6 @@ def sharding_for(config: dict[str, Any], split: Split, device: torch.device) -> 
         return TensorSharding(config, split)
     dtype = DTYPES[split.precision]
     return Zero3Sharding(config, dtype) if split.zero_stage == 3 else Placed(device, dtype)
-
-
-def build_optimizer(
-    groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any]
-) -> torch.optim.Optimizer:
-    """torch's; DeepSpeed's CPU Adam where AdamW's state lives in host memory.
-
-    `native_ops.prepare_native_ops` has built it, or asked for torch's where it cannot be.
-    """
-    if CPU_ADAM in needed_ops(config):
-        return deepspeed.ops.adam.DeepSpeedCPUAdam(
-            groups,
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            adamw_mode=True,
-            fp32_optimizer_states=not has_half_states(config),
-        )
-    return build_torch_optimizer(groups, optimizer)
 
 
 class DeepSpeedEngine(DeepSpeedBase):
@@ -214,12 +192,16 @@ class DeepSpeedEngine(DeepSpeedBase):
             with self.phases.measured("backward"):
                 engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
             with self.phases.measured("optimizer"):
-                if engine.is_gradient_accumulation_boundary():
+                if index == len(micro_batches) - 1:
                     total = added(losses, objective.means, self.device)
                     loss_sum = total.loss_sum / alike
                     self._refusal.look(loss_sum, totals[0])
-                    if self._own_guard and self._split.zero_stage > 0:
-                        self._clip_and_guard_partition()
+                if (
+                    self._own_guard
+                    and self._split.zero_stage > 0
+                    and engine.is_gradient_accumulation_boundary()
+                ):
+                    self._clip_and_guard_partition()
                 engine.step()
         with self.phases.measured("communication"):
             self._buffers.share()

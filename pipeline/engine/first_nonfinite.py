@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pipeline.data.batches import on_host
 from pipeline.data.extents import place_of
-from pipeline.models.staging import Layer
 from pipeline.objectives import Batch, LossSum, Objective
 
 SHOWN = 8  # samples that a line names
@@ -131,6 +130,8 @@ class _Looking:
 
 def _names_in_the_whole(module: nn.Module) -> dict[nn.Module, str]:
     """Each module's name; in a stage of a pipeline that of the whole model."""
+    from pipeline.models.staging import Layer  # and transformers with it, whose import takes long
+
     names = {layer: name for name, layer in module.named_modules()}
     for layer in module.modules():
         if isinstance(layer, Layer):

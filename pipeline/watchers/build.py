@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeline.band import Band
 from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.loading import get_dotted
 from pipeline.config.schema import RunConfig
@@ -19,15 +20,26 @@ from pipeline.watchers.spikes import Spikes
 
 
 def build_watchers(
-    config: RunConfig, resolved: Resolved, engine: Engine, job: Job, first_step: int, max_steps: int
+    config: RunConfig,
+    resolved: Resolved,
+    engine: Engine,
+    job: Job,
+    steps: tuple[int, int],
+    bands: tuple[Band, Band],
 ) -> tuple[Watcher, ...]:
-    """Of a run that begins at `first_step`. Collective: the engine's parameters are looked at."""
+    """What a run asks for. Collective: the engine's parameters are looked at.
+
+    Args:
+        steps: Where it begins, and where it ends.
+        bands: What is normal of its losses and its gradient norms.
+    """
     watch = config.watch
     alerts: list[Watcher] = []
     if watch.alerts or watch.on_nonfinite != "log":
         alerts = [NonFinite(lowest_loss_scale(resolved.deepspeed))]
-    if watch.alerts or watch.on_spike != "log":
-        alerts += [Spikes.of_losses(), Spikes.of_norms()]
+    # Where spikes are skipped, none ever counts as a step.
+    if watch.on_spike != "skip" and (watch.alerts or watch.on_spike != "log"):
+        alerts += [Spikes.of_losses(bands[0]), Spikes.of_norms(bands[1])]
     if watch.alerts:
         alerts += [
             EvalDivergence(),
@@ -38,7 +50,7 @@ def build_watchers(
         ]
         if not _lies_on_a_disk(resolved):  # to read all of it takes minutes
             alerts.append(FrozenParameters(engine.shards, job.gather_object))
-    return (*alerts, NonFiniteSteps(engine.precision, first_step, max_steps))
+    return (*alerts, NonFiniteSteps(engine.precision, *steps))
 
 
 def _lies_on_a_disk(resolved: Resolved) -> bool:

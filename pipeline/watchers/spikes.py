@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.band import GRADIENT_NORM, LOSS, Band, Reach
+from pipeline.band import Band
 from pipeline.events import Event
 from pipeline.watchers import Seen
 
@@ -12,30 +12,30 @@ CALM = 32  # steps without a spike, after which the next one is told again
 class Spikes:
     """Tells of the first spike of an episode: until CALM steps have gone by without one."""
 
-    def __init__(self, name: str, of: str, advice: str, reach: Reach) -> None:
-        """What it is called and looks at; see `of_losses`, `of_norms`."""
+    def __init__(self, name: str, of: str, advice: str, band: Band) -> None:
+        """What it is called and looks at; see `of_losses`, `of_norms`. Who made the band keeps it."""
         self._name, self._of, self._advice = name, of, advice
-        self._band = Band(reach)
+        self._band = band
         self._calm = CALM
 
     @staticmethod
-    def of_losses() -> Spikes:
+    def of_losses(band: Band) -> Spikes:
         """Each step's training loss."""
         advice = (
             "look at the samples of that step; if it does not come down by itself, go back to the last "
             "checkpoint with a lower optimizer.learning_rate, a longer schedule.warmup_steps or a lower "
             "optimizer.max_grad_norm"
         )
-        return Spikes("loss_spike", "loss", advice, LOSS)
+        return Spikes("loss_spike", "loss", advice, band)
 
     @staticmethod
-    def of_norms() -> Spikes:
+    def of_norms(band: Band) -> Spikes:
         """Each step's gradient norm, before clipping."""
         advice = (
             "where the loss follows, lower optimizer.learning_rate or optimizer.max_grad_norm, or raise "
             "schedule.warmup_steps; look at the samples of that step"
         )
-        return Spikes("grad_norm_spike", "gradient norm", advice, GRADIENT_NORM)
+        return Spikes("grad_norm_spike", "gradient norm", advice, band)
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
         """See Watcher."""

@@ -25,12 +25,12 @@ class Heard(logging.Handler):
 
 
 def warnings_of_a_run(job, folder, slow_rank):
-    """What each rank's log says of a run in which the forward of one takes 60 ms longer."""
+    """What each rank's log says of a run in which the forward of one takes 200 ms longer."""
     changes = {"engine": {"parallel": "ddp"}, "max_steps": 20, "log": {"every": 1}}
     config, resolved = resolve(recipe(**changes), None, job.ranks.world_size)
     run = assemble(config, resolved, job, token_bundle(), folder)
     if job.ranks.rank == slow_rank:
-        run.engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.06))
+        run.engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
     heard = Heard()
     logging.getLogger("pipeline").addHandler(heard)
     with (

@@ -46,7 +46,7 @@ def run(job, split, folder, late_rank=None, slow_evaluation=False):
         evaluates = parts.engine.eval_step
         parts.engine.eval_step = lambda *given: time.sleep(0.05) or evaluates(*given)
     if job.ranks.rank == late_rank:
-        parts = replace(parts, loader=Late(parts.loader, 0.3))
+        parts = replace(parts, loader=Late(parts.loader, 1.0))
     with parts.sinks, Loop(parts) as loop:
         loop.train()
     parts.loader.close()
@@ -64,7 +64,7 @@ def test_the_columns_are_all_there_and_hold_the_step(ranks, tmp_path, name):
         assert set(seconds) == {f"time/{phase}_seconds" for phase in PHASES}
         assert min(seconds[f"time/{phase}_seconds"] for phase in ("forward", "backward", "optimizer")) > 0
     (end,) = time_of(tmp_path)
-    assert end["other_seconds"] < 0.3 * sum(end[f"{phase}_seconds"] for phase in PHASES)
+    assert end["other_seconds"] < 0.6 * sum(end[f"{phase}_seconds"] for phase in PHASES)
     evaluated = [row["time/evaluation_seconds"] > 0 for row in rows]
     assert evaluated == [True, False, False, True, False, False]  # the last one is in the last line
     assert end["evaluation_seconds"] > 1.2 * sum(row["time/evaluation_seconds"] for row in rows)
@@ -75,6 +75,5 @@ def test_a_rank_that_comes_late_is_communication_for_the_other(ranks, tmp_path, 
     ranks(2).run(run, SPLITS[name], tmp_path, 1)
     rows = [row for row in rows_of(tmp_path) if "train/loss" in row]
     steps = ("data", "forward", "backward", "optimizer", "communication", "other")
-    for row in rows[1:]:
-        seconds = {phase: row[f"time/{phase}_seconds"] for phase in steps}
-        assert max(seconds, key=lambda phase: seconds[phase]) == "communication"
+    seconds = {phase: sum(row[f"time/{phase}_seconds"] for row in rows[1:]) for phase in steps}
+    assert max(seconds, key=lambda phase: seconds[phase]) == "communication"

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from pipeline.band import GRADIENT_NORM, LOSS, Band
 from pipeline.watchers import Seen
 from pipeline.watchers.evaluations import EvalDivergence
 from pipeline.watchers.memory import MemoryGrowth
@@ -35,7 +36,7 @@ def timed(seconds, data=0.0, steps=1):
 
 def test_a_spike_between_two_rows_is_told_once_with_its_step():
     rows = of_losses(*[[2.0] * 10] * 5, [2.0, 2.0, 7.0, 6.0, *[2.0] * 6], [2.0] * 10)
-    ((step, event),) = asked(Spikes.of_losses(), rows)
+    ((step, event),) = asked(Spikes.of_losses(Band(LOSS)), rows)
     assert (step, event.name, event.level) == (60, "loss_spike", "warning")
     assert event.message.startswith(
         "the loss of step 53 is 7, 3.5 times what was normal before (2, up to 2.6)"
@@ -47,18 +48,20 @@ def test_a_spike_between_two_rows_is_told_once_with_its_step():
 def test_a_spike_is_told_again_after_a_time_without_one():
     calm = [[2.0]] * 40
     soon, late = [[7.0], *[[2.0]] * (CALM - 1), [7.0]], [[7.0], *[[2.0]] * CALM, [7.0]]
-    assert len(asked(Spikes.of_losses(), of_losses(*calm, *soon))) == 1
-    assert len(asked(Spikes.of_losses(), of_losses(*calm, *late))) == 2
-    assert len(asked(Spikes.of_losses(), of_losses(*calm, *[[7.0]] * 300))) == 1  # how things are now
+    assert len(asked(Spikes.of_losses(Band(LOSS)), of_losses(*calm, *soon))) == 1
+    assert len(asked(Spikes.of_losses(Band(LOSS)), of_losses(*calm, *late))) == 2
+    assert (
+        len(asked(Spikes.of_losses(Band(LOSS)), of_losses(*calm, *[[7.0]] * 300))) == 1
+    )  # how things are now
 
 
 def test_norms_are_looked_at_apart_and_need_not_be_there():
     rows = [Seen({}, [2.0], [0.5 if step < 50 else 9.0]) for step in range(51)]
-    ((step, event),) = asked(Spikes.of_norms(), rows)
+    ((step, event),) = asked(Spikes.of_norms(Band(GRADIENT_NORM)), rows)
     assert (step, event.name) == (51, "grad_norm_spike")
     assert event.message.startswith("the gradient norm of step 51 is 9, 18.0 times")
-    assert asked(Spikes.of_norms(), of_losses(*[[2.0]] * 3)) == []
-    assert asked(Spikes.of_norms(), [Seen({}, [2.0])] * 50) == []
+    assert asked(Spikes.of_norms(Band(GRADIENT_NORM)), of_losses(*[[2.0]] * 3)) == []
+    assert asked(Spikes.of_norms(Band(GRADIENT_NORM)), [Seen({}, [2.0])] * 50) == []
 
 
 def skipping(skipped, scale=None, loss=1.0):

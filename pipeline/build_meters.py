@@ -1,0 +1,84 @@
+"""What is measured of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoint.manifest import Manifest
+from pipeline.config.model_schema import ModelConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import Resolved
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import Engine
+from pipeline.engine.profile import profile_asked_for
+from pipeline.gpu_meter import GpuMeter
+from pipeline.metrics import Meters, Workload
+from pipeline.models.batch_norm import is_synchronised
+from pipeline.models.flops import block_flops_per_token, flops_per_token, fp8_share
+from pipeline.objectives import Objective
+from pipeline.peak_flops import peak_flops
+from pipeline.sinks.jsonl import METRICS_FILE
+from pipeline.wall_time import Earlier, WallTime
+
+
+def build_meters(
+    config: RunConfig,
+    resolved: Resolved,
+    engine: Engine,
+    objective: Objective,
+    job: Job,
+    directory: Path,
+    checkpoint: Manifest | None = None,
+) -> Meters:
+    """What is measured of the run; before its record is opened, which may take rows back."""
+    name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
+    length: int | None = getattr(config.data, "sequence_length", None)
+    cost = flops_per_token(engine.module, length)
+    in_fp8 = fp8_share(engine.module, getattr(config.model, "fp8", "none"), cost)
+    workload = Workload(
+        samples_per_step=resolved.plan.global_batch_size,
+        world_size=job.ranks.world_size,
+        unit=objective.unit,
+        means=objective.means,
+        flops_per_sample=None if length is None or cost is None else length * cost,
+        peak_flops=peak_flops(name, engine.precision, resolved.tf32, in_fp8),
+        recomputed_flops=_recomputed(config.model, engine, length),
+    )
+    clock = time.perf_counter
+    profile = profile_asked_for(resolved.deepspeed, engine, clock, directory, job.ranks.is_main_process)
+    earlier = Earlier()
+    if job.ranks.is_main_process:  # whose rows are kept, and whose word a checkpoint has
+        earlier = Earlier.of(directory / METRICS_FILE, checkpoint.state if checkpoint is not None else {})
+    replicas = max(1, torch.cuda.device_count()) if resolved.split.parallel == "dp" else 1
+    wall = WallTime(
+        engine.phases,
+        clock,
+        earlier=earlier,
+        devices=job.ranks.world_size * replicas,
+        price=config.log.price_per_device_hour,
+        communicates=job.ranks.world_size > 1,
+    )
+    gpu = GpuMeter(engine.device, earlier.energy_kwh)
+    compares = forward_waits_for_nobody(resolved, engine, job)
+    return Meters(workload, job, clock, profile, compares, wall, gpu)
+
+
+def forward_waits_for_nobody(resolved: Resolved, engine: Engine, job: Job) -> bool:
+    """Whether ranks can be compared by what a forward takes: all do the same, and no collective is in it."""
+    split = resolved.split
+    is_whole = split.zero_stage < 3 and split.dp_world_size == job.ranks.world_size > 1
+    return is_whole and not any(is_synchronised(layer) for layer in engine.module.modules())
+
+
+def _recomputed(model: ModelConfig, engine: Engine, length: int | None) -> Callable[[], float]:
+    """FLOPs of a row that its backward makes once more: of products, of which `selective` keeps all."""
+    if length is None or getattr(model, "activation_checkpointing", "none") in ("none", "selective"):
+        return float
+    from pipeline.models.activation_checkpointing import share_recomputed
+
+    of_blocks = length * block_flops_per_token(engine.module, length)
+    return lambda: of_blocks * share_recomputed(engine.module)
