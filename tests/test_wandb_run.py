@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, kill_once, launch, numbers, run_directories, run_python, write_recipe
+from support.launch import DIGITS, ROOT, kill_once, launch, numbers, run_directories, run_python, write_recipe
 from support.ranks import free_port
 from support.wandb_rows import of_record, of_server
 from support.wandb_server import Server
@@ -100,6 +100,13 @@ def test_an_agent_of_a_sweep_runs_the_usual_command(tmp_path):
         assert config["recipe"]["value"]["optimizer"]["learning_rate"] == rate
         assert [row["global_step"] for row in server.rows(name)] == [0, 1, 2, 3]
         assert kept["exitcode"] == 0
+
+
+def test_curves_over_tokens_are_for_what_counts_tokens(tmp_path):
+    recipe = write_recipe(tmp_path, **DIGITS, wandb={"mode": "offline", "x_axis": "tokens_seen"})
+    result = launch("--config", str(recipe))
+    assert result.returncode == 2
+    assert "error: wandb.x_axis: tokens_seen: this run counts samples; set global_step" in result.stderr
 
 
 def test_without_a_server_training_does_not_notice(tmp_path):

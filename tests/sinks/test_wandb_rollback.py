@@ -44,6 +44,10 @@ def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: Ser
     run(folder, env, 16, ["rows", 17, 20, 2])
     assert told(server.rows(run_id(folder))) == EXPECTED + stretch(17, 20, 2, 2)
     kept = server.runs()[run_id(folder)]
+    defined = json.loads(kept["config"])["_wandb"]["value"]["m"]
+    names = {each.get("1", each.get("2")): each for each in defined}
+    assert defined[names["*"]["5"] - 1]["1"] == "global_step", "what curves are drawn over"
+    assert {name for name in names if "/" in name} == {"train/loss", "train/accuracy", "eval/loss"}
     summary = json.loads(kept["summary"])
     assert summary["train/loss"] == pytest.approx({"min": 1 / 7, "last": 2 + 20 / 7})
     assert summary["eval/loss"] == pytest.approx({"min": 5 / 9, "last": 2 + 20 / 9})
