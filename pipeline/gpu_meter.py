@@ -4,7 +4,6 @@ is installed.
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -100,10 +99,11 @@ class GpuMeter:
 
 def _opened(device: torch.device, nvml: Any) -> tuple[Any, Any]:
     """The package, and its word for the device: by its UUID, since its numbers are not torch's."""
-    try:
-        nvml = nvml or importlib.import_module("pynvml")
-    except ImportError:
-        return None, None
+    if nvml is None:
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return None, None
     try:
         nvml.nvmlInit()
         return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{device_id(device)}")
