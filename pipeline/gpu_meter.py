@@ -101,9 +101,10 @@ def _opened(device: torch.device, nvml: Any) -> tuple[Any, Any]:
     """The package, and its word for the device: by its UUID, since its numbers are not torch's."""
     if nvml is None:
         try:
-            import pynvml as nvml
+            import pynvml
         except ImportError:
             return None, None
+        nvml = pynvml
     try:
         nvml.nvmlInit()
         return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{device_id(device)}")

@@ -235,7 +235,7 @@ def test_what_stands_in_files_does_nothing(make_run, show):
     page.drawn()
     assert page.run("return document.querySelectorAll('img, main b:not(.badge, li b), iframe').length") == 0
     assert (
-        page.run("return document.getElementById('lists').innerText.split(arguments[0]).length", hostile) == 4
+        page.run("return document.getElementById('lists').innerText.split(arguments[0]).length", hostile) > 3
     )
 
 
