@@ -13,6 +13,7 @@ import urllib.request
 
 import pytest
 from support.launch import ROOT, environment
+from support.prepare_command import hear_interrupts
 from support.recorded import row
 
 from pipeline.errors import PipelineError
@@ -72,8 +73,9 @@ def test_a_port_that_is_taken(make_run):
 
 def test_ctrl_c_ends_it(make_run):
     command = [sys.executable, "-m", "pipeline", "report", str(make_run(lines=[row(1)])), "--follow"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, env=environment(), preexec_fn=hear_interrupts, **pipes
     ) as process:
         line = process.stdout.readline()
         assert get(line.split()[4].rstrip(";"))[0] == 200

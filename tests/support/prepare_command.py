@@ -78,7 +78,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_hear_interrupts,  # noqa: PLW1509 (one call, which takes no lock)
+            preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, which takes no lock)
             env=environment(recipe.parent),
         )
 
@@ -127,7 +127,7 @@ class Command:
             self.process.stderr.close()
 
 
-def _hear_interrupts() -> None:
+def hear_interrupts() -> None:
     """In the child: a shell's background jobs inherit SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
