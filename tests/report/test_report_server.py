@@ -75,7 +75,11 @@ def test_ctrl_c_ends_it(make_run):
     command = [sys.executable, "-m", "pipeline", "report", str(make_run(lines=[row(1)])), "--follow"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment(), preexec_fn=hear_interrupts, **pipes
+        command,
+        cwd=ROOT,
+        env=environment(),
+        preexec_fn=hear_interrupts,  # noqa: PLW1509 (no thread of this process holds a lock)
+        **pipes,
     ) as process:
         line = process.stdout.readline()
         assert get(line.split()[4].rstrip(";"))[0] == 200
