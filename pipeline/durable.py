@@ -26,9 +26,13 @@ def replace_text(path: Path, text: str) -> None:
         OSError: it cannot be written; the old one stays.
     """
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    synchronise(partial)
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        synchronise(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_durably(path: Path, *parts: bytes | memoryview) -> None:
