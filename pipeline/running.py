@@ -30,7 +30,7 @@ from pipeline.errors import (
     printable,
     too_long_a_name,
 )
-from pipeline.report.ending import write_at_end
+from pipeline.report.page import write_at_end
 
 
 @dataclass

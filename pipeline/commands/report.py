@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pipeline.commands.inputs import reading_a_run
+from pipeline.durable import replace_text
 from pipeline.errors import ConfigError
 
 HELP = "the curves, alerts and settings of runs as one HTML file"
@@ -14,62 +15,28 @@ HELP = "the curves, alerts and settings of runs as one HTML file"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.description = HELP
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="run directory; several are compared"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE.html",
-        help="default: RUN/report.html; of several ./report.html",
-    )
-    parser.add_argument(
-        "--figures",
-        type=Path,
-        metavar="FOLDER",
-        help="the plots as PNG and SVG too, for papers, in this folder",
-    )
-    parser.add_argument(
-        "--x", choices=("step", "tokens", "hours"), default="step", help="x axis of --figures"
-    )
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="serve the page on 127.0.0.1, live, until Ctrl-C; no file is written",
-    )
-    parser.add_argument("--port", type=_port, default=0, help="for --follow; default: any that is free")
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 65535")
-    return int(text)
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN", help="run directory; several are compared")
+    add("-o", "--output", type=Path, metavar="FILE.html", help="default: RUN/report.html, or ./report.html")
+    add("--follow", action="store_true", help="serve it live on 127.0.0.1, until Ctrl-C; writes no file")
+    add("--port", type=int, default=0, help="for --follow; default: any that is free")
 
 
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
     """Raises a PipelineError where a folder is no run, or its metrics are damaged."""
-    from pipeline.report.page import REPORT_FILE, page_data, render, write_page
-    from pipeline.report.runs import find_run, read_run
+    from pipeline.report.page import REPORT_FILE, encode, render
+    from pipeline.report.runs import find_run
 
-    paths = list(dict.fromkeys(find_run(path) for path in arguments.runs))
-    output = arguments.output or (paths[0] / REPORT_FILE if len(paths) == 1 else Path(REPORT_FILE))
+    runs = list(dict.fromkeys(find_run(path) for path in arguments.runs))
+    output = arguments.output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     if output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output {output}: expected the name of a file that ends in .html")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.parent}")
     if arguments.follow:
-        from pipeline.report.server import LiveReport
+        from pipeline.report.server import live_report
 
-        with LiveReport(paths, arguments.port) as server:
-            print(f"the report is at {server.address}; Ctrl-C ends it", flush=True)
+        with live_report(runs, arguments.port) as server:
+            print(f"the report is at http://127.0.0.1:{server.server_port}/; Ctrl-C ends it", flush=True)
             server.serve_forever()
-    views = [read_run(path) for path in paths]
-    write_page(render(page_data(views)), output)
-    if arguments.figures is not None:
-        from pipeline.report.figures import draw_figures
-
-        drawn = draw_figures(views, arguments.figures, arguments.x)
-        print(f"{len(drawn)} figures in {arguments.figures}")
+    replace_text(output, render(encode(runs)))
     print(output)

@@ -2,87 +2,55 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from pipeline.errors import PipelineError
-from pipeline.report.page import encode, page_data, render, stamp
-from pipeline.report.runs import read_run
+from pipeline.report.page import encode, render
+from pipeline.sinks.jsonl import METRICS_FILE
 
 
-class LiveReport(ThreadingHTTPServer):
-    """`/` is the page, `/data.json?seen=VERSION` its data, or 204 where VERSION is still what there is."""
+def live_report(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """A server on 127.0.0.1 alone, at any free port for 0. `/data.json` is the data, all else the page.
 
-    daemon_threads = True
+    Raises:
+        PipelineError: the port cannot be had.
+    """
+    made_of, made = object(), ""
 
-    def __init__(self, runs: Sequence[Path], port: int):
-        """Listens, on 127.0.0.1 alone.
+    def data() -> str:
+        nonlocal made_of, made
+        files = [run / name for run in runs for name in (METRICS_FILE, "summary.json", "logs/rank00000.log")]
+        stats = [file.stat() for file in files if file.exists()]  # one changes with whatever is new
+        if (stamp := [(each.st_size, each.st_mtime_ns) for each in stats]) != made_of:
+            made, made_of = encode(runs, live=True), stamp
+        return made
 
-        Args:
-            port: 0: any that is free.
-
-        Raises:
-            PipelineError: the port cannot be had.
-        """
-        try:
-            super().__init__(("127.0.0.1", port), _Handler)
-        except OSError as error:
-            raise PipelineError(f"--port {port}: {error.strerror}; give another one, or 0 for any") from None
-        self._runs = runs
-        self._made_of: object = None
-        self._data: dict[str, Any] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def address(self) -> str:
-        """What a browser is given."""
-        return f"http://127.0.0.1:{self.server_address[1]}/"
-
-    def data(self) -> dict[str, Any]:
-        """Of the page, as the files are now."""
-        with self._lock:
-            if (made_of := stamp(self._runs)) != self._made_of:
-                self._data = page_data([read_run(run) for run in self._runs], live=True)
-                self._data["version"] = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
-                self._made_of = made_of
-            return self._data
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: LiveReport
-
-    def do_GET(self) -> None:
-        place = urlsplit(self.path)
-        # A page of another site may have its own name point here; it may not read what is served.
-        if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in ("127.0.0.1", "localhost"):
-            self._answer(403, "this report is for 127.0.0.1")
-        elif place.path not in ("/", "/data.json"):
-            self._answer(404, "there is / and /data.json")
-        else:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            code, kind = 200, "text/plain"
             try:
-                data = self.server.data()
+                # A page of another site may have its own name point here; it may not read what is served.
+                if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in ("127.0.0.1", "localhost"):
+                    code, text = 403, "this report is for 127.0.0.1"
+                elif self.path == "/data.json":
+                    text = data()
+                else:
+                    text, kind = render(data()), "text/html"
             except PipelineError as error:
-                self._answer(500, str(error))
-                return
-            if place.path == "/":
-                self._answer(200, render(data), "text/html; charset=utf-8")
-            elif parse_qs(place.query).get("seen") == [data["version"]]:
-                self._answer(204)
-            else:
-                self._answer(200, encode(data), "application/json")
+                code, text = 500, str(error)
+            self.send_response(code)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(text.encode())
 
-    def _answer(self, code: int, text: str = "", kind: str = "text/plain; charset=utf-8") -> None:
-        content = text.encode("utf-8", "replace")
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Nothing: a line every few seconds."""
 
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: a line every few seconds."""
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        raise PipelineError(f"--port {port}: {error}; give another one, or 0 for any") from None
