@@ -12,6 +12,7 @@ from pipeline.watchers import Seen
 STEPS = 8  # at least, that ranks are compared over
 SUSPECTED = 16  # steps in a row in which the same rank must have been slow: one that was disturbed is not
 LEAST_SHARE = 0.05  # of the step that is lost by waiting for it: below, it is not worth a line
+SHARE_IN_A_CROWD = 3.0  # where ranks share their cores with other processes: four times as slow
 TOLD = {"data": "reading data takes", "forward": "the forward takes"}
 ADVICE = {
     "data": "look at the disk and the processes that this machine reads from, or raise loader.num_workers",
@@ -41,6 +42,7 @@ class SlowRank:
 
     def _restart(self) -> None:
         self._steps, self._seconds = 0, 0.0
+        self._is_crowded = False
         self._own: dict[str, list[float]] = {}
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
@@ -48,10 +50,7 @@ class SlowRank:
         own = {phase: each for phase, each in seen.own.items() if phase in TOLD}
         if not own or not seen.steps:
             return None
-        if seen.is_crowded:
-            self._restart()
-            self._suspect = None
-            return None
+        self._is_crowded |= seen.is_crowded
         if not self._is_started:  # the first steps are the compiler's, and the workers' start
             self._is_started = True
             return None
@@ -65,8 +64,9 @@ class SlowRank:
     def _judged(self) -> Event | None:
         steps, step_seconds = self._steps, self._seconds / self._steps
         own = {phase: [each / steps for each in seconds] for phase, seconds in self._own.items()}
+        share = max(self._share, SHARE_IN_A_CROWD) if self._is_crowded else self._share
         self._restart()
-        suspect = self._slow(own, step_seconds)
+        suspect = self._slow(own, step_seconds, share)
         self._suspected = steps + (self._suspected if suspect == self._suspect else 0)
         self._suspect = suspect
         if suspect is None or self._suspected < SUSPECTED or suspect in self._told:
@@ -83,10 +83,12 @@ class SlowRank:
             fields={"rank": rank, "phase": phase, "seconds": mine, "median_seconds": middle},
         )
 
-    def _slow(self, own: Mapping[str, Sequence[float]], step_seconds: float) -> tuple[int, str] | None:
+    def _slow(
+        self, own: Mapping[str, Sequence[float]], step_seconds: float, share: float
+    ) -> tuple[int, str] | None:
         """The rank, and the phase, that the others wait for the longest."""
         together = [sum(each) for each in zip(*own.values(), strict=True)]
-        least = max(self._share * median_low(together), LEAST_SHARE * step_seconds)
+        least = max(share * median_low(together), LEAST_SHARE * step_seconds)
         rank = max(range(len(together)), key=lambda rank: together[rank])
         lost = {phase: each[rank] - median_low(each) for phase, each in own.items()}
         phase = max(lost, key=lambda phase: lost[phase])

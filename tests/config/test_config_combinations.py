@@ -63,6 +63,12 @@ EXAMPLES = [
         {"ds.flops_profiler.enabled": True, "ds.compile.enabled": True, STAGE: 1},
         {"ds.compile.enabled": False},
     ),
+    (
+        1,
+        {"ds.fp16.enabled": True, STAGE: 1, "watch.on_spike": "skip"},
+        {"watch.on_spike": "rollback", "checkpoint.every": 5},
+    ),
+    (1, {STAGE: 1, "watch.on_nonfinite": "rollback"}, {"checkpoint.every": 5}),
     (1, {**NVME, f"{OFFLOAD}.pipeline_read": True, STAGE: 3}, {f"{OFFLOAD}.pipeline_read": False}),
     (2, {HPZ: 2, STAGE: 2}, {STAGE: 3}),
     (3, {HPZ: 2, STAGE: 3}, {HPZ: 3}),

@@ -104,7 +104,7 @@ class Elastic:
 
     def _sizes(self) -> list[int]:
         """The number of ranks of each attempt that has begun to train."""
-        return [int(count) for count in re.findall(r"(\d+) ranks? on cpu;", self._log())]
+        return [int(count) for count in re.findall(r"(\d+) ranks? on cpu", self._log())]
 
     def _log(self) -> str:
         path = self.run / "logs" / "rank00000.log"
