@@ -12,7 +12,7 @@ from pipeline.watchers import Seen
 STEPS = 8  # at least, that ranks are compared over
 SUSPECTED = 16  # steps in a row in which the same rank must have been slow: one that was disturbed is not
 LEAST_SHARE = 0.05  # of the step that is lost by waiting for it: below, it is not worth a line
-SHARE_IN_A_CROWD = 3.0  # where ranks share their cores with other processes: four times as slow
+SHARE_IN_A_CROWD = 0.25  # at the least, where ranks share their cores with other processes
 TOLD = {"data": "reading data takes", "forward": "the forward takes"}
 ADVICE = {
     "data": "look at the disk and the processes that this machine reads from, or raise loader.num_workers",
