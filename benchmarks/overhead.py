@@ -1,8 +1,9 @@
 """What measuring costs a step: python benchmarks/overhead.py --stages plain 2 --ranks 1 2
 
 One run, whose steps come in bursts: with everything on (rows every 10 steps to metrics.jsonl, TensorBoard and
-W&B offline, phases, memory, comparison of ranks) and with all off, in turn and in either order. So both have
-the same engine, weights and machine. The exit code says whether the median is above 1 %.
+W&B offline, phases, memory, watchers, comparison of ranks and of their bits) and with all off, in turn and in
+either order. So both have the same engine, weights and machine. The exit code says whether the median is
+above 1 %.
 """
 
 from __future__ import annotations
@@ -49,18 +50,22 @@ class Switched:
         middle = _InTheMiddle()
         self._parts = replace(parts, eval_loader=None, owes_evaluation=False, log=middle)
         self.loop = Loop(self._parts)
-        self._timed = self.loop._objective
+        self._stepper = self.loop._stepper
+        self._timed = self._stepper._objective
         self._phases = parts.engine.phases
 
     def switch(self, on: bool) -> None:
+        from pipeline.config.watching_schema import WatchConfig
         from pipeline.parts import Cadence
+        from pipeline.replica_check import ReplicaCheck
         from pipeline.sinks import Sinks
 
         parts, off = self._parts, Off()
-        self.loop._objective = self._timed if on else parts.objective
+        self._stepper._objective = self._timed if on else parts.objective
         parts.engine.phases = self._phases if on else off
-        silent = {"meters": off, "sinks": Sinks(), "log": Cadence(0, 0)}
-        self.loop._parts = parts if on else replace(parts, **silent)
+        silent: dict[str, Any] = {"meters": off, "sinks": Sinks(), "log": Cadence(0, 0)}
+        silent["replica_check"] = ReplicaCheck(parts.job, None, WatchConfig(compare_every=0), 0)
+        self.loop._parts = self._stepper._parts = parts if on else replace(parts, **silent)
         if on:
             self._phases.restart()  # what was off is nobody's time
 

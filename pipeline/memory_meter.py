@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 GIB = 2**30
@@ -32,8 +32,8 @@ class MemoryMeter:
     def in_use(self) -> dict[str, float]:
         """GiB right now: of the `host` what the process holds alone, without the pages of files that it
         maps; of a GPU, as `device`, the peak since the last row."""
-        pages = Path("/proc/self/statm").read_text().split()
-        used = {"host": (int(pages[1]) - int(pages[2])) * resource.getpagesize() / GIB}
+        memory = psutil.Process().memory_info()
+        used = {"host": (memory.rss - getattr(memory, "shared", 0)) / GIB}
         if self._device.type == "cuda":
             used["device"] = torch.cuda.max_memory_allocated(self._device) / GIB
         return used

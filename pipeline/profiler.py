@@ -61,6 +61,7 @@ class StepProfiler:
         self._warmup = int(self._first > start + 1)
         self._device, self._counting, self._tell = device, counting, tell
         self._profile: profile | None = None
+        self._is_begun = False
         self._writing: threading.Thread | None = None
         self._step = start
         self._profiled_until = 0
@@ -72,7 +73,7 @@ class StepProfiler:
     def __call__(self, step: int) -> Iterator[None]:
         """Around a step. Costs nothing before and behind those that are profiled."""
         self._step = step
-        if step == self._first - self._warmup <= self._last:
+        if step == self._first - self._warmup <= self._last and not self._is_begun:
             self._begin()
         is_counted = step == self._last + 1 and self._writing is not None
         with self._counting(self._folder / "flops.txt") if is_counted else nullcontext({}) as counted:
@@ -100,6 +101,7 @@ class StepProfiler:
             self._tell_of_it()
 
     def _begin(self) -> None:
+        self._is_begun = True  # a step that was left out, or gone back to, comes again
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

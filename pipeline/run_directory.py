@@ -24,6 +24,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.durable import replace_text
 from pipeline.errors import CheckpointError, ConfigError, PipelineError
 from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
+from pipeline.run_lock import LOCK_FILE
 from pipeline.sinks.jsonl import METRICS_FILE
 from pipeline.working_tree import GIT_DIFF, git_commit, git_diff
 
@@ -145,7 +146,7 @@ def _patience() -> float:
 def _lock(path: Path, patience: float = 0.0) -> FileLock | None:
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / ".lock")
+        lock = FileLock(path / LOCK_FILE)
         lock.acquire(timeout=patience)
         return lock
     except Timeout:

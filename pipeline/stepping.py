@@ -154,7 +154,7 @@ class Stepper:
             parts.sinks.tell(step, Event("non_finite_cause", message, level="info"))
             return
         cause: Found = min(found)
-        rank = parts.job.everyone[abs(cause.rank)] if parts.job.everyone else "this process"
+        rank = parts.job.everyone[cause.rank] if parts.job.everyone else "this process"
         message = f"step {step}: the first that is infinite or NaN is {cause.where}, on {rank}"
         message += f"; samples: {cause.samples}" if cause.samples else ""
         parts.sinks.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))

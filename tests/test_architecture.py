@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers first; a module imports from its own layer or from lower ones.
 LAYERS = [
     ["errors", "events", "foreign", "redaction"],
-    ["config", "importing", "durable", "op_builds", "shards", "working_tree"],
+    ["config", "importing", "durable", "op_builds", "run_lock", "shards", "working_tree"],
     ["distributed", "logs"],
     ["launching", "device_failures"],
     ["doctor"],

@@ -37,10 +37,8 @@ def planted() -> dict:
 
 @pytest.fixture
 def server(tmp_path: Path):
-    server = Server(tmp_path / "server")
-    yield server
-    server.process.kill()
-    server.process.wait()
+    with Server(tmp_path / "server") as server:
+        yield server
 
 
 def repository(folder: Path) -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.commands.inputs import reading_a_run
 from pipeline.errors import PipelineError
+from pipeline.run_lock import is_held
 
 if TYPE_CHECKING:
     from pipeline.sinks.wandb_files import WandbFile
@@ -71,17 +72,4 @@ def _state(file: WandbFile, directory: Path) -> str:
         return "uploaded"
     if file.steps is None:
         return "empty"
-    return "in training" if _is_held(directory) else "to upload"
-
-
-def _is_held(directory: Path) -> bool:
-    """Whether a process trains the run: W&B would take the file for finished."""
-    from filelock import FileLock, Timeout
-
-    if not (directory / ".lock").exists():
-        return False
-    try:
-        with FileLock(directory / ".lock", timeout=0):
-            return False
-    except Timeout:
-        return True
+    return "in training" if is_held(directory) else "to upload"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeline.data.batches import on_host
 from pipeline.data.extents import place_of
 from pipeline.objectives import Batch, LossSum, Objective
+from pipeline.objectives.wrapped import WrappedObjective
 
 SHOWN = 8  # samples that a line names
 
@@ -24,8 +25,9 @@ class Found(NamedTuple):
     micro_batch: int
     order: int
     """Of the modules and gradients of the micro-batch."""
+    turn: int
+    """Of ranks at the same place: the last stage of a pipeline begins a backward."""
     rank: int
-    """Negative in a backward, which the last stage of a pipeline begins."""
     where: str
     samples: str
     """By source and index; empty: not known."""
@@ -93,9 +95,9 @@ class FirstNonFinite:
 
     def _note(self, is_backward: bool, where: str, output: Any) -> None:
         if self.found is None:
-            rank = -self._rank if is_backward else self._rank
+            turn, number = -self._rank if is_backward else self._rank, max(self._number, 0)
             samples = self._samples(output)
-            self.found = Found(is_backward, max(self._number, 0), self._order, rank, where, samples)
+            self.found = Found(is_backward, number, self._order, turn, self._rank, where, samples)
 
     def _samples(self, output: Any) -> str:
         """Those whose rows of a module's output are not finite; all of the micro-batch where it has none."""
@@ -112,18 +114,15 @@ class FirstNonFinite:
         return named + (" ..." if len(indices) > SHOWN else "")
 
 
-class _Looking:
+class _Looking(WrappedObjective):
     """An objective that is looked at."""
 
     def __init__(self, objective: Objective, first: FirstNonFinite):
-        self._objective = objective
+        super().__init__(objective)
         self._first = first
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objective, name)
-
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        loss = self._objective(model, batch)
+        loss = super().__call__(model, batch)
         self._first.lost(loss)
         return loss
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 KINDS = ("weights", "optimizer state", "gradients")
+SMALL = 2**16  # elements
 
 
 class Replicas:
@@ -72,20 +73,25 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """A sum of all bits, 0-dim, int64: no single flipped bit leaves it as it was. Waits for nothing."""
-    sums = [_bits(each).to(device) for each in tensors if each.numel()]
+    large: list[Tensor] = []
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for each in tensors:  # all ranks have them in one order
+        flat = each.detach().reshape(-1)
+        (large if flat.numel() > SMALL else small.setdefault((flat.dtype, flat.device), [])).append(flat)
+    # A model has hundreds of small ones, each of which would be several launches.
+    sums = [_bits(flat).to(device) for flat in [*large, *map(torch.cat, small.values())] if flat.numel()]
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=device)
-    # Odd factors, so that what changes places between two tensors shows.
+    # Odd factors, so that what changes places between two of them shows.
     odd = torch.arange(1, 2 * len(sums), 2, device=device)
     return (torch.stack(sums) * odd).sum()
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's 8-byte words, modulo 2**64, and of what is left at both ends."""
-    flat = tensor.detach().reshape(-1)
+def _bits(flat: Tensor) -> Tensor:
+    """The sum of a vector's 8-byte words, modulo 2**64, and of what is left at both ends."""
     size = flat.element_size()
     if flat.is_complex():
-        return _bits(torch.view_as_real(flat))
+        return _bits(torch.view_as_real(flat).reshape(-1))
     words = 8 // size
     first = -flat.storage_offset() % words  # torch views no word that begins elsewhere
     last = first + (flat.numel() - first) // words * words

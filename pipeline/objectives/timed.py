@@ -7,22 +7,20 @@ from typing import Any
 
 from pipeline.distributed.phases import Phases
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum, Objective
+from pipeline.objectives.wrapped import WrappedObjective
 
 
-class TimedObjective:
+class TimedObjective(WrappedObjective):
     """An objective whose forwards are measured."""
 
     def __init__(self, objective: Objective, phases: Phases):
-        self._objective = objective
+        super().__init__(objective)
         self._phases = phases
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objective, name)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""
         with self._phases.measured("forward"):
-            return self._objective(model, batch)
+            return super().__call__(model, batch)
 
     def prepare_step(self, batch: GlobalBatch) -> None:
         """See Objective. Not `forward`, which ranks are compared by: it waits for them."""

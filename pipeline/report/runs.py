@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from pipeline.config.loading import read_yaml
 from pipeline.errors import ConfigError, PipelineError, listed, printable
 from pipeline.foreign import CONFIGURATION, open_plain, read_plain
 from pipeline.report.record import Record, read_record
+from pipeline.run_lock import is_held
 from pipeline.sinks.console import duration
 from pipeline.sinks.jsonl import METRICS_FILE
 
@@ -59,7 +59,7 @@ def read_run(path: Path, ended: bool = False) -> RunView:
     record, failure = read_record(path / METRICS_FILE), ""
     if (path / "summary.json").is_file():
         state = "finished"
-    elif not ended and _is_locked(path / ".lock"):
+    elif not ended and is_held(path):
         state = "running"
     else:
         failure = _failure(path / "logs" / "rank00000.log")
@@ -107,15 +107,6 @@ def _json(path: Path) -> dict[str, Any]:
         tree = json.loads(read_plain(path, CONFIGURATION))
         return tree if isinstance(tree, dict) else {}
     return {}
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with open(open_plain(path), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    return False
 
 
 def _failure(log: Path) -> str:

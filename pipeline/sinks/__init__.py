@@ -60,9 +60,13 @@ class Sinks:
             sink.write(step, row)
 
     def tell(self, step: int, event: Event) -> None:
-        """Log what happened, on every rank, and hand it to every sink."""
+        """Log what happened, on every rank, and hand it to every sink.
+
+        A rank without sinks tells its file alone: errors of any rank come to the console, and all have this.
+        """
         self._step = step
-        logger.log(logging.getLevelName(event.level.upper()), "%s", event.line)
+        level = logging.getLevelName(event.level.upper())
+        logger.log(min(level, logging.WARNING) if self.is_empty else level, "%s", event.line)
         for sink in self._sinks:
             sink.tell(step, event)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import mean
-
 from pipeline.events import Event
 from pipeline.watchers import Seen
 
@@ -15,7 +13,7 @@ class EvalDivergence:
     """Tells that eval/loss rises while train/loss falls; again after a new best."""
 
     def __init__(self) -> None:
-        self._train: list[float] = []
+        self._sum, self._steps = 0.0, 0  # of the training losses since the evaluation before
         self._first = self._before = self._train_at_best = 0.0
         self._best: tuple[int, float] | None = None
         self._rises = 0
@@ -23,11 +21,13 @@ class EvalDivergence:
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
         """See Watcher."""
-        self._train += seen.losses
+        self._sum += sum(seen.losses)
+        self._steps += seen.steps
         loss = seen.row.get("eval/loss")
         if loss is None:
             return None
-        train, self._train = mean(self._train) if self._train else None, []
+        train = self._sum / self._steps if self._steps else None
+        self._sum, self._steps = 0.0, 0
         if self._best is None or loss < self._best[1]:
             self._first = self._first if self._best is not None else loss
             self._best, self._before, self._rises, self._is_told = (step, loss), loss, 0, False

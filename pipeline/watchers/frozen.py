@@ -14,9 +14,8 @@ from pipeline.shards import BUFFER, WEIGHT, Shard
 from pipeline.watchers import Seen
 
 STEPS = 20  # that have moved something
-SAMPLE = (
-    2**18
-)  # values of a shard that are looked at: some of each row of an embedding, of which few rows move
+# Values of a shard that are looked at: some of each row of an embedding, of which few rows move.
+SAMPLE = 2**18
 
 Shards = Callable[[], Iterator[Shard]]
 Gather = Callable[[Any], list[Any]]

@@ -8,9 +8,8 @@ from statistics import median
 from pipeline.events import Event
 from pipeline.watchers import Seen
 
-ROWS = (
-    16  # of a window at first; windows double in length as the run goes on, so that slow leaks are seen too
-)
+# Rows of a window at first; windows double in length as the run goes on, so that slow leaks are seen too.
+ROWS = 16
 WINDOWS = 8  # in a row, each above the one before
 MOST_WINDOWS = 20
 LEAST_GROWTH = 0.1  # of what there was

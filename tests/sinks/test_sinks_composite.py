@@ -71,6 +71,12 @@ def test_what_happened_is_logged_once_and_handed_to_every_sink(caplog):
     ]
 
 
+def test_a_rank_without_sinks_says_no_error_of_what_all_ranks_know(caplog):
+    """Errors of any rank come to the console."""
+    Sinks().tell(3, Event("corruption", "bits differ", level="error"))
+    assert [(each.levelname, each.message) for each in caplog.records] == [("WARNING", "bits differ")]
+
+
 def test_exit_code_is_0_normally_and_1_after_an_exception():
     first, second = Recorder(), Recorder()
     with Sinks([first]) as sinks:

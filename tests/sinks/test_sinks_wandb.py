@@ -69,10 +69,8 @@ PROGRAM = """
 
 @pytest.fixture
 def server(tmp_path: Path):
-    server = Server(tmp_path / "server")
-    yield server
-    server.process.kill()
-    server.process.wait()
+    with Server(tmp_path / "server") as server:
+        yield server
 
 
 class Outcome:

@@ -10,10 +10,8 @@ from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
 @pytest.fixture
 def server(tmp_path: Path):
-    server = Server(tmp_path / "server")
-    yield server
-    server.process.kill()
-    server.process.wait()
+    with Server(tmp_path / "server") as server:
+        yield server
 
 
 def told(rows: list[dict]) -> list[tuple]:

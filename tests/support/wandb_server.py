@@ -32,6 +32,13 @@ class Server:
         while socket.socket().connect_ex(("127.0.0.1", self.port)) and time.monotonic() < deadline:
             time.sleep(0.05)
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
