@@ -42,10 +42,9 @@ class Spikes:
         found = None
         values = seen.losses if self._name == "loss_spike" else seen.norms
         for at, value in enumerate(values, step - len(values) + 1):
-            middle, limit = self._band.middle, self._band.limit
+            if self._band.is_spike(value) and self._calm >= CALM and found is None:
+                found = self._event(at, value, self._band.middle, self._band.limit)
             is_spike = self._band.add(value)
-            if is_spike and self._calm >= CALM and found is None:
-                found = self._event(at, value, middle, limit)
             self._calm = 0 if is_spike else self._calm + 1
         return found
 
