@@ -9,6 +9,8 @@ from typing import Literal
 RUN_FAILED = "run_failed"
 ROLLBACK = "rollback"
 """A run went back to the event's step: rows of later ones belong to what it gave up."""
+CORRUPTION = "corruption"
+"""Ranks do not hold the same: stays in a record whose later rows are taken back."""
 SAMPLE = "sample"
 """What the model wrote after an evaluation: the fields `prompt` and `text`."""
 Level = Literal["info", "warning", "error"]

@@ -83,9 +83,10 @@ class Stepper:
         if parts.replica_check.stops:
             good = parts.replica_check.good_until
             parts.checkpoints.distrust_after(good)
+            parts.replica_check.leave()
             raise DeviceFailedError(
                 f"{found.line}; no checkpoint after step {good} counts any more: the same command goes on "
-                "from one before (watch.on_corruption: stop)"
+                "from one before (watch.on_corruption)"
             )
 
     def answer(self, step: int, event: Event) -> None:

@@ -48,7 +48,8 @@ class StopOnSignal:
 
     def __exit__(self, *raised: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._handle:  # else whoever ends the process has seen to it
+                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pipeline.distributed.agent import AGENT
 from pipeline.distributed.ranks import is_port
 from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
@@ -108,6 +109,18 @@ def wait_for_others(words: Sequence[str]) -> None:
     wait_for_port(host, int(port), what, wait, is_here=lambda: is_own_address(host))
 
 
+def described(words: Sequence[str]) -> str:
+    """What ranks are told of the agent that this process is about to be (pipeline.distributed.agent)."""
+    given = _values(words[1 : words.index(str(TRAIN))])
+    least = given.get("nnodes", "1").partition(":")[0]
+    stated = re.search(r"is_host=(\w+)", given.get("rdzv_conf", ""))
+    if stated is not None:
+        serves = stated[1].lower() in ("1", "true", "t", "yes", "y")
+    else:
+        serves = is_own_address(split_endpoint(given.get("rdzv_endpoint", "localhost"))[0])
+    return f"{os.getpid()}:{least}:{int(serves)}"
+
+
 def _values(options: Sequence[str]) -> dict[str, str]:
     """Option -> its value, in torchrun's spelling with underscores; a flag's value means nothing."""
     found = {}
@@ -175,7 +188,8 @@ def _launch(argv: Sequence[str]) -> int:
         return 1  # no mistake in what was given: it may be there the next time
     # Else torch keeps the ranks' store from attempt to attempt, on the machine that had rank 0 in the first:
     # lost, it is looked for there by all machines but the one that takes its place.
-    os.execve(words[0], words, os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", AGENT: described(words)}
+    os.execve(words[0], words, os.environ | told)
 
 
 if __name__ == "__main__":

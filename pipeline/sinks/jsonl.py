@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from pipeline.durable import synchronise
 from pipeline.errors import PipelineError
-from pipeline.events import ROLLBACK, Event
+from pipeline.events import CORRUPTION, ROLLBACK, Event
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -200,15 +200,19 @@ def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> tuple[Mappi
     """Removes what came after `last_step` and lines that say nothing, in one step: a kill leaves old or new.
 
     A row at a time: a long run has hundreds of thousands. What goes is at the end, after a kill; only a
-    file that was damaged in between is written anew.
+    file that was damaged in between is written anew, and one that tells of corruption: that line stays.
 
     Returns:
         Group of metrics, as `train` -> steps that have a row of it; and how many lines were no rows: the last
         one does not count, which a kill may tear.
     """
 
-    def stays(row: Mapping[str, float]) -> bool:
-        return row["step"] <= last_step and not (redo_evaluation and _is_evaluation(row, last_step))
+    def kept(row: dict[str, Any]) -> dict[str, Any] | None:
+        if row["step"] <= last_step:
+            return None if redo_evaluation and _is_evaluation(row, last_step) else row
+        if row.get("event") != CORRUPTION:
+            return None
+        return {"from_step": row["step"], **row, "step": last_step}  # steps do not fall in a record
 
     steps = defaultdict[str, set[int]](set)
     prefix = size = num_damaged = 0  # bytes up to the first line that goes, and bytes seen
@@ -218,28 +222,28 @@ def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> tuple[Mappi
             num_damaged += was_torn
             row = _decode(line)
             was_torn = row is None
-            if row is not None and stays(row):
-                has_holes |= prefix < size or not line.endswith(b"\n")
+            if row is not None and (stays := kept(row)) is not None:
+                has_holes |= prefix < size or not line.endswith(b"\n") or stays is not row
                 prefix += len(line)
                 for group in ("train", "eval"):
                     if f"{group}/loss" in row:
                         steps[group].add(int(row["step"]))
             size += len(line)
     if has_holes:
-        _rewrite(path, stays)
+        _rewrite(path, kept)
     elif prefix < size:
         os.truncate(path, prefix)
         synchronise(path)
     return steps, num_damaged
 
 
-def _rewrite(path: Path, stays: Callable[[Mapping[str, float]], bool]) -> None:
+def _rewrite(path: Path, kept: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
     partial = path.with_name(path.name + ".partial")
     with path.open("rb") as old, partial.open("wb") as new:
         for line in old:
             row = _decode(line)
-            if row is not None and stays(row):
-                new.write(line.rstrip(b"\n") + b"\n")
+            if row is not None and (stays := kept(row)) is not None:
+                new.write(encode_row(stays.pop("step"), stays))
     synchronise(partial)
     partial.replace(path)
     synchronise(path.parent)  # the rename itself, against a power cut

@@ -132,7 +132,7 @@ def test_fifty_of_fifty_flipped_bits_are_found_and_nothing_else(ranks, split):
         assert (right, false) == (50, 0)
 
 
-def corrupted(job, split, folder: str, at: int):
+def corrupted(job, split, folder: str, at: int, action: str = "stop"):
     """What a run ends with one of whose ranks has a bit flipped before step `at`."""
 
     def prepare(parts, poison):
@@ -148,7 +148,7 @@ def corrupted(job, split, folder: str, at: int):
 
         parts.loader.next_group = next_group
 
-    watch = {"compare_every": 5}
+    watch = {"compare_every": 5, "on_corruption": action}
     try:
         train(job, split, folder, {}, prepare=prepare, checkpoint={"every": 4, "keep_last": 9}, watch=watch)
     except DeviceFailedError as error:
@@ -172,3 +172,19 @@ def test_a_run_with_a_broken_rank_ends_and_goes_on_from_before(ranks, split, tmp
     assert names == ["step-00000004", "suspect-step-00000008"]
     (told,) = events(tmp_path, "corruption")
     assert told["level"] == "error"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "hindrance"),
+    [
+        (2, "nobody knows which is to"),
+        (4, "a machine leaves what launch/torchrun.sh --nnodes MIN:MAX has started"),
+    ],
+)
+def test_where_no_machine_can_leave_the_run_ends_and_says_why(ranks, world_size, hindrance, tmp_path, caplog):
+    said = ranks(world_size).run(corrupted, None, str(tmp_path), 9, "leave", timeout=500)
+    assert f"no machine leaves the job: {hindrance}" in said[0]
+    assert "no checkpoint after step 5 counts" in said[0]
+    (told,) = events(tmp_path, "corruption")
+    assert "leaves" not in told

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.events import Event
+from pipeline.events import CORRUPTION, Event
 from pipeline.sinks.jsonl import JsonlSink, MetricsFileError, encode_row, iterate_record, newest, read_metrics
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
@@ -48,6 +48,21 @@ def test_resume_keeps_exactly_the_rows_up_to_its_step(steps, start_step, torn_by
     kept = [step for step in steps if step <= start_step]
     assert [row["step"] for row in read_metrics(path)] == [*kept, start_step + 1]
     assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_why_a_run_went_back_stays_in_its_record(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, start_step=0)
+    for step in range(1, 9):
+        sink.write(step, {"train/loss": 1 / step})
+    sink.tell(8, Event("slow_rank", "rank 2 is slow"))
+    sink.tell(8, Event(CORRUPTION, "the weights differ", fields={"ranks": "2"}))
+    sink.close(0)
+    for start_step in (5, 4):  # the checkpoint of step 5 was no good
+        JsonlSink(path, start_step=start_step).close(0)
+        *kept, told = iterate_record(path)
+        assert [row["step"] for row in kept] == list(range(1, start_step + 1))
+        assert (told["step"], told["from_step"], told["ranks"]) == (start_step, 8, "2")
 
 
 @pytest.mark.slow
