@@ -139,7 +139,7 @@ class DeepSpeedBase(ABC):
         """Has steps whose norm is DeepSpeed's held to their limits: it has the norm before they begin."""
         for optimizer in self._stepped:
             optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(lambda *_: self._refusal.after())
+            optimizer.register_step_post_hook(lambda stepped, *_: self._refusal.after(stepped))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._refusal.has_limits:

@@ -88,8 +88,10 @@ class Refusal:
             for p, _ in self._gradients:
                 p.grad = None
 
-    def after(self) -> None:
-        """After that step: gradients lie where they lay, for offloaded ones are buffers of the engine."""
+    def after(self, optimizer: Optimizer) -> None:
+        """After that step: no later one reads its flag, and gradients lie where they lay, for offloaded ones
+        are buffers of the engine."""
+        vars(optimizer).pop("found_inf", None)
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients = []

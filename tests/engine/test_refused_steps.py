@@ -91,6 +91,8 @@ def with_and_without(job: Job, tree, deepspeed, bad: list[tuple[float, Limits]])
             assert math.isclose(
                 float(result[2].loss), result[0] / float(result[2].global_count), rel_tol=1e-6
             )
+        if with_bad:
+            step(32, limits=Limits(-math.inf, -math.inf))  # as one that is done again to find a cause
         curve.append(step(24)[:2])  # no limits any more
         kept = state(engine)
         engine.close()
