@@ -11,6 +11,10 @@ from pipeline.watchers import Seen
 
 STEPS = 8  # at least, that ranks are compared over
 SUSPECTED = 16  # steps in a row in which the same rank must have been slow: one that was disturbed is not
+# Seconds of them: steps of a small model are some milliseconds, and a rank whose core another process takes
+# for a moment is slow in dozens of them. In 10,000 steps of digits_cnn.yaml on two cores that five processes
+# wanted each, it was for up to 0.5 s.
+SUSPECTED_SECONDS, SUSPECTED_SECONDS_IN_A_CROWD = 1.0, 3.0
 LEAST_SHARE = 0.05  # of the step that is lost by waiting for it: below, it is not worth a line
 SHARE_IN_A_CROWD = 0.25  # at the least, where ranks share their cores with other processes
 TOLD = {"data": "reading data takes", "forward": "the forward takes"}
@@ -37,7 +41,7 @@ class SlowRank:
         self._is_started = False
         self._told: set[tuple[int, str]] = set()
         self._suspect: tuple[int, str] | None = None
-        self._suspected = 0
+        self._suspected, self._suspected_seconds = 0, 0.0
         self._restart()
 
     def _restart(self) -> None:
@@ -64,12 +68,18 @@ class SlowRank:
     def _judged(self) -> Event | None:
         steps, step_seconds = self._steps, self._seconds / self._steps
         own = {phase: [each / steps for each in seconds] for phase, seconds in self._own.items()}
-        share = max(self._share, SHARE_IN_A_CROWD) if self._is_crowded else self._share
+        share, lasting = self._share, SUSPECTED_SECONDS
+        if self._is_crowded:
+            share, lasting = max(share, SHARE_IN_A_CROWD), SUSPECTED_SECONDS_IN_A_CROWD
         self._restart()
         suspect = self._slow(own, step_seconds, share)
-        self._suspected = steps + (self._suspected if suspect == self._suspect else 0)
+        if suspect != self._suspect:
+            self._suspected, self._suspected_seconds = 0, 0.0
         self._suspect = suspect
-        if suspect is None or self._suspected < SUSPECTED or suspect in self._told:
+        self._suspected += steps
+        self._suspected_seconds += steps * step_seconds
+        lasts = self._suspected >= SUSPECTED and self._suspected_seconds >= lasting
+        if suspect is None or suspect in self._told or not lasts:
             return None
         self._told.add(suspect)
         rank, phase = suspect

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pipeline.distributed.diagnosis import RankProcess
@@ -73,6 +75,18 @@ def test_a_rank_that_is_disturbed_for_a_moment_is_not_named():
     quick, first, second = (seen(QUICK[:2], each, steps=8) for each in ([0.4, 0.4], [0.4, 0.9], [0.9, 0.4]))
     assert said(*[quick, first, second] * 20) == []
     assert said(*[quick, first, quick] * 20) == []
+
+
+@pytest.mark.parametrize(("load", "seconds"), [(0.5, 1.0), (2.0, 3.0)], ids=["alone", "in a crowd"])
+def test_many_short_steps_are_a_moment(load, seconds):
+    """A row of 20 steps of 12 ms: what another process does in a quarter of a second is in all of them."""
+    quick, slow = (
+        Seen({}, [1.0] * 20, own={"step": [0.012] * 2, "data": [0.0] * 2, "forward": own, "load": [load] * 2})
+        for own in ([0.003, 0.003], [0.003, 0.007])
+    )
+    enough = math.ceil(seconds / 0.24)
+    assert said(*[quick, *[slow] * (enough - 1)] * 10) == []
+    assert len(said(quick, *[slow] * enough)) == 1
 
 
 def test_another_one_is_told_of_too():
