@@ -14,6 +14,7 @@ from pipeline.parts import Parts, TrainState
 from pipeline.profiler import Profiled
 from pipeline.safeguard import GoBack
 from pipeline.schedule import multiplier
+from pipeline.watchers import restore
 
 MOST_EXAMINED = 3  # steps of a process
 CAUSE_ADVICE = "look at these samples and at that part of the model"
@@ -125,6 +126,7 @@ class Stepper:
         parts.loader.load_state_dict(remembered)
         parts.loader.leave_out(stretches)
         parts.safeguard.load_state_dict(remembered.get("safeguard", {}))
+        restore(parts.watchers, remembered.get("watchers", {}))
         parts.replica_check.went_back(state.global_step)
         parts.meters.restart()
         told = parts.safeguard.went_back(found, abandoned, state.global_step, stretches)

@@ -25,7 +25,7 @@ from pipeline.profiler import Profiled
 from pipeline.rows import LateRow, LateRows
 from pipeline.safeguard import GoBack
 from pipeline.stepping import Stepper
-from pipeline.watchers import Seen
+from pipeline.watchers import Seen, state_of
 
 log = logging.getLogger(__name__)
 
@@ -288,6 +288,7 @@ class Loop:
             "skipped_steps": float(self.state.skipped_steps),
             "eval_loss": row["eval/loss"] if row is not None else None,
             "safeguard": self._parts.safeguard.state_dict(),
+            "watchers": state_of(self._parts.watchers),
             **self._parts.meters.remembered(),
             **self._parts.loader.state_dict(),
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pipeline.errors import PipelineError
 from pipeline.events import Event
@@ -60,6 +60,34 @@ class Watcher(Protocol):
     def __call__(self, step: int, seen: Seen) -> Event | Stop | None:
         """The answer depends on what all ranks are given alike: the step, the rows so far, the recipe."""
         ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A watcher whose answers rest on what was long before, wherever the run goes on: checkpoints keep it."""
+
+    name: str
+    """Under which they do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values, alike on all ranks."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there, or anew where that does not hold for this process."""
+        ...
+
+
+def state_of(watchers: Iterable[Watcher]) -> dict[str, Any]:
+    """What a checkpoint keeps of them."""
+    return {each.name: each.state_dict() for each in watchers if isinstance(each, Remembers)}
+
+
+def restore(watchers: Iterable[Watcher], state: Mapping[str, Any]) -> None:
+    """Those that a checkpoint knows go on from there. One of an earlier version has nothing of them."""
+    for each in watchers:
+        if isinstance(each, Remembers) and each.name in state:
+            each.load_state_dict(state[each.name])
 
 
 def ask(watchers: Iterable[Watcher], step: int, seen: Seen, tell: Tell) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from pipeline.band import Band
 from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.loading import get_dotted
@@ -9,7 +15,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
-from pipeline.watchers import Watcher
+from pipeline.watchers import Watcher, restore
 from pipeline.watchers.evaluations import EvalDivergence
 from pipeline.watchers.frozen import FrozenParameters
 from pipeline.watchers.memory import MemoryGrowth
@@ -26,12 +32,14 @@ def build_watchers(
     job: Job,
     steps: tuple[int, int],
     bands: tuple[Band, Band],
+    remembered: Mapping[str, Any],
 ) -> tuple[Watcher, ...]:
     """What a run asks for. Collective: the engine's parameters are looked at.
 
     Args:
         steps: Where it begins, and where it ends.
         bands: What is normal of its losses and its gradient norms.
+        remembered: What its checkpoint keeps; empty at its start.
     """
     watch = config.watch
     alerts: list[Watcher] = []
@@ -44,13 +52,22 @@ def build_watchers(
         alerts += [
             EvalDivergence(),
             DataStarvation(config.loader.num_workers),
-            ThroughputDrop(),
+            ThroughputDrop(_place(resolved, engine, job)),
             SlowRank(job.everyone, config.distributed.straggler_share),
             MemoryGrowth(),
         ]
         if not _lies_on_a_disk(resolved):  # to read all of it takes minutes
             alerts.append(FrozenParameters(engine.shards, job.gather_object))
+    restore(alerts, remembered.get("watchers", {}))
     return (*alerts, NonFiniteSteps(engine.precision, *steps))
+
+
+def _place(resolved: Resolved, engine: Engine, job: Job) -> str:
+    """See ThroughputDrop."""
+    is_gpu = engine.device.type == "cuda"
+    device = torch.cuda.get_device_name(engine.device) if is_gpu else f"{os.cpu_count()} cores"
+    machines = len({each.host for each in job.everyone}) or 1
+    return f"{resolved.split}; {job.ranks.world_size} ranks, {machines} machines, {device}"
 
 
 def _lies_on_a_disk(resolved: Resolved) -> bool:

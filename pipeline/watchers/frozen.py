@@ -26,6 +26,9 @@ class FrozenParameters:
     """Names parameters that are trained and all of whose values are after STEPS steps what they were, or that
     weight decay alone has moved: what the optimizer keeps of their gradients is still 0.
 
+    Every process looks once, also that of a run which goes on: what it does to parameters may be new, with
+    another split, optimizer or code, and what it is compared with lies in other shards.
+
     A rank looks at its shards; one collective, at that one row, says whether a parameter moved anywhere.
 
     Args:

@@ -30,7 +30,8 @@ TOLD = {
 
 
 class MemoryGrowth:
-    """Tells once of each kind of memory that the same rank takes more and more of.
+    """Tells once of each kind of memory that the same rank takes more and more of. A run that goes on begins
+    anew: its processes do.
 
     Args:
         least_gib: Growth that is worth a line.

@@ -13,7 +13,7 @@ STEPS = 8  # at least, that ranks are compared over
 SUSPECTED = 16  # steps in a row in which the same rank must have been slow: one that was disturbed is not
 # Seconds of them: steps of a small model are some milliseconds, and a rank whose core another process takes
 # for a moment is slow in dozens of them. In 10,000 steps of digits_cnn.yaml on two cores that five processes
-# wanted each, it was for up to 0.5 s.
+# wanted each, it was for up to 0.6 s.
 SUSPECTED_SECONDS, SUSPECTED_SECONDS_IN_A_CROWD = 1.0, 3.0
 LEAST_SHARE = 0.05  # of the step that is lost by waiting for it: below, it is not worth a line
 SHARE_IN_A_CROWD = 0.25  # at the least, where ranks share their cores with other processes
@@ -27,6 +27,8 @@ ADVICE = {
 
 class SlowRank:
     """Names a rank that takes longer in a phase than the median rank, once for each phase.
+
+    A run that goes on begins anew: its ranks may be on other machines.
 
     Phases are those that `Seen.own` has: reading data, and the forward where no collective is in it.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median, median_low
+from typing import Any
 
 from pipeline.events import Event
 from pipeline.watchers import Seen
@@ -23,7 +25,8 @@ DROP = 1.5
 
 
 class DataStarvation:
-    """Says once in a run that the step waits for data, and what to change.
+    """Says once in a process that the step waits for data, and what to change. One that goes on begins anew:
+    its disks, caches and workers are others.
 
     Args:
         num_workers: Processes that read data for one rank.
@@ -65,9 +68,19 @@ class DataStarvation:
 
 
 class ThroughputDrop:
-    """Tells of steps that take much longer than they took before, for minutes; again after they recovered."""
+    """Tells of steps that take much longer than they took before, for minutes; again after they recovered.
 
-    def __init__(self) -> None:
+    A run that goes on in the same place is held to what its steps took before; anywhere else that says
+    nothing, and it begins anew.
+
+    Args:
+        place: In words, what a step's time depends on besides the recipe: split, ranks, machines, devices.
+    """
+
+    name = "throughput_drop"
+
+    def __init__(self, place: str = "") -> None:
+        self._place = place
         self._is_started = False
         self._times: list[float] = []
         self._waits: list[float] = []
@@ -104,7 +117,7 @@ class ThroughputDrop:
     def _event(self, now: float, waits: float, fast: float, waited: float) -> Event:
         is_data = waits - waited > (now - fast) / 2
         return Event(
-            "throughput_drop",
+            self.name,
             f"steps take {now / fast:.1f} times as long as they did ({1000 * now:.0f} ms, before "
             f"{1000 * fast:.0f} ms)" + (", most of it waiting for data" if is_data else ""),
             "look at the disk that data is read from, and raise loader.num_workers"
@@ -113,3 +126,15 @@ class ThroughputDrop:
             "slow rank (perf/slowest_rank) and for memory that is short (memory/alloc_retries)",
             fields={"seconds": now, "seconds_before": fast},
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Remembers. The open window is left out: a process's first row is not like the others."""
+        return {"place": self._place, "fast": self._fast, "slow": self._slow, "is_told": self._is_told}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Remembers."""
+        if state["place"] != self._place or state["fast"] is None:
+            return
+        seconds, waits = state["fast"]
+        self._fast = (float(seconds), float(waits))
+        self._slow, self._is_told = int(state["slow"]), bool(state["is_told"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipeline.band import Band
 from pipeline.events import Event
 from pipeline.watchers import Seen
@@ -10,11 +13,13 @@ CALM = 32  # steps without a spike, after which the next one is told again
 
 
 class Spikes:
-    """Tells of the first spike of an episode: until CALM steps have gone by without one."""
+    """Tells of the first spike of an episode: until CALM steps have gone by without one, also where the run
+    goes on within it.
+    """
 
     def __init__(self, name: str, of: str, advice: str, band: Band) -> None:
         """What it is called and looks at; see `of_losses`, `of_norms`. Who made the band keeps it."""
-        self._name, self._of, self._advice = name, of, advice
+        self.name, self._of, self._advice = name, of, advice
         self._band = band
         self._calm = CALM
 
@@ -40,7 +45,7 @@ class Spikes:
     def __call__(self, step: int, seen: Seen) -> Event | None:
         """See Watcher."""
         found = None
-        values = seen.losses if self._name == "loss_spike" else seen.norms
+        values = seen.losses if self.name == "loss_spike" else seen.norms
         for at, value in enumerate(values, step - len(values) + 1):
             if self._band.is_spike(value) and self._calm >= CALM and found is None:
                 found = self._event(at, value, self._band.middle, self._band.limit)
@@ -50,9 +55,17 @@ class Spikes:
 
     def _event(self, at: int, value: float, middle: float, limit: float) -> Event:
         return Event(
-            self._name,
+            self.name,
             f"the {self._of} of step {at} is {value:.4g}, {value / middle:.1f} times what was normal before "
             f"({middle:.4g}, up to {limit:.4g})",
             self._advice,
             fields={"at_step": at, "value": value, "normal": middle, "limit": limit},
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Remembers. The band is not its own to keep."""
+        return {"calm": self._calm}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Remembers."""
+        self._calm = int(state["calm"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
 import pytest
 
 from pipeline.band import GRADIENT_NORM, LOSS, Band
-from pipeline.watchers import Seen
+from pipeline.watchers import Seen, restore, state_of
 from pipeline.watchers.evaluations import EvalDivergence
 from pipeline.watchers.memory import MemoryGrowth
 from pipeline.watchers.non_finite import NonFinite
@@ -16,9 +17,9 @@ from pipeline.watchers.speed import DataStarvation, ThroughputDrop
 from pipeline.watchers.spikes import CALM, Spikes
 
 
-def asked(watcher, rows, every=1):
+def asked(watcher, rows, step=0):
     """(step, event) of all that it says; steps are counted on over the rows."""
-    told, step = [], 0
+    told = []
     for seen in rows:
         step += seen.steps
         if (event := watcher(step, seen)) is not None:
@@ -229,3 +230,38 @@ def test_evaluation_that_leaves_training_is_told_of_until_a_new_best():
 )
 def test_what_is_no_divergence(train, held_out):
     assert asked(EvalDivergence(), evaluated(train, held_out)) == []
+
+
+def broken(make, rows, at):
+    """What is told of these rows by one watcher, and by two of which the second goes on from the first."""
+    first, second = make(), make()
+    told = asked(first, rows[:at])
+    restore([second], json.loads(json.dumps(state_of([first]))))
+    return asked(make(), rows), told + asked(second, rows[at:], sum(each.steps for each in rows[:at]))
+
+
+@pytest.mark.parametrize("at", [1, 9, 13, 16, 19])
+def test_evaluations_are_remembered_where_a_run_goes_on(at):
+    held_out = [3.1, 2.7, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9, 2.3, 2.4]
+    rows = evaluated([3.0, 2.5, 2.0, 1.8, 1.6, 1.4, 1.2, 1.0, 0.8, 0.7], held_out)
+    unbroken, resumed = broken(EvalDivergence, rows, at)
+    assert resumed == unbroken
+    assert len(unbroken) == 1
+
+
+def test_a_spike_is_not_told_again_since_the_run_went_on_within_it():
+    band = Band(LOSS)
+    rows = of_losses(*[[2.0]] * 40, [7.0], [7.0], [2.0])
+    first = Spikes.of_losses(band)
+    assert len(asked(first, rows[:41])) == 1
+    second = Spikes.of_losses(band)
+    restore([second], state_of([first]))
+    assert asked(second, rows[41:]) == []
+
+
+@pytest.mark.parametrize(("place", "times"), [("8 ranks", 1), ("4 ranks", 0)], ids=["same", "other"])
+def test_steps_are_held_to_those_before_where_the_run_goes_on_in_the_same_place(place, times):
+    first, second = ThroughputDrop("8 ranks"), ThroughputDrop(place)
+    asked(first, [timed(1.0)] * 120)
+    restore([second], json.loads(json.dumps(state_of([first]))))
+    assert len(asked(second, [timed(1.6)] * 200)) == times

@@ -230,6 +230,36 @@ def test_nothing_is_told_of_a_clean_run_or_where_nobody_wants_to_know(ranks, tmp
     assert events(tmp_path) == []
 
 
+def overfitted(job, folder, split, steps):
+    """A run whose held-out rows are told wrong, up to a step; in a folder where there is one it goes on."""
+    changes = {"log": {"every": 5}, "checkpoint": {"every": 20}}
+    config, resolved = resolve(tree(steps, **changes), split, job.ranks.world_size)
+    parts = assemble(config, resolved, job, bundle(True), folder)
+    with parts.sinks, Loop(parts) as loop:
+        loop.train()
+    parts.loader.close()
+    parts.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_on_as", [None, "ddp", "ZeRO 3"])
+def test_a_run_that_goes_on_is_told_of_at_the_same_step(ranks, tmp_path, goes_on_as):
+    """From two ranks to another number, or another split: what is told needs evaluations before that."""
+    ranks(2).run(overfitted, tmp_path / "unbroken", SPLITS["ddp"], 100)
+    (told,) = events(tmp_path / "unbroken")
+    assert told["event"] == "eval_divergence"
+    ranks(2).run(overfitted, tmp_path / "resumed", SPLITS["ddp"], told["step"] - 10)
+    assert events(tmp_path / "resumed") == []
+    split = SPLITS[goes_on_as] if goes_on_as is not None else None
+    ranks(1 if split is None else 2).run(overfitted, tmp_path / "resumed", split, 100)
+    (again,) = events(tmp_path / "resumed")
+    assert (again["event"], again["step"], again["best_step"]) == (
+        "eval_divergence",
+        told["step"],
+        told["best_step"],
+    )
+
+
 def at_the_lowest_scale(job, folder, split):
     config, resolved = resolve(tree(6, eval={"every": 0}), split, job.ranks.world_size)
     parts = assemble(config, resolved, job, bundle(False), folder)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pipeline.errors import NonFiniteLossError
 from pipeline.events import Event
-from pipeline.watchers import Seen, Stop, ask
+from pipeline.watchers import Seen, Stop, ask, restore, state_of
+from pipeline.watchers.evaluations import EvalDivergence
 from pipeline.watchers.non_finite import MAX_CONSECUTIVE_SKIPS, NonFiniteSteps
 
 
@@ -55,3 +58,15 @@ def test_what_watchers_say_is_told_and_the_first_stop_raises_its_error():
         ask([tells, ends, tells], 4, Seen({}), lambda *event: told.append(event))
     assert told == [(3, high), (4, high)]
     assert ended.value.exit_code == 2
+
+
+def test_what_watchers_keep_is_restored_by_name_and_may_be_missing():
+    """A checkpoint of an earlier version has nothing of them, or not of all."""
+    learned = EvalDivergence()
+    learned(0, Seen({"eval/loss": 3.0}))
+    kept = json.loads(json.dumps(state_of([learned, NonFiniteSteps("fp32", 0, 9), lambda step, seen: None])))
+    assert list(kept) == ["eval_divergence"]
+    for state in ({}, {"of a later version": {}}, kept):
+        again = EvalDivergence()
+        restore([again, NonFiniteSteps("fp32", 0, 9)], state)
+        assert (again.state_dict() == learned.state_dict()) == (state == kept)
