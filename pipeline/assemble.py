@@ -63,18 +63,10 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     logs, evaluations = Cadence(config.log.every, max_steps), Cadence(config.eval.every, max_steps)
     owes = remembered.get("eval_loss") is None and evaluations.due_or_first(start.global_step)
     meters = build_meters(config, resolved, engine, objective, job, directory, checkpoint)
-    sinks = build_sinks(
-        config,
-        run_dir=directory,
-        is_main_process=job.ranks.is_main_process,
-        start_step=start.global_step,
-        max_steps=max_steps,
-        run_config=described(config, resolved, job, directory),
-        due=rows_until(start.global_step, logs, evaluations if held_out else None, owes),
-        redo_evaluation=owes,
-    )
-    safeguard = build_safeguard(config, sinks, remembered)
+    due = rows_until(start.global_step, logs, evaluations if held_out else None, owes)
     span = (start.global_step, max_steps)
+    sinks = open_sinks(config, resolved, job, checkpoints, span, due, owes)
+    safeguard = build_safeguard(config, sinks, remembered)
     return Parts(
         job=job,
         engine=engine,
@@ -112,6 +104,38 @@ def check_axis(config: RunConfig, objective: Objective) -> None:
     """Raises a ConfigError where W&B is to draw over what the run does not count."""
     if config.wandb.x_axis == "tokens_seen" and objective.unit != "tokens":
         raise ConfigError(f"wandb.x_axis: tokens_seen: this run counts {objective.unit}; set global_step")
+
+
+def open_sinks(
+    config: RunConfig,
+    resolved: Resolved,
+    job: Job,
+    checkpoints: CheckpointStore,
+    span: tuple[int, int],
+    due: Mapping[str, list[int]],
+    owes: bool,
+) -> Sinks:
+    """Where the run's numbers go, and word of its checkpoints where that is asked for.
+
+    Args:
+        span: Where the run begins, and where it ends.
+        due: See build_sinks.
+        owes: The evaluation of the first step of `span` comes again.
+    """
+    directory = checkpoints.folder.parent
+    sinks = build_sinks(
+        config,
+        run_dir=directory,
+        is_main_process=job.ranks.is_main_process,
+        start_step=span[0],
+        max_steps=span[1],
+        run_config=described(config, resolved, job, directory),
+        due=due,
+        redo_evaluation=owes,
+    )
+    if job.ranks.is_main_process and config.wandb.checkpoints:
+        checkpoints.shown_to(sinks.show)
+    return sinks
 
 
 def build_safeguard(config: RunConfig, sinks: Sinks, remembered: Mapping[str, Any]) -> Safeguard:

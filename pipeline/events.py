@@ -1,9 +1,11 @@
-"""What a run tells besides its numbers: alerts, and what was done about them."""
+"""What a run tells besides its numbers: alerts, what was done about them, and which checkpoints it has."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 RUN_FAILED = "run_failed"
@@ -40,3 +42,26 @@ class Event:
         """Its line in metrics.jsonl, without the step."""
         said: dict[str, str | float] = {"event": self.name, "level": self.level, "message": self.message}
         return said | ({"advice": self.advice} if self.advice else {}) | dict(self.fields)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """One that a run can go on from."""
+
+    step: int
+    folder: Path
+    eval_loss: float | None
+    """Of these very weights; None: not measured."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoints:
+    """All of them, oldest first, whenever one is completed, set aside, or given up by going back."""
+
+    saved: tuple[SavedCheckpoint, ...]
+
+    @property
+    def best(self) -> SavedCheckpoint | None:
+        """That with the lowest evaluation loss, the newest of several; None: none is measured."""
+        known = [each for each in self.saved if each.eval_loss is not None and not math.isnan(each.eval_loss)]
+        return min(known, key=lambda each: (each.eval_loss, -each.step), default=None)

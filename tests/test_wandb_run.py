@@ -37,7 +37,7 @@ def serving(folder: Path) -> Iterator[Server]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
     recipe = write_recipe(tmp_path, max_steps=14, wandb={"mode": "auto"})
-    samples = ["sample.every_eval=true", "sample.max_new_tokens=4"]
+    samples = ["sample.every_eval=true", "sample.max_new_tokens=4", "wandb.checkpoints=true"]
     arguments = ["--config", str(recipe), *SPLIT]
     with serving(tmp_path / "server") as server:
         kill_once([*arguments, *samples], ranks, tmp_path, 8, **online(server.url))
@@ -49,6 +49,10 @@ def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
     assert of_server(server.rows(run_id)) == of_record(run)
     tables = [row["samples"]["nrows"] for row in server.rows(run_id) if "samples" in row]
     assert tables == [1, 2, 3, 4, 5], "steps 0, 4, 8, 12 and 14"
+    versions = {each["metadata"]["step"]: each["aliases"] for each in server.artifacts()}
+    there = {int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")}
+    assert there <= versions.keys()
+    assert [step for step in versions if "latest" in versions[step]] == [14]
     silent = tmp_path / "silent"
     result = launch(*arguments, "wandb.mode=disabled", f"run_dir={silent}", ranks=ranks)
     assert result.returncode == 0, result.stderr

@@ -19,6 +19,7 @@ from pipeline.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from pipeline.checkpoint.peers import MARKER, Peers, first
 from pipeline.checkpoint.verify import check_content, check_sizes, look
 from pipeline.errors import CheckpointError
+from pipeline.events import SavedCheckpoint, SavedCheckpoints
 
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
@@ -179,20 +180,32 @@ class Pruner:
             if not (manifest.folder / MANIFEST).is_file() or check_sizes(manifest):
                 raise CheckpointError(f"{manifest.folder.name} is not complete")
             self._losses[newest] = manifest.eval_loss
-            counted = {}
-            for step, path in steps_in(self._folder).items():
-                if step > newest or step in self.bad:
-                    continue
-                try:
-                    if step not in self._losses:
-                        self._losses[step] = check(path).eval_loss
-                    counted[step] = self._losses[step]
-                except CheckpointError as error:
-                    log.info("%s stays and does not count: %s", path.name, error)
+            counted = self._counted(newest)
             for step in counted.keys() - self._retention.stays(counted):
                 remove(self._folder / folder_name(step))
         except (CheckpointError, OSError) as error:
             log.warning("old checkpoints stay: %s", error)
+
+    def saved(self) -> SavedCheckpoints:
+        """Those that count."""
+        losses = sorted(self._counted().items())
+        return SavedCheckpoints(
+            tuple(SavedCheckpoint(step, self._folder / folder_name(step), loss) for step, loss in losses)
+        )
+
+    def _counted(self, newest: float = math.inf) -> dict[int, float | None]:
+        """step -> evaluation loss; None: not known."""
+        counted = {}
+        for step, path in steps_in(self._folder).items():
+            if step > newest or step in self.bad:
+                continue
+            try:
+                if step not in self._losses:
+                    self._losses[step] = check(path).eval_loss
+                counted[step] = self._losses[step]
+            except CheckpointError as error:
+                log.info("%s stays and does not count: %s", path.name, error)
+        return counted
 
 
 def newest_whole(folder: Path, peers: Peers, until: int | None = None) -> tuple[Manifest | None, set[int]]:

@@ -8,6 +8,7 @@ import platform
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.saving import Kept, NotSavedError, Save, prepare
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError
+from pipeline.events import SavedCheckpoints
 from pipeline.shards import EngineState
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,16 @@ class CheckpointStore:
         self._finished: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
         self._is_closed = False
+        self._show: Callable[[SavedCheckpoints], None] | None = None
+
+    def shown_to(self, show: Callable[[SavedCheckpoints], None]) -> None:
+        """Has this rank show the checkpoints that count now, and whenever they change: on any thread."""
+        self._show = show
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._show is not None:
+            self._show(self._pruner.saved())
 
     def prepare(self, engine: EngineState) -> None:
         """After a first step, where saves in the background will come: takes their memory. Collective."""
@@ -172,6 +184,7 @@ class CheckpointStore:
     def _ended(self, save: Save, outcome: SaveOutcome) -> SaveOutcome:
         if outcome.problem is None:
             self._saved[outcome.step] = save.fields["state"].get("eval_loss") is not None
+            self._changed()
             return outcome
         line = f"step {outcome.step} is not saved: {outcome.problem}; the checkpoints before it are intact"
         log.warning("%s", line)
@@ -220,6 +233,7 @@ class CheckpointStore:
         ):
             log.warning("later checkpoints stay: %s", problem)
         self._saved = {step: known for step, known in self._saved.items() if step <= manifest.global_step}
+        self._changed()
         return state
 
     def distrust_after(self, step: int) -> None:
@@ -227,6 +241,7 @@ class CheckpointStore:
         self.wait()
         for problem in filter(None, self._peers.attempt(partial(set_aside_after, self.folder, step))):
             log.warning("checkpoints after step %d are not to be trusted, and stay: %s", step, problem)
+        self._changed()
 
     def resume(self, engine: EngineState) -> dict[str, Any] | None:
         """`choose` and `restore`; None: there is no checkpoint. Collective."""

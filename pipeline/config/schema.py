@@ -186,6 +186,8 @@ class WandbConfig(Closed):
     """Kind of run within its group, as `train`."""
     x_axis: Literal["global_step", "tokens_seen"] = "global_step"
     """What curves are drawn over. `tokens_seen`: of language models."""
+    checkpoints: bool = False
+    """Log each checkpoint as an artifact that says where its files lie; none of them is uploaded."""
 
 
 class EvalConfig(Closed):

@@ -18,12 +18,12 @@ from rich.console import Console
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import PipelineError, one_line
-from pipeline.events import RUN_FAILED, Event
+from pipeline.events import RUN_FAILED, Event, SavedCheckpoints
 from pipeline.redaction import redact_text
 from pipeline.sinks.console import ConsoleSink
 from pipeline.sinks.csv_table import CSV_FILE, CsvSink
 from pipeline.sinks.dispensable import Dispensable, open_dispensable
-from pipeline.sinks.interface import Sink
+from pipeline.sinks.interface import Shows, Sink
 from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_metrics
 from pipeline.sinks.notify import NotifySink, ways_of
 from pipeline.sinks.own import import_sink, open_own
@@ -69,6 +69,12 @@ class Sinks:
         logger.log(min(level, logging.WARNING) if self.is_empty else level, "%s", event.line)
         for sink in self._sinks:
             sink.tell(step, event)
+
+    def show(self, what: SavedCheckpoints) -> None:
+        """Hand what is neither a row nor an event to the sinks that take it. On any thread."""
+        for sink in self._sinks:
+            if isinstance(sink, Shows):
+                sink.show(what)
 
     def close(self, exit_code: int) -> None:
         """Close every sink, also after one of them failed to; the failure is raised at the end.

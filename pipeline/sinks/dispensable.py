@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 
 from pipeline.errors import PipelineError, one_line
-from pipeline.events import Event
-from pipeline.sinks.interface import Sink
+from pipeline.events import Event, SavedCheckpoints
+from pipeline.sinks.interface import Shows, Sink
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,11 @@ class Dispensable:
         """See Sink."""
         if self._sink is not None:
             self._attempt(self._sink.tell, step, event)
+
+    def show(self, what: SavedCheckpoints) -> None:
+        """See Shows."""
+        if isinstance(self._sink, Shows):
+            self._attempt(self._sink.show, what)
 
     def close(self, exit_code: int) -> None:
         """See Sink."""

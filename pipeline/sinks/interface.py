@@ -1,11 +1,11 @@
-"""What a place for metrics is: three methods, in the main process alone."""
+"""What a place for metrics is: three methods, in the main process alone, and one that it may have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from pipeline.events import Event
+from pipeline.events import Event, SavedCheckpoints
 
 
 class Sink(Protocol):
@@ -33,3 +33,11 @@ class Sink(Protocol):
             exit_code: 0 for a run that ended as it should, 128 + n for one that signal n stopped, anything
                 else for one that failed.
         """
+
+
+@runtime_checkable
+class Shows(Protocol):
+    """A sink that takes what is neither a row nor an event, too. metrics.jsonl has none of it."""
+
+    def show(self, what: SavedCheckpoints) -> None:
+        """Take it, and wait for nothing. The only method that is called on any thread."""

@@ -20,10 +20,11 @@ import numpy as np
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
-from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event
+from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, SavedCheckpoints
 from pipeline.redaction import redact, redact_text
 from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
+from pipeline.sinks.wandb_checkpoints import CheckpointArtifacts
 from pipeline.sinks.wandb_files import NOT_UPLOADED
 from pipeline.sinks.wandb_start import FINISH_TIMEOUT_SECONDS, choose_mode, open_run
 from pipeline.working_tree import GIT_DIFF
@@ -108,6 +109,7 @@ class WandbSink:
         self._run = run
         self._newest_there = newest
         self._is_on = True
+        self._artifacts: CheckpointArtifacts | None = None
         self._samples = list[list[Any]]()
         self._step, self._row = 0, dict[str, Any]()  # the newest, which is still to be sent
         self._global_step = self._offset = self._rewinds = 0
@@ -169,6 +171,11 @@ class WandbSink:
         if self._is_on and event.level != "info":
             self._is_on = _never_crash("stopped", lambda: self._alert(step, event)) is not None
 
+    def show(self, what: SavedCheckpoints) -> None:
+        """Log the checkpoints that are new."""
+        if self._is_on:
+            self._is_on = _never_crash("stopped", lambda: self._take(what)) is not None
+
     def close(self, exit_code: int) -> None:
         """Finish the run; waits for the server at most `FINISH_TIMEOUT_SECONDS`.
 
@@ -178,9 +185,16 @@ class WandbSink:
         is_stopped = exit_code > 128
         if not is_stopped:
             self._send()
+        if self._artifacts is not None:
+            self._artifacts.close(FINISH_TIMEOUT_SECONDS)
         if self._is_on:
             self._is_on = False
             _never_crash("did not finish", lambda: self._finish(0 if is_stopped else exit_code))
+
+    def _take(self, what: SavedCheckpoints) -> bool:
+        self._artifacts = self._artifacts or CheckpointArtifacts(self._run)
+        self._artifacts.take(what)
+        return True
 
     def _send(self) -> None:
         row, self._row = self._row, {}

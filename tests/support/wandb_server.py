@@ -49,6 +49,14 @@ class Server:
     def rows(self, run_id: str) -> list[dict]:
         return read_lines(self.folder / f"history-{run_id}.jsonl")
 
+    def artifacts(self) -> list[dict]:
+        """Versions, oldest first, each with its manifest."""
+        kept = json.loads((self.folder / "artifacts.json").read_text())
+        for number, each in enumerate(kept):
+            path = self.folder / "files" / "artifacts" / str(number) / "wandb_manifest.json"
+            each["manifest"] = json.loads(path.read_text())["contents"]
+        return kept
+
     def calls(self) -> list[dict]:
         return read_lines(self.folder / "requests.jsonl")
 

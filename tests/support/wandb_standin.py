@@ -5,7 +5,8 @@
     WANDB_BASE_URL=http://127.0.0.1:PORT WANDB_API_KEY=<40 characters> python your_run.py
 
 DIR receives history-<run>.jsonl (the rows, as W&B would keep them), runs.json (config, summary, exit code),
-files/ (uploads) and requests.jsonl (every call; a gap in the stream is marked GAP, an unknown path UNKNOWN).
+artifacts.json (versions of artifacts, with their aliases), files/ (uploads) and requests.jsonl (every call; a
+gap in the stream is marked GAP, an unknown path UNKNOWN).
 """
 
 import base64
@@ -136,6 +137,38 @@ def answer_agent(store: Store, operation: str, v: dict) -> dict:
     return {"agentHeartbeat": {"agent": {"id": "QWdlbnQ6MQ=="}, "commands": json.dumps(commands)}}
 
 
+def answer_artifact(store: Store, operation: str, v: dict, host: str) -> dict:
+    """Of one name the same digest is the same version, and an alias is of one version."""
+    path = store.folder / "artifacts.json"
+    kept = json.loads(path.read_text()) if path.exists() else []
+    if operation == "ArtifactType":
+        return {"project": {"artifact": None}}
+    if operation == "CreateArtifact":
+        given = v["input"]
+        name, digest = given["artifactCollectionName"], given["digest"]
+        aliases = [each["alias"] for each in given["aliases"]]
+        for each in kept:
+            if each["name"] == name:
+                each["aliases"] = [alias for alias in each["aliases"] if alias not in aliases]
+        same = [each for each in kept if (each["name"], each["digest"]) == (name, digest)]
+        found = same[0] if same else {"name": name, "digest": digest, "aliases": [], "state": "PENDING"}
+        found |= {"type": given["artifactTypeName"], "metadata": json.loads(given["metadata"] or "{}")}
+        found["aliases"] += aliases
+        kept += [] if same else [found]
+        answer = {"id": str(kept.index(found)), "state": found["state"], "artifactSequence": {"id": "x"}}
+        answer = {"createArtifact": {"artifact": answer}}
+    elif operation == "CreateArtifactManifest":
+        url = f"http://{host}/upload/artifacts/{v['artifactID']}/{v['name']}"
+        file = {"id": "x", "name": v["name"], "displayName": v["name"]}
+        file |= {"uploadUrl": url, "uploadHeaders": []}
+        answer = {"createArtifactManifest": {"artifactManifest": {"id": v["artifactID"], "file": file}}}
+    else:
+        kept[int(v["artifactID"])]["state"] = "COMMITTED"
+        answer = {"commitArtifact": {"artifact": {"id": v["artifactID"], "digest": "x"}}}
+    path.write_text(json.dumps(kept, indent=1))
+    return answer
+
+
 def answer_graphql(store: Store, operation: str, query: str, v: dict, host: str) -> dict:
     if operation == "Viewer" or "viewer" in query:
         return {
@@ -168,6 +201,8 @@ def answer_graphql(store: Store, operation: str, query: str, v: dict, host: str)
         return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": urls}}
     if operation == "MarkRunFilesUploaded":
         return {"markRunFilesUploaded": {"success": True}}
+    if operation in ("ArtifactType", "CreateArtifact", "CreateArtifactManifest", "CommitArtifact"):
+        return answer_artifact(store, operation, v, host)
     if operation in ("SweepWithRuns", "CreateAgent", "Heartbeat"):
         return answer_agent(store, operation, v)
     if "Alert" in operation:

@@ -1,0 +1,155 @@
+"""Checkpoints as artifacts of W&B, the real client and the real store: references, never the files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support.wandb_server import KEY, Server, environment, run_id
+
+TESTS = Path(__file__).parents[1]
+
+# Word by word: save STEP LOSS SEED, distrust STEP (later ones are set aside), back STEP, wait VERSIONS.
+PROGRAM = """
+    import json, logging, sys, time
+    from pathlib import Path
+    import torch
+    from plain_engine import PlainEngine
+    from pipeline.checkpoint.catalog import Retention
+    from pipeline.checkpoint.store import CheckpointStore
+    from pipeline.config.data_schema import DigitsDataConfig
+    from pipeline.config.model_schema import CNNConfig
+    from pipeline.config.schema import RunConfig, WandbConfig
+    from pipeline.distributed.process_group import Job
+    from pipeline.distributed.ranks import Ranks
+    from pipeline.sinks import build_sinks
+
+    run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    logging.basicConfig(stream=sys.stdout)
+    config = RunConfig(name="trial", max_steps=99, model=CNNConfig(kind="cnn"),
+                       data=DigitsDataConfig(kind="digits"), wandb=WandbConfig())
+    run_dir.mkdir(exist_ok=True)
+    job = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+    store = CheckpointStore(run_dir / "checkpoints", Retention(2, keep_best=True), job, "plain PyTorch")
+    with build_sinks(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=99,
+                     run_config={}) as sinks:
+        store.shown_to(sinks.show)
+        for word, step, *rest in words:
+            if word == "wait":
+                while Path(sys.argv[4]).read_text().count("COMMITTED") < step:
+                    time.sleep(0.1)
+                continue
+            sinks.write(step, {"train/loss": step / 7})
+            if word == "save":
+                loss, seed = rest
+                state = {"global_step": step, "tokens_seen": 1.0, "eval_loss": loss}
+                store.save(PlainEngine(0, 1, seed=seed), state, wait=True)
+            elif word == "distrust":
+                store.distrust_after(step)
+            elif word == "back":
+                store.go_back(PlainEngine(0, 1), step)
+        store.close()
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path):
+    with Server(tmp_path / "server") as server:
+        yield server
+
+
+def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path = Path("none")) -> str:
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    command = [*program, str(folder), str(start), json.dumps(words), str(kept)]
+    env = env | {"PYTHONPATH": str(TESTS / "checkpoint")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def aliases(server: Server) -> list[tuple[int, list[str]]]:
+    """Of each version, oldest first."""
+    return [(each["metadata"]["step"], sorted(each["aliases"])) for each in server.artifacts()]
+
+
+SAVES = [["save", 10, 0.5, 1], ["save", 20, 0.4, 2], ["save", 30, 0.6, 3], ["save", 40, None, 4]]
+EXPECTED = [
+    (10, ["step-10"]),
+    (20, ["best", "step-20"]),
+    (30, ["step-30"]),
+    (40, ["latest", "step-40"]),
+]
+
+
+def check_nothing_was_uploaded(server: Server, run: Path) -> None:
+    """Every entry is a reference to a file, by its name and size, and no file went over the wire."""
+    for version in server.artifacts():
+        folder = run / "checkpoints" / f"step-{version['metadata']['step']:08d}"
+        assert version["metadata"]["folder"] == str(folder)
+        assert version["type"] == "model"
+        assert version["state"] == "COMMITTED"
+        assert set(version["manifest"]) == {"manifest.json", "rank-00000.safetensors", "shards.safetensors"}
+        for name, entry in version["manifest"].items():
+            assert entry["ref"] == (folder / name).as_uri()
+            assert not folder.exists() or entry["size"] == (folder / name).stat().st_size
+    sent = [path.read_bytes() for path in (server.folder / "files").rglob("*") if path.is_file()]
+    for path in (run / "checkpoints").rglob("*.*"):
+        assert not any(path.read_bytes() in content for content in sent), path
+
+
+@pytest.mark.slow
+def test_each_checkpoint_is_a_version_that_says_where_it_lies(tmp_path: Path, server: Server):
+    folder = tmp_path / "trial-1"
+    said = run(folder, environment(tmp_path, server.url, **KEY), 0, *SAVES)
+    assert "takes no more" not in said
+    assert aliases(server) == EXPECTED
+    assert {each["name"] for each in server.artifacts()} == {f"checkpoint-{run_id(folder)}"}
+    assert [each["metadata"]["eval_loss"] for each in server.artifacts()] == [0.5, 0.4, 0.6, None]
+    check_nothing_was_uploaded(server, folder)
+    kept = {path.name for path in (folder / "checkpoints").glob("step-*")}
+    assert kept == {"step-00000020", "step-00000030", "step-00000040"}
+
+
+@pytest.mark.slow
+def test_what_is_set_aside_or_given_up_is_not_the_latest(tmp_path: Path, server: Server):
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    kept = server.folder / "artifacts.json"
+    kept.write_text("[]")
+    run(folder, env, 0, *SAVES[:2], ["wait", 2], ["distrust", 10], kept=kept)
+    assert aliases(server) == [(10, ["best", "latest", "step-10"]), (20, ["step-20"])]
+    assert (folder / "checkpoints" / "suspect-step-00000020").exists()
+    run(folder, env, 10, ["save", 20, 0.4, 5], *SAVES[2:], ["wait", 5], ["back", 20], kept=kept)
+    assert aliases(server)[-3:] == [
+        (20, ["best", "latest", "step-20"]),  # saved anew, so another version
+        (30, ["step-30"]),
+        (40, ["step-40"]),
+    ]
+    assert len(server.artifacts()) == 5
+
+
+@pytest.mark.slow
+def test_offline_they_are_uploaded_with_the_rows(tmp_path: Path, server: Server):
+    folder = tmp_path / "runs" / "trial-1"
+    folder.mkdir(parents=True)
+    run(folder, environment(tmp_path, server.url), 0, *SAVES[:2])
+    run(folder, environment(tmp_path, server.url), 20, *SAVES[2:])
+    sync = [sys.executable, "-m", "pipeline", "sync", "--upload", str(folder)]
+    env = environment(tmp_path, server.url, **KEY)
+    done = subprocess.run(sync, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert aliases(server) == EXPECTED
+    check_nothing_was_uploaded(server, folder)
+    assert [row["global_step"] for row in server.rows(run_id(folder))] == [10, 20, 30, 40]
+
+
+@pytest.mark.slow
+def test_a_server_that_takes_no_artifact_costs_one_line(tmp_path: Path, server: Server):
+    (server.folder / "artifacts.json").write_text("no JSON")  # its every answer fails
+    folder = tmp_path / "trial-1"
+    said = run(folder, environment(tmp_path, server.url, **KEY), 0, *SAVES)
+    assert said.count("W&B") == 2, said
+    assert [row["global_step"] for row in server.rows(run_id(folder))] == [10, 20, 30, 40]
