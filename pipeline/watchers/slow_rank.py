@@ -14,7 +14,7 @@ SUSPECTED = 16  # steps in a row in which the same rank must have been slow: one
 # Seconds of them: steps of a small model are some milliseconds, and a rank whose core another process takes
 # for a moment is slow in dozens of them. In 10,000 steps of digits_cnn.yaml on two cores that five processes
 # wanted each, it was for up to 0.6 s.
-SUSPECTED_SECONDS, SUSPECTED_SECONDS_IN_A_CROWD = 1.0, 3.0
+SUSPECTED_SECONDS, SUSPECTED_SECONDS_IN_A_CROWD = 0.3, 1.2
 LEAST_SHARE = 0.05  # of the step that is lost by waiting for it: below, it is not worth a line
 SHARE_IN_A_CROWD = 0.25  # at the least, where ranks share their cores with other processes
 TOLD = {"data": "reading data takes", "forward": "the forward takes"}
