@@ -109,7 +109,11 @@ class Safeguard:
         loss, norm_now, skipped = torch.stack([result.loss, norm, result.skipped.double()]).tolist()
         seen = {"loss": loss, "gradient norm": norm_now}
         is_finite = all(map(math.isfinite, seen.values()))
+        if result.loss_scale is not None and self._watch.on_spike == "skip":
+            # In fp16 the gradient of a loss that is much too high is more than a number can be.
+            is_finite |= math.isfinite(loss) and loss > self._bands["loss"].limit
         action = self._watch.on_spike if is_finite else self._watch.on_nonfinite
+        action = "log" if result.searched else action
         spikes = [name for name, band in self._bands.items() if seen[name] > band.limit]
         if self._watch.on_spike == "skip" and (is_finite or action == "skip"):
             for name, band in self._bands.items():

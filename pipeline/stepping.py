@@ -139,7 +139,7 @@ class Stepper:
         Nothing of it stays: no step keeps to such limits.
         """
         parts = self._parts
-        if self._examined == MOST_EXAMINED or parts.engine.precision == "fp16":  # which would move its scale
+        if self._examined == MOST_EXAMINED:
             return
         micro_batches = parts.loader.read_again(samples[0])
         if micro_batches is None:

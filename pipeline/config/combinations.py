@@ -174,13 +174,10 @@ RULES = [
         ),
     ),
     Rule(
-        "`watch.on_nonfinite`, or `watch.on_spike: skip`, in fp16",
-        "a step without a finite gradient is how fp16 finds its loss scale, and moves it",
-        "bf16, or watch.on_nonfinite log and watch.on_spike rollback",
-        lambda c: (
-            c.split.precision == "fp16"
-            and (c.config.watch.on_nonfinite != "log" or c.config.watch.on_spike == "skip")
-        ),
+        "`watch.on_nonfinite: rollback` or `stop` in fp16",
+        "a step without a finite gradient is how fp16 finds its loss scale",
+        "watch.on_nonfinite skip, which passes over those, or bf16",
+        lambda c: c.split.precision == "fp16" and c.config.watch.on_nonfinite in ("rollback", "stop"),
     ),
     Rule(
         "`watch` with a rollback, without checkpoints",

@@ -82,7 +82,8 @@ class WatchConfig(Closed):
     """A step whose gradient is infinite or NaN: it changes no parameter, whatever stands here. `log`: it
     counts as a step. `skip`: it does not, so that all that follows is as if the data had never held its
     samples. `rollback`: back to the newest checkpoint before it, and on without its samples. `stop`: the run
-    ends. In fp16, where such steps find the loss scale, `log` alone."""
+    ends. In fp16 such a step of a finite loss finds the loss scale while that can fall, and counts; `skip` is
+    of all others, and `rollback` and `stop` are refused."""
     on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
     """The same of a step whose loss or gradient norm lies far above those of the steps before it. `skip`:
     it changes nothing; each step then waits for the device."""

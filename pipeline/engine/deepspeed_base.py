@@ -10,14 +10,14 @@ import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.config.half_masters import has_half_states
 from pipeline.config.schema import OptimizerConfig
@@ -30,6 +30,7 @@ from pipeline.engine.deepspeed_patches import (
     go_on_at_the_minimum,
     prepare_for_cpu,
 )
+from pipeline.engine.interface import Limits
 from pipeline.engine.parallel_state import EngineGroups
 from pipeline.engine.profile import without_profilers
 from pipeline.engine.refusal import Refusal
@@ -47,6 +48,7 @@ _SEARCH = {
     "loss_scale_last_overflow": "last_overflow_iter",
     "loss_scale_hysteresis": "cur_hysteresis",
 }
+_LOWEST = ("min_scale", "min_loss_scale")  # DeepSpeed's words for where it ends
 
 
 def start_deepspeed(job: Job) -> None:
@@ -114,6 +116,7 @@ class DeepSpeedBase(ABC):
         self._max_grad_norm = optimizer.max_grad_norm
         self._skipped = torch.zeros((), device=self.device)
         self._own_loss_scale = 1.0
+        self._search_before: Scalars = {}
         self.replicas: Replicas | None = None
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: Any = None) -> None:
@@ -146,6 +149,34 @@ class DeepSpeedBase(ABC):
             norm = self._zero_optimizer._global_grad_norm
             self._refusal.before(optimizer, norm / self._own_loss_scale)
 
+    def _begin(self, limits: Limits | None) -> None:
+        """Before a step's first forward."""
+        self._refusal.begin(limits)
+        self._search_before = self._search() if limits is not None else {}
+
+    def _end(self, skipped: Tensor, has_overflowed: bool) -> tuple[Tensor, bool]:
+        """After a step. In fp16 one that is left out leaves the search for a loss scale where it was, unless
+        that is why: gradients that are not finite, of a loss that is normal, at a scale that can fall.
+
+        Args:
+            skipped: 1 where it was not taken, else 0.
+            has_overflowed: DeepSpeed left it out.
+
+        Returns:
+            1 where it was left out or refused; and whether the scale is why. Reads the device in fp16 alone,
+            where DeepSpeed has read it.
+        """
+        if not self._search_before:
+            return self._refusal.end(skipped), False
+        searched = self._searched()
+        lowest = next(getattr(searched, word) for word in _LOWEST if hasattr(searched, word))
+        can_fall = self._search_before["loss_scale"] > lowest
+        is_search = has_overflowed and can_fall and not bool(self._refusal.is_loss_high())
+        skipped = self._refusal.end(skipped, counts=is_search)
+        if not is_search and bool(skipped):
+            self._set_search(self._search_before)
+        return skipped, is_search
+
     @property
     def module(self) -> nn.Module:
         """See Engine.module. A stage has the whole model's `config`."""
@@ -170,9 +201,7 @@ class DeepSpeedBase(ABC):
 
     def scalars(self) -> Scalars:
         """See EngineState.scalars."""
-        searched = self._searched()
-        search = {key: getattr(searched, word) for key, word in _SEARCH.items() if hasattr(searched, word)}
-        return self._state().scalars() | search
+        return self._state().scalars() | self._search()
 
     def hold_step(self, wait: Callable[[], None]) -> None:
         """See EngineState.hold_step."""
@@ -182,10 +211,17 @@ class DeepSpeedBase(ABC):
     def restore(self, source: ShardSource) -> None:
         """See EngineState.restore. Where a run had no loss scale, the search stays at its beginning."""
         restore(self._state(), source, self._names())
+        self._set_search(source.scalars)
+
+    def _search(self) -> Scalars:
+        searched = self._searched()
+        return {key: getattr(searched, word) for key, word in _SEARCH.items() if hasattr(searched, word)}
+
+    def _set_search(self, scalars: Mapping[str, Any]) -> None:
         searched = self._searched()
         for key, word in _SEARCH.items():
-            if key in source.scalars and hasattr(searched, word):
-                setattr(searched, word, source.scalars[key])
+            if key in scalars and hasattr(searched, word):
+                setattr(searched, word, scalars[key])
 
     def _searched(self) -> Any:
         """What keeps the state of a loss scale that is searched for; None: there is none, or a fixed one."""

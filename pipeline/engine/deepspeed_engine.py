@@ -171,7 +171,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             count_and_flags(micro_batches, objective, flags, self.device, self._copies)
         )
         averaged_over = self.dp_world_size * self._split.sequence_parallel
-        self._refusal.begin(limits)
+        self._begin(limits)
         own_loss_scale = self._own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
@@ -208,14 +208,16 @@ class DeepSpeedEngine(DeepSpeedBase):
         if self._watch is not None:
             warn_of_unused(self._watch.unused())
             self._watch = None
-        grad_norm, skipped = self._outcome(engine.skipped_steps - skipped_before)
+        grad_norm, skipped, searched = self._outcome(engine.skipped_steps - skipped_before)
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         extras = {key: value / alike for key, value in total.extras.items()}
         mean = self._refusal.loss
-        return StepResult(loss_sum, totals[0], grad_norm, skipped, totals[1], scale_now, extras, mean)
+        flagged = totals[1]
+        return StepResult(loss_sum, totals[0], grad_norm, skipped, flagged, scale_now, extras, mean, searched)
 
-    def _outcome(self, num_skipped: int) -> tuple[Tensor | float | None, Tensor]:
-        """Gradient norm of a step that was done, and 1 where it was not taken, else 0.
+    def _outcome(self, num_skipped: int) -> tuple[Tensor | float | None, Tensor, bool]:
+        """Gradient norm of a step that was done, 1 where it was not taken, else 0, and whether the loss scale
+        is why.
 
         Args:
             num_skipped: 1 where DeepSpeed left it out, else 0.
@@ -229,7 +231,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             grad_norm = math.inf
         else:
             skipped, grad_norm = self._skipped, self._norm
-        return grad_norm, self._refusal.end(skipped)
+        return grad_norm, *self._end(skipped, num_skipped > 0)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self._float_dtype) if self._is_autocast else nullcontext()

@@ -50,6 +50,8 @@ class StepResult:
     """This rank's share of the objective's further sums, as `loss_sum` is."""
     loss: Tensor | None = None
     """Mean loss of the global batch; None: the step had no limits."""
+    searched: bool = False
+    """fp16, where the step had limits: it was skipped since the loss scale was too high, which has fallen."""
 
 
 class Profile(Protocol):

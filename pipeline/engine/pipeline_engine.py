@@ -119,7 +119,7 @@ class PipelineEngine(DeepSpeedBase):
         # PipelineEngine divides by the accumulation steps and cannot be told not to.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
         own_loss_scale = self._own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
-        self._refusal.begin(limits)
+        self._begin(limits)
         self._look = lambda: self._refusal.look(self._total(objective).loss_sum, totals[0])
         self._last.begin(objective, scale * own_loss_scale)
         set_learning_rate(self._zero_optimizer, learning_rate)
@@ -130,14 +130,17 @@ class PipelineEngine(DeepSpeedBase):
             engine.train_batch(self._on_device(micro_batches))
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
         # A copy from the host would wait for the device.
-        skipped = torch.full((), float(engine.skipped_steps - skipped_before), device=self.device)
+        num_skipped = engine.skipped_steps - skipped_before
+        skipped = torch.full((), float(num_skipped), device=self.device)
         if self._own_norm and self.precision == "fp32":
             skipped = self._skipped
-        scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         self._look()  # DeepSpeed begins no step whose norm is not finite
-        skipped = self._refusal.end(skipped)
+        skipped, searched = self._end(skipped, num_skipped > 0)
+        scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         total, (count, flagged), mean = self._total(objective), totals, self._refusal.loss
-        return StepResult(total.loss_sum, count, norm, skipped, flagged, scale_now, total.extras, mean)
+        return StepResult(
+            total.loss_sum, count, norm, skipped, flagged, scale_now, total.extras, mean, searched
+        )
 
     def _total(self, objective: Objective) -> LossSum:
         """Of the step's micro-batches so far; 0 before the last stage."""

@@ -69,10 +69,15 @@ class Refusal:
         if self._limits is None:
             return None
         if self._is_refused is None:
-            assert self.loss is not None
-            high = ~(self.loss.isfinite() & (self.loss <= self._limits.loss))
+            high = self.is_loss_high()
             self._is_refused = high | ~(torch.as_tensor(norm, device=high.device) <= self._limits.grad_norm)
         return self._is_refused
+
+    def is_loss_high(self) -> Tensor:
+        """Whether the loss alone exceeds the limits, bool, 0-dim. After `look`, where there are some."""
+        assert self._limits is not None
+        assert self.loss is not None
+        return ~(self.loss.isfinite() & (self.loss <= self._limits.loss))
 
     def before(self, optimizer: Optimizer, norm: Tensor | float) -> None:
         """Before a step of an optimizer whose norm is DeepSpeed's: where refused, it moves nothing.
@@ -96,11 +101,12 @@ class Refusal:
             p.grad = gradient
         self._gradients = []
 
-    def end(self, skipped: Tensor) -> Tensor:
+    def end(self, skipped: Tensor, counts: bool = False) -> Tensor:
         """After the step: puts the buffers back, if it was not taken.
 
         Args:
             skipped: 1 where the engine left it out, else 0.
+            counts: It was left out and is a step all the same: buffers stay as its forward left them.
 
         Returns:
             1 where it was left out or refused.
@@ -109,7 +115,7 @@ class Refusal:
             return skipped
         if self._is_refused is not None:
             skipped = torch.maximum(skipped, self._is_refused.to(skipped))
-        is_skipped = skipped > 0
+        is_skipped = torch.zeros_like(skipped, dtype=torch.bool) if counts else skipped > 0
         with torch.no_grad():
             for layer, name, buffer, before in self._kept:
                 after: Any = layer._buffers[name]

@@ -65,8 +65,8 @@ EXAMPLES = [
     ),
     (
         1,
-        {"ds.fp16.enabled": True, STAGE: 1, "watch.on_spike": "skip"},
-        {"watch.on_spike": "rollback", "checkpoint.every": 5},
+        {"ds.fp16.enabled": True, STAGE: 1, "watch.on_nonfinite": "stop"},
+        {"watch.on_nonfinite": "skip"},
     ),
     (1, {STAGE: 1, "watch.on_nonfinite": "rollback"}, {"checkpoint.every": 5}),
     (1, {**NVME, f"{OFFLOAD}.pipeline_read": True, STAGE: 3}, {f"{OFFLOAD}.pipeline_read": False}),

@@ -74,3 +74,13 @@ def test_the_first_is_named_with_its_samples_and_its_rank(ranks, split, fault, t
     if fault == "forward":
         (index,) = told["message"].rpartition("samples: ")[2].split(", ")
         assert re.fullmatch(r"\w+ \d+", index), "one row is broken, and one is named"
+
+
+@pytest.mark.slow
+def test_in_fp16_it_is_looked_for_where_the_loss_scale_is_not_why(ranks, tmp_path):
+    world_size, deepspeed = SPLITS["zero2-fp16"]
+    watch = {"on_nonfinite": "skip"}
+    ranks(world_size).run(faulty, deepspeed, str(tmp_path), "forward", watch, timeout=500)
+    (told,) = events(tmp_path, "non_finite_cause")
+    assert told["step"] == 21
+    assert re.search(FAULTS["forward"][1], told["message"])

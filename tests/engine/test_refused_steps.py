@@ -20,6 +20,7 @@ ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 SGD = {"optimizer": {"kind": "sgd", "learning_rate": 3e-3, "max_grad_norm": 0.5}}
 # Name -> ranks, DeepSpeed JSON (None: plain PyTorch), what else the recipe says.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
 SPLITS: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "single": (1, None, {}),
     "ddp": (2, None, {}),
@@ -37,8 +38,23 @@ SPLITS: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "pipeline": (2, deepspeed_json(0) | {"pipeline": {"stages": 2}}, {}),
     "pipeline-zero1": (2, deepspeed_json(1) | {"pipeline": {"stages": 2}}, {}),
     "pipeline-bf16": (2, deepspeed_json(0, "bf16") | {"pipeline": {"stages": 2}}, {}),
+    "zero0-fp16": (2, deepspeed_json(0) | FP16, {}),
+    "zero0-fp16-one": (1, deepspeed_json(0) | FP16, {}),
+    "zero0-fp16-fixed": (2, deepspeed_json(0) | {"fp16": {"enabled": True, "loss_scale": 256}}, {}),
+    "zero1-fp16": (2, deepspeed_json(1) | FP16, {}),
+    "zero2-fp16": (2, deepspeed_json(2) | FP16, {}),
+    "zero2-fp16-offload": (2, deepspeed_json(2, **OFFLOAD) | FP16, {}),
+    "zero3-fp16": (2, deepspeed_json(3) | FP16, {}),
+    "zero3-fp16-offload": (2, deepspeed_json(3, **OFFLOAD) | FP16, {}),
+    "tensor-fp16": (2, deepspeed_json(1) | FP16 | {"tensor_parallel": {"autotp_size": 2}}, {}),
+    "tensor-zero0-fp16": (2, deepspeed_json(0) | FP16 | {"tensor_parallel": {"autotp_size": 2}}, {}),
+    "pipeline-fp16": (2, deepspeed_json(0) | FP16 | {"pipeline": {"stages": 2}}, {}),
+    "pipeline-zero1-fp16": (2, deepspeed_json(1) | FP16 | {"pipeline": {"stages": 2}}, {}),
 }
-DAILY = ("ddp", "zero0-bf16", "zero2", "zero2-offload", "zero3", "tensor", "pipeline")
+DAILY = (
+    *("ddp", "zero0-bf16", "zero2", "zero2-offload", "zero3", "tensor", "pipeline"),
+    *("zero0-fp16", "zero2-fp16", "zero3-fp16"),
+)
 
 
 class Poisoned(CausalLM):
@@ -122,6 +138,46 @@ def test_what_follows_a_refused_step_is_bit_equal_to_a_run_without_it(ranks, spl
         assert same_curve
         assert same_state
     assert all(said[1:] == answers[0][2][1:] for _, _, said in answers), "ranks were told different losses"
+
+
+def searching(job: Job, stage: int, lowest_power: int, factors: list[float], limits: Limits | None):
+    """What is kept after steps from a loss scale of 2**24, which is too high for all of them, and of each
+    whether it was skipped and whether to search."""
+    fp16 = {"enabled": True, "initial_scale_power": 24, "min_loss_scale": 2**lowest_power, "hysteresis": 1}
+    data, objective = token_bundle(), Poisoned()
+    tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
+    engine = make_engine(job, tree, deepspeed_json(stage) | {"fp16": fp16}, data)
+    said = []
+    for number, objective.factor in enumerate(factors):
+        rows = [data.train[4 * number + 2 * job.ranks.rank + place] for place in range(2)]
+        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        objective.poisoned = batch["input_ids"][0, 0]
+        result = engine.train_step([batch], objective, 1e-2, 0, limits)
+        said.append((float(result.skipped), result.searched))
+    kept = state(engine)
+    engine.close()
+    return kept, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_that_finds_the_loss_scale_is_no_refused_one(ranks, stage):
+    """It counts, and the scale falls as without limits. What is refused leaves the scale: a loss that is too
+    high, whose gradient is not finite either, and any such gradient where the scale cannot fall."""
+    pool, limits = ranks(2), Limits(12.0, math.inf)
+    searched = pool.run(searching, stage, 0, [1.0] * 12, limits)
+    as_ever = pool.run(searching, stage, 0, [1.0] * 12, None)
+    for (kept, said), (expected, without) in zip(searched, as_ever, strict=True):
+        assert [skipped for skipped, _ in said] == [skipped for skipped, _ in without]
+        assert 0 < sum(is_search for _, is_search in said) == sum(skipped for skipped, _ in said) < 12
+        assert kept[1] == expected[1]
+        assert kept[1]["loss_scale"] < 2**24
+        assert all(torch.equal(a, b) for a, b in zip(kept[0], expected[0], strict=True))
+    for lowest, factors in ((0, [1e4, 1e4]), (24, [1.0, 1.0])):
+        for kept, said in pool.run(searching, stage, lowest, factors, limits):
+            assert said == [(1.0, False)] * 2
+            assert kept[1]["loss_scale"] == 2**24
+            assert kept[1]["loss_scale_iteration"] == 0
 
 
 class Counting(nn.Module):

@@ -23,6 +23,8 @@ from pipeline.training import Loop
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STEPS, BATCH = 48, 8
 # Name -> ranks, DeepSpeed JSON (None: plain PyTorch).
+# A scale that goes up every fifth step, and so down again and again.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 5}}
 SPLITS: dict[str, tuple[int, Any]] = {
     "single": (1, None),
     "ddp": (2, None),
@@ -32,6 +34,11 @@ SPLITS: dict[str, tuple[int, Any]] = {
     "zero3-offload": (2, deepspeed_json(3, offload_optimizer={"device": "cpu"})),
     "tensor": (2, deepspeed_json(1) | {"tensor_parallel": {"autotp_size": 2}}),
     "pipeline": (2, deepspeed_json(0) | {"pipeline": {"stages": 2}}),
+    "zero0-fp16": (2, deepspeed_json(0) | FP16),
+    "zero1-fp16": (2, deepspeed_json(1) | FP16),
+    "zero2-fp16": (2, deepspeed_json(2) | FP16),
+    "zero3-fp16": (2, deepspeed_json(3) | FP16),
+    "pipeline-fp16": (2, deepspeed_json(0) | FP16 | {"pipeline": {"stages": 2}}),
 }
 
 
