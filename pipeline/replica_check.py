@@ -53,14 +53,25 @@ class ReplicaCheck:
             if ranks > 1
         ]
         self._every = every if self._groups else 0
-        if self._every and self._action == "leave" and job.ranks.is_main_process:
-            hindrances = [why_none_leaves(self._agents, [rank]) for rank in range(len(keys))]
-            if all(hindrances):
-                log.warning("watch.on_corruption=leave: no machine can: %s", hindrances[-1])
+        if job.ranks.is_main_process:
+            self._warn(sorted({processor for _, processor in alike}))
         self._begun: Tensor | None = None
         self._coming: tuple[int, Tensor, torch.cuda.Event | None] | None = None
         self.good_until = start
         """A step after which all were equal: what was saved up to it can be trusted."""
+
+    def _warn(self, processors: Sequence[str]) -> None:
+        if len(processors) > 1:
+            log.warning(
+                "ranks compute on %d kinds of processors (%s), which round otherwise: their weights drift "
+                "apart, and are compared within a kind alone",
+                len(processors),
+                ", ".join(processors),
+            )
+        if self._every and self._action == "leave":
+            hindrances = [why_none_leaves(self._agents, [rank]) for rank in range(len(self._agents))]
+            if all(hindrances):
+                log.warning("watch.on_corruption=leave: no machine can: %s", hindrances[-1])
 
     def begin(self, step: int) -> None:
         """Before a step; `step` were done."""

@@ -30,7 +30,8 @@ class Replicas:
         optimizer: Optimizer | None,
         device: torch.device,
     ):
-        self.key = key
+        self.key = (key, "" if optimizer is None else _processor(device))
+        """Other processors round otherwise, and step such ranks apart."""
         self._weights = weights
         self._optimizer = optimizer
         self._device = device
@@ -63,6 +64,13 @@ class Replicas:
         if self._is_asked and self._optimizer is not None:
             gradients = [p.grad for p in _parameters_of(self._optimizer) if p.grad is not None]
             self._gradients = digest(gradients, self._device)
+
+
+def _processor(device: torch.device) -> str:
+    """Whose kernels a rank steps with."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.backends.cpu.get_cpu_capability()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
+from support.launch import DIGITS, TRAIN, environment, write_recipe
+from support.own_state import CASES
 from support.poisoned import SPLITS, events, train
+from support.ranks import free_port
 from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
 
 from pipeline.config.watching_schema import WatchConfig
+from pipeline.data.random_numbers import seed_step
 from pipeline.engine.replicas import digest
 from pipeline.errors import DeviceFailedError
 from pipeline.objectives import CausalLM
@@ -132,6 +138,75 @@ def test_fifty_of_fifty_flipped_bits_are_found_and_nothing_else(ranks, split):
         assert (right, false) == (50, 0)
 
 
+def alarms(job, tree, deepspeed, times: int):
+    """What is told in so many steps of ranks that nothing has happened to, and the last that was compared."""
+    data = token_bundle()
+    engine = make_engine(job, tree, deepspeed, data)
+    check = ReplicaCheck(job, engine.replicas, WatchConfig(compare_every=1), 0)
+    told = []
+    for step in range(times):
+        seed_step(0, step, engine.seed_rank)
+        first = 2 * (step * engine.dp_world_size + engine.dp_rank)
+        rows = [[data.train[(first + 32 * m + k) % 64] for k in range(2)] for m in range(2)]
+        check.begin(step)
+        group = [{key: torch.stack([row[key] for row in each]) for key in each[0]} for each in rows]
+        engine.train_step(group, CausalLM(), 1e-2, 0)
+        told.append(check.end(step))
+    engine.close()
+    return [each for each in told if each is not None], check.good_until
+
+
+ACCUMULATED = {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
+OWN_STATE = {"ddp": None, "zero0": deepspeed_json(0), "zero0-bf16": deepspeed_json(0, "bf16")}
+OWN_STATE["zero2-bf16"] = deepspeed_json(2, "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.daily(*[f"{case}-ddp" for case in CASES])
+@pytest.mark.parametrize(
+    ("case", "split"),
+    [
+        pytest.param(case, split, id=f"{case}-{split}")
+        for case in CASES
+        for split in OWN_STATE
+        if (case, split) != ("an expert that one rank uses", "zero2-bf16")  # DeepSpeed sends other sizes
+    ],
+)
+def test_what_ranks_may_have_of_their_own_is_no_corruption(ranks, case, split):
+    model = {"kind": "support.own_state:OwnState", "args": {"case": case}}
+    engine = {"find_unused_parameters": True} if split == "ddp" and "one rank" in case else {}
+    tree = recipe(model=model, objective={"kind": "causal_lm"}, batch=ACCUMULATED, engine=engine)
+    for told, last in ranks(2).run(alarms, tree, OWN_STATE[split], 8):
+        assert told == []
+        assert last == 7
+
+
+CUT = {"tensor_parallel": {"autotp_size": 2}}
+STAGES = {"pipeline": {"stages": 2}}
+MUON = {"optimizer": {"learning_rate": 1e-2, "groups": [{"patterns": ["*_proj.*"], "kind": "muon"}]}}
+OTHERS = {
+    "norms that a cut model has whole": (4, deepspeed_json(0) | CUT, {}),
+    "zero1, cut": (4, deepspeed_json(1) | CUT, {}),
+    "copies of stages": (4, deepspeed_json(0) | STAGES, {}),
+    "copies of stages, bf16": (4, deepspeed_json(0, "bf16") | STAGES, {}),
+    "sequences in parts": (2, deepspeed_json(0) | {"sequence_parallel_size": 2}, {}),
+    "muon": (3, None, MUON),
+    "adafactor": (3, deepspeed_json(0), {"optimizer": {"kind": "adafactor", "learning_rate": 1e-2}}),
+    "fp16": (2, deepspeed_json(0, "fp16"), {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.daily("muon")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_splits_and_optimizers_are_no_corruption(ranks, name):
+    world_size, deepspeed, changes = OTHERS[name]
+    tree = recipe(batch=ACCUMULATED, **changes)
+    for told, last in ranks(world_size).run(alarms, tree, deepspeed, 8, timeout=500):
+        assert told == []
+        assert last == 7
+
+
 def corrupted(job, split, folder: str, at: int, action: str = "stop"):
     """What a run ends with one of whose ranks has a bit flipped before step `at`."""
 
@@ -188,3 +263,25 @@ def test_where_no_machine_can_leave_the_run_ends_and_says_why(ranks, world_size,
     assert "no checkpoint after step 5 counts" in said[0]
     (told,) = events(tmp_path, "corruption")
     assert "leaves" not in told
+
+
+@pytest.mark.slow
+def test_other_kinds_of_processors_are_no_corruption(tmp_path):
+    """Of three ranks one has another's vector instructions: it rounds otherwise, and nothing is broken."""
+    port = str(free_port())
+    recipe = write_recipe(tmp_path, watch={"compare_every": 1}, batch={"global_batch_size": 12}, **DIGITS)
+    place = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [sys.executable, TRAIN, "--config", str(recipe), f"run_dir={tmp_path / 'run'}"],
+            env=environment(RANK=rank, LOCAL_RANK=rank, ATEN_CPU_CAPABILITY=kind, **place),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, kind in (("0", "avx2"), ("1", "default"), ("2", "avx2"))
+    ]
+    said = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], said
+    assert "ranks compute on 2 kinds of processors (avx2, default)" in said[0].lower()
+    assert not events(tmp_path / "run", "corruption")
