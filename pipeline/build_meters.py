@@ -63,15 +63,20 @@ def build_meters(
         communicates=job.ranks.world_size > 1,
     )
     gpu = GpuMeter(engine.device, earlier.energy_kwh)
-    compares = forward_waits_for_nobody(resolved, engine, job)
-    return Meters(workload, job, clock, profile, compares, wall, gpu)
+    return Meters(workload, job, clock, profile, own_phases(resolved, engine), wall, gpu)
 
 
-def forward_waits_for_nobody(resolved: Resolved, engine: Engine, job: Job) -> bool:
-    """Whether ranks can be compared by what a forward takes: all do the same, and no collective is in it."""
+def own_phases(resolved: Resolved, engine: Engine) -> tuple[str, ...]:
+    """What a rank computes without waiting for others inside.
+
+    Not a backward that sends gradients beside it, nor where layers of several ranks work on one sample.
+    """
     split = resolved.split
-    is_whole = split.zero_stage < 3 and split.dp_world_size == job.ranks.world_size > 1
-    return is_whole and not any(is_synchronised(layer) for layer in engine.module.modules())
+    if split.world_size == 1 or split.tensor_parallel > 1 or split.sequence_parallel > 1:
+        return ()
+    if any(is_synchronised(layer) for layer in engine.module.modules()):
+        return ()
+    return ("forward", "backward") if split.pipeline_stages > 1 else ("forward",)
 
 
 def _recomputed(model: ModelConfig, engine: Engine, length: int | None) -> Callable[[], float]:

@@ -72,7 +72,7 @@ class Meters:
         job: Job,
         clock: Callable[[], float],
         profile: Profile | None = None,
-        compares_forwards: bool = False,
+        own_phases: Sequence[str] = (),
         wall: WallTime | None = None,
         gpu: GpuMeter | None = None,
     ):
@@ -80,7 +80,7 @@ class Meters:
 
         Args:
             profile: What DeepSpeed's profilers were asked for.
-            compares_forwards: All ranks do the same in it, and no collective makes one wait for another.
+            own_phases: Besides the reading of data those in which no rank waits for another.
             wall: Where the time of the engine's steps goes.
             gpu: None: nobody is asked about the device.
         """
@@ -89,7 +89,7 @@ class Meters:
         self._wall = wall or WallTime(Phases(clock, job.device), clock)
         self._gpu = gpu or GpuMeter(torch.device("cpu"))
         self._memory = MemoryMeter(job.device)
-        self._compares_forwards = compares_forwards
+        self._own_phases = ("data", *own_phases)
         self._profile = profile
         self._each = StepNumbers(job.device)
         self._last: StepResult | None = None
@@ -125,8 +125,7 @@ class Meters:
         return self._wall.phases.measured("data")
 
     def timed(self, objective: Objective) -> Objective:
-        """The objective, its forwards measured: with the wait for data the part of a step that a rank spends
-        alone, where its forward enters no collective."""
+        """The objective, its forwards measured."""
         return TimedObjective(objective, self._wall.phases)
 
     def paused(self, phase: str = ASIDE) -> AbstractContextManager[None]:
@@ -192,9 +191,8 @@ class Meters:
         numbers = {}
         if measured is not None:
             spent = measured.spent.seconds()
-            seconds = {"step": measured.seconds(), "data": spent.get("data", 0.0)}
-            if self._compares_forwards:
-                seconds["forward"] = spent.get("forward", 0.0)
+            seconds = {phase: spent.get(phase, 0.0) for phase in self._own_phases}
+            seconds["step"] = measured.seconds()
             numbers = {key: each / measured.steps for key, each in seconds.items()}
         if self._job.device.type == "cpu":
             numbers["load"] = os.getloadavg()[0] / (os.cpu_count() or 1)
@@ -264,7 +262,7 @@ class Meters:
 
 def slowest(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Columns, from the seconds a step that ranks need without waiting for each other; see Seen.own."""
-    phases = [own[phase] for phase in ("data", "forward") if phase in own]
+    phases = [own[phase] for phase in ("data", "forward", "backward") if phase in own]
     together = [sum(each) for each in zip(*phases, strict=True)]
     if len(together) < 2:
         return {}

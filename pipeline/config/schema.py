@@ -243,8 +243,8 @@ class DistributedConfig(Closed):
     """Seconds without a step after which the watchdog writes down where every rank stands, names those that
     are behind, and ends the job with code 124. Default: ten times the recent median step, at least 60."""
     straggler_share: float = Field(0.15, gt=0)
-    """A rank whose own part of a step (reading data, the forward) takes longer than the median rank's by
-    this share is named, with what takes it longer."""
+    """A rank whose own part of a step (reading data, computing) takes longer by this share than the median
+    rank's, or a pipeline stage's than before, is named, with what takes it longer."""
     bind_cores: bool | None = None
     """Bind each rank to its share of the cores that it may use, those next to its GPU first. Default: where
     several ranks may use the same ones, and neither the launcher nor OMP_PROC_BIND or the like bound them."""

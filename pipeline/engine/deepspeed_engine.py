@@ -46,7 +46,12 @@ from pipeline.engine.state import State
 from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts
 from pipeline.engine.tensor_sharding import TensorSharding
 from pipeline.engine.unused import GradientWatch, warn_of_unused
-from pipeline.engine.zero3 import Zero3Sharding, gather_by_block, gathered_where_it_fits
+from pipeline.engine.zero3 import (
+    Zero3Sharding,
+    gather_by_block,
+    gathered_where_it_fits,
+    measure_gathers,
+)
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.sharding import Placed, Sharding
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
@@ -109,13 +114,13 @@ class DeepSpeedEngine(DeepSpeedBase):
         if split.zero_stage == 3:
             gather_by_block(model, config)
         self._initialize(model, config, mpu)
+        measure_gathers(self._zero_optimizer, self.phases)
         if autocast:
             keep_autocast(self._engine, self._float_dtype)
         for buffer in self.module.buffers():  # zero.Init moves parameters only
             buffer.data = buffer.data.to(self.device)
         keep_misaligned_gradients(self._zero_optimizer)
-        places_of = cut_parameters if split.tensor_parallel > 1 else whole_parameters
-        self._places = places_of(self.module)
+        self._places = (cut_parameters if split.tensor_parallel > 1 else whole_parameters)(self.module)
         self._is_counted = [self._counts(p) for p in self._parameters]
         self._norm: Tensor | None = None
         self._guard_steps()

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.distributed.machine import available_memory
+from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import without_hooks
 from pipeline.engine.parallel_state import forget_parameter_groups
@@ -170,6 +171,28 @@ def gather_by_block(model: nn.Module, config: dict[str, Any]) -> None:
             set_z3_leaf_module(block, True)
             if any(p.requires_grad for p in block.parameters()):
                 block.register_forward_pre_hook(_learning, with_kwargs=True)
+
+
+def measure_gathers(optimizer: Any, phases: Phases) -> None:
+    """Takes what a forward waits for its parameters out of it, as communication; below ZeRO 3 it has them.
+
+    Ranks wait there for the slowest one, so that all forwards are as long as its own. On a GPU it is what the
+    device's stream waits for the one that gathers, between two events; nothing waits for these.
+    """
+    offload = getattr(optimizer, "parameter_offload", None)
+    if offload is None:
+        return
+    coordinator = offload.get_param_coordinator()
+    fetch = coordinator.fetch_sub_module
+
+    def measured(module: nn.Module, forward: bool) -> None:
+        if not forward:
+            fetch(module, forward)
+            return
+        with phases.measured("communication"):
+            fetch(module, forward)
+
+    coordinator.fetch_sub_module = measured
 
 
 def _learning(

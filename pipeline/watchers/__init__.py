@@ -33,8 +33,8 @@ class Seen:
     """Of each step: the gradient was not finite."""
     own: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Of every rank, in order. Seconds a step (on a GPU of the row before): `step`, its parts `data` and,
-    where it waits for nobody, `forward`. GiB in use: `device`, `host`. Where a CPU trains, `load`: processes
-    that want to run on the machine, a core of it."""
+    where they wait for nobody, `forward` and `backward`. GiB in use: `device`, `host`. Where a CPU trains,
+    `load`: processes that want to run on the machine, a core of it."""
 
     @property
     def steps(self) -> int:

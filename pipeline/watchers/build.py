@@ -53,7 +53,7 @@ def build_watchers(
             EvalDivergence(),
             DataStarvation(config.loader.num_workers),
             ThroughputDrop(_place(resolved, engine, job)),
-            SlowRank(job.everyone, config.distributed.straggler_share),
+            SlowRank(job.everyone, config.distributed.straggler_share, resolved.split.pipeline_stages),
             MemoryGrowth(),
         ]
         if not _lies_on_a_disk(resolved):  # to read all of it takes minutes

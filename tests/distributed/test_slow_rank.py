@@ -3,57 +3,90 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
+import platform
 import time
 from unittest.mock import patch
 
 import pytest
-from support.tiny import recipe, resolve, token_bundle
+from support.heard import heard
+from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
 from pipeline.training import Loop
 
-
-class Heard(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
+SPLITS = {
+    "ddp": {"torch": {"parallel": "ddp"}},
+    # As in a large model: few parameters are gathered ahead, and none stays.
+    "ZeRO 3": deepspeed_json(3, stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=0),
+    "pipeline": deepspeed_json(1) | {"pipeline": {"stages": 2}},
+}
 
 
-def warnings_of_a_run(job, folder, slow_rank):
-    """What each rank's log says of a run in which the forward of one takes 200 ms longer."""
-    changes = {"engine": {"parallel": "ddp"}, "max_steps": 20, "log": {"every": 1}}
-    config, resolved = resolve(recipe(**changes), None, job.ranks.world_size)
+def warnings_of_a_run(job, folder, split, slow_rank, first_step):
+    """What is said of a run in which the forward of one rank takes 200 ms longer from a step on."""
+    steps = first_step + 30
+    config, resolved = resolve(recipe(max_steps=steps, log={"every": 1}), split, job.ranks.world_size)
     run = assemble(config, resolved, job, token_bundle(), folder)
+
+    def delay(module, *_):
+        if module.training and loop.state.global_step >= first_step:
+            time.sleep(0.2 / resolved.plan.gradient_accumulation_steps)
+
     if job.ranks.rank == slow_rank:
-        run.engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
-    heard = Heard()
-    logging.getLogger("pipeline").addHandler(heard)
+        run.engine.module.register_forward_pre_hook(delay)
     with (
-        patch("os.getloadavg", lambda: (0.5, 0.5, 0.5)),
+        patch("os.getloadavg", lambda: (0.5, 0.5, 0.5)),  # whoever else is there
+        heard("pipeline.sinks") as lines,
         run.sinks,
         Loop(run) as loop,
-    ):  # whoever else is there
-        while loop.step() is not None:
-            pass
-    logging.getLogger("pipeline").removeHandler(heard)
+    ):
+        loop.train()
     run.loader.close()
-    return heard.lines, os.getpid()
+    run.engine.close()
+    return [line for line in lines if " is slow: " in line], os.getpid()
+
+
+def slow_events(folder):
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row.get("event") == "slow_rank"], rows
 
 
 @pytest.mark.slow
-def test_a_slowed_rank_is_named_once_and_measured(ranks, tmp_path):
-    (lines, _), (_, pid) = ranks(2).run(warnings_of_a_run, tmp_path, 1)
-    (line,) = [line for line in lines if " is slow: " in line]
-    assert line.startswith("rank 1 on ")
-    assert f"(pid {pid}) is slow: the forward takes it" in line
-    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize("split", ["ddp", "ZeRO 3"])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slowed_rank_is_named_once_and_measured(ranks, tmp_path, split, slow):
+    """Also where the others wait for it in the middle of their forwards, for its share of the parameters."""
+    found = ranks(2).run(warnings_of_a_run, tmp_path, SPLITS[split], slow, 0)
+    (line,) = found[0][0]
+    assert line.startswith(f"rank {slow} on {platform.node()} ")
+    assert f"(pid {found[slow][1]}) is slow: the forward takes it" in line
+    (event,), rows = slow_events(tmp_path)
+    assert (event["rank"], event["phase"]) == (slow, "forward")
+    assert event["step"] <= 20
     rows = [row for row in rows if "perf/slowest_rank" in row][1:]
-    assert [row["perf/slowest_rank"] for row in rows].count(1) > 0.8 * len(rows)
+    assert [row["perf/slowest_rank"] for row in rows].count(slow) > 0.8 * len(rows)
     for row in rows:
         assert row["perf/slowest_rank_own_time_seconds"] > 0.02
         assert row["perf/own_time_seconds"] < row["perf/slowest_rank_own_time_seconds"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_stage_that_becomes_slow_is_named(ranks, tmp_path, slow):
+    found = ranks(2).run(warnings_of_a_run, tmp_path, SPLITS["pipeline"], slow, 40)
+    (line,) = found[0][0]
+    assert line.startswith(f"rank {slow} on {platform.node()} ")
+    (event,), _ = slow_events(tmp_path)
+    assert (event["rank"], event["phase"]) == (slow, "forward")
+    assert " and before that " in event["message"]
+    assert 40 < event["step"] <= 64
+
+
+@pytest.mark.slow
+def test_a_rank_is_compared_with_those_of_its_stage(ranks, tmp_path):
+    ranks(4).run(warnings_of_a_run, tmp_path, SPLITS["pipeline"], 2, 0)
+    (event,), _ = slow_events(tmp_path)
+    assert (event["rank"], event["phase"]) == (2, "forward")
+    assert " and the median rank of its stage " in event["message"]
+    assert event["step"] <= 20

@@ -14,13 +14,14 @@ EVERYONE = [RankProcess(rank, f"node{rank}", 70 + rank) for rank in range(4)]
 QUICK = [0.0, 0.0, 0.0, 0.0]
 
 
-def seen(data, forward=None, step=1.0, steps=4):
+def seen(data, forward=None, step=1.0, steps=4, backward=None):
     own = {"step": [step] * len(data), "data": data, "host": [9.0] * len(data)}
+    own |= {} if backward is None else {"backward": backward}
     return Seen({}, [1.0] * steps, own=own if forward is None else own | {"forward": forward})
 
 
-def said(*rows, share=0.15):
-    watcher = SlowRank(EVERYONE[: len(rows[0].own["data"])], share)
+def said(*rows, share=0.15, stages=1):
+    watcher = SlowRank(EVERYONE[: len(rows[0].own["data"])], share, stages)
     return [event for number, row in enumerate(rows) if (event := watcher(number, row)) is not None]
 
 
@@ -106,4 +107,49 @@ def test_where_ranks_share_their_cores_with_others_one_must_be_slower_still(slow
 
 def test_one_rank_and_evaluations_are_not_compared():
     assert said(*[seen([0.9])] * 20) == []
+    watcher = SlowRank([], 0.15)  # a process without a group knows nobody
+    assert [watcher(step, seen([0.9])) for step in range(20)] == [None] * 20
     assert SlowRank(EVERYONE, 0.15)(1, Seen({"eval/loss": 1.0})) is None
+
+
+def test_ranks_of_one_stage_are_compared_with_each_other():
+    """Stages do different work: that one takes twice as long as the other says nothing."""
+    usual = seen(QUICK, [0.2, 0.2, 0.4, 0.4], backward=[0.3, 0.3, 0.5, 0.5])
+    assert said(*[usual] * 20, stages=2) == []
+    (event,) = said(*[seen(QUICK, [0.2, 0.2, 0.4, 0.4], backward=[0.3, 0.4, 0.5, 0.5])] * 20, stages=2)
+    assert event.message == (
+        "rank 1 on node1 (pid 71) is slow: the backward takes it 400 ms a step and the median rank of its "
+        "stage 300 ms; the others wait for it in 100 of every 1000 ms"
+    )
+
+
+STAGES = [0.1, 0.4, 0.2, 0.2]
+
+
+@pytest.mark.parametrize(("times", "told"), [(1.2, 1), (1.1, 0)])
+def test_a_stage_of_its_own_is_compared_with_what_it_took(times, told):
+    usual, slower = (
+        seen(QUICK, STAGES, backward=each, steps=1) for each in (STAGES, [0.1, 0.4 * times**2, 0.2, 0.2])
+    )
+    before = [usual] * 40
+    events = said(*before, *[slower] * 24, stages=4)
+    assert len(events) == told
+    if told:
+        assert events[0].message.startswith(
+            "rank 1 on node1 (pid 71) is slow: the backward takes it 576 ms a step and before that 400 ms; "
+        )
+    assert said(*[slower] * 60, stages=4) == []  # from the start on: it may be a longer stage
+
+
+def test_stages_that_all_take_longer_have_longer_rows_or_a_crowd():
+    usual, all_of_them, more, quick = (
+        seen(QUICK, [times * each for each in STAGES], backward=STAGES, steps=8)
+        for times in (1.0, 2.0, 4.0, 0.5)
+    )
+    assert said(*[usual] * 5, *[all_of_them] * 5, *[more] * 5, *[usual] * 5, stages=4) == []
+    assert said(*[usual] * 5, *[quick] * 5, *[usual] * 20, stages=4) == []
+
+
+def test_stages_read_data_alike():
+    (event,) = said(*[seen([0.0, 0.0, 0.3, 0.0], STAGES, backward=STAGES)] * 20, stages=4)
+    assert event.message.startswith("rank 2 on node2 (pid 72) is slow: reading data takes it 300 ms a step")
