@@ -26,6 +26,7 @@ from pipeline.data.mixture import MixtureOrder
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine, Evaluates
 from pipeline.errors import ConfigError
+from pipeline.histograms import HistogramMeter
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
 from pipeline.objectives import Objective, build_objective
@@ -91,6 +92,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         save=Cadence(config.checkpoint.every, max_steps),
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,
+        histograms=HistogramMeter(engine, job, every) if (every := config.wandb.histograms_every) else None,
         tell_sample=writer_of_samples(config, data, engine, sinks),
     )
 

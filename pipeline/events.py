@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 RUN_FAILED = "run_failed"
 ROLLBACK = "rollback"
 """A run went back to the event's step: rows of later ones belong to what it gave up."""
@@ -65,3 +68,20 @@ class SavedCheckpoints:
         """That with the lowest evaluation loss, the newest of several; None: none is measured."""
         known = [each for each in self.saved if each.eval_loss is not None and not math.isnan(each.eval_loss)]
         return min(known, key=lambda each: (each.eval_loss, -each.step), default=None)
+
+
+@dataclass(frozen=True)
+class Histograms:
+    """Of each parameter that is trained, after a step: how many of its values lie between two edges."""
+
+    step: int
+    edges: npt.NDArray[np.float64]
+    """(bins + 1,), rising."""
+    weights: Mapping[str, npt.NDArray[np.int64]]
+    """Name -> (bins,)."""
+    gradients: Mapping[str, npt.NDArray[np.int64]]
+    """Of that step, as the weights moved by them; empty where it was not taken."""
+
+
+Shown = SavedCheckpoints | Histograms
+"""What is neither a row nor an event, and has no place in metrics.jsonl."""

@@ -15,6 +15,7 @@ from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.loader import BatchSource
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, StepResult
+from pipeline.histograms import HistogramMeter
 from pipeline.metrics import Meters
 from pipeline.objectives import Objective
 from pipeline.replica_check import ReplicaCheck
@@ -116,5 +117,7 @@ class Parts:
     """Between checkpoints, besides those of `save`; 0: only those."""
     grace_seconds: float | None
     """Between a signal to stop and the kill."""
+    histograms: HistogramMeter | None = None
+    """Of weights and gradients; None: not asked for."""
     tell_sample: Callable[[int], None] | None = None
     """Has the model write after the evaluation of a step. Collective; None: it does not."""

@@ -7,31 +7,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from pipeline.events import Histograms
 from pipeline.safeguard import GoBack
 from pipeline.sinks import Sinks
 from pipeline.watchers import Seen, Tell, Watcher, ask
+
+T = TypeVar("T")
 
 LAST_WAIT = 5.0
 """Seconds that a run which fails gives the device to come to the end of a row."""
 
 
-class LateRow:
-    """A row and the numbers that it still needs. Making one waits for nothing.
+class Late(Generic[T]):
+    """What is made of numbers of the device, later. Asking for it waits for nothing.
 
     Args:
         numbers: Of the device, 0-dim or (N,), by name.
-        make: The row and what it comes with, from their copies on the host: fp64, of the same shapes.
+        make: From their copies on the host: fp64, of the same shapes.
     """
 
-    def __init__(self, numbers: Mapping[str, Tensor], make: Callable[[dict[str, Tensor]], Seen]):
+    def __init__(self, numbers: Mapping[str, Tensor], make: Callable[[dict[str, Tensor]], T]):
         packed = torch.cat([each.to(torch.float64).reshape(-1) for each in numbers.values()])
         self._shapes = {name: each.shape for name, each in numbers.items()}
         self._make = make
-        self._seen: Seen | None = None
+        self._made: T | None = None
         self._arrived: torch.cuda.Event | None = None
         is_gpu = packed.device.type == "cuda"
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=is_gpu)
@@ -44,15 +48,19 @@ class LateRow:
         """Whether `read` waits for nothing."""
         return self._arrived is None or self._arrived.query()
 
-    def read(self) -> Seen:
-        """The row and what it comes with. Waits for the device to be done with what came before it."""
-        if self._seen is None:
+    def read(self) -> T:
+        """Waits for the device to be done with what came before it."""
+        if self._made is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
             parts = self._host.split([shape.numel() for shape in self._shapes.values()])
             named = zip(self._shapes.items(), parts, strict=True)
-            self._seen = self._make({name: part.reshape(shape) for (name, shape), part in named})
-        return self._seen
+            self._made = self._make({name: part.reshape(shape) for (name, shape), part in named})
+        return self._made
+
+
+LateRow = Late[Seen]
+"""A row and what it comes with."""
 
 
 class LateRows:
@@ -63,11 +71,11 @@ class LateRows:
         self._watchers = tuple(watchers)
         self._answer = answer
         self._sinks = sinks
-        self._rows: deque[tuple[int, LateRow]] = deque()
+        self._rows: deque[tuple[int, LateRow, Late[Histograms] | None]] = deque()
 
-    def add(self, step: int, row: LateRow) -> None:
-        """The row of a later step than all before."""
-        self._rows.append((step, row))
+    def add(self, step: int, row: LateRow, histograms: Late[Histograms] | None = None) -> None:
+        """The row of a later step than all before, and the histograms of that step."""
+        self._rows.append((step, row, histograms))
 
     def write_until(self, step: int) -> None:
         """Those up to this step. Waits for the device; the same call on all ranks.
@@ -77,8 +85,10 @@ class LateRows:
             GoBack: that row is the last one of what is gone back from.
         """
         while self._rows and self._rows[0][0] <= step:
-            at, late = self._rows.popleft()
+            at, late, histograms = self._rows.popleft()
             self.write(at, late.read())
+            if histograms is not None and not self._sinks.is_empty:
+                self._sinks.show(histograms.read())
 
     def write(self, step: int, seen: Seen) -> None:
         """One that waits for nothing, behind those that were added. See write_until."""
@@ -96,7 +106,7 @@ class LateRows:
         until = time.monotonic() + LAST_WAIT
         with suppress(Exception):  # of a device that failed, or a full disk: the first error is the news
             while self._rows and not self._sinks.is_empty:
-                at, late = self._rows[0]
+                at, late, _ = self._rows[0]
                 while not late.has_arrived():
                     if time.monotonic() > until:
                         return

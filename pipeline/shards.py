@@ -20,7 +20,7 @@ Box = tuple[tuple[int, int], ...]
 Integers = npt.NDArray[np.int64]
 Scalars = dict[str, float | int | bool]
 
-WEIGHT, BUFFER = "weight", "buffer"
+WEIGHT, BUFFER, GRADIENT = "weight", "buffer", "gradient"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, Flags, StopOnSignal
@@ -62,7 +63,7 @@ class Stepper:
             seed_step(parts.seed, global_step, parts.engine.seed_rank)
             flags = STOP_FLAG if self._stop.requested else SAVE_FLAG if alarm.due() else 0
             rate, limits = self.learning_rate(global_step), parts.safeguard.limits
-            with self._profiled(global_step + 1):
+            with self._profiled(global_step + 1), self._looking(global_step + 1):
                 result = parts.engine.train_step(micro_batches, self._objective, rate, flags, limits)
             with parts.meters.waiting_for_data():
                 parts.loader.fetch_ahead()
@@ -76,6 +77,11 @@ class Stepper:
                 self._examine(global_step + 1, samples)
             if asked.stop:
                 return None, asked
+
+    def _looking(self, step: int) -> AbstractContextManager[None]:
+        """Around a step whose gradients may be wanted."""
+        histograms = self._parts.histograms
+        return nullcontext() if histograms is None else histograms.looking(step)
 
     def _distrust(self, step: int, found: Event) -> None:
         """Raises a DeviceFailedError, where the recipe says so."""

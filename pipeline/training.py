@@ -109,7 +109,7 @@ class Loop:
                 parts.checkpoints.prepare(parts.engine)
         if step == 1 or parts.log.due(step):
             late = self._row(learning_rate)
-            self._rows.add(step, late)
+            self._rows.add(step, late, parts.histograms.taken(step) if parts.histograms else None)
         try:
             self._rows.write_until(step - parts.rows_behind)
         except GoBack as found:

@@ -38,6 +38,7 @@ def serving(folder: Path) -> Iterator[Server]:
 def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
     recipe = write_recipe(tmp_path, max_steps=14, wandb={"mode": "auto"})
     samples = ["sample.every_eval=true", "sample.max_new_tokens=4", "wandb.checkpoints=true"]
+    samples += ["log.every=1", "wandb.histograms_every=4"]
     arguments = ["--config", str(recipe), *SPLIT]
     with serving(tmp_path / "server") as server:
         kill_once([*arguments, *samples], ranks, tmp_path, 8, **online(server.url))
@@ -49,6 +50,9 @@ def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
     assert of_server(server.rows(run_id)) == of_record(run)
     tables = [row["samples"]["nrows"] for row in server.rows(run_id) if "samples" in row]
     assert tables == [1, 2, 3, 4, 5], "steps 0, 4, 8, 12 and 14"
+    drawn = [row["global_step"] for row in server.rows(run_id) if "gradients/lm_head.weight" in row]
+    assert set(drawn) >= {12}, "what a kill took is not made again"
+    assert set(drawn) <= {4, 8, 12}
     versions = {each["metadata"]["step"]: each["aliases"] for each in server.artifacts()}
     there = {int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")}
     assert there <= versions.keys()

@@ -58,6 +58,12 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
             "checkpoint.keep_best chooses by an evaluation of the very step that is saved; make "
             f"checkpoint.every ({keep.every}) a multiple of eval.every ({evaluations})",
         )
+    if config.wandb.histograms_every % config.log.every:
+        yield (
+            ("wandb.histograms_every", "log.every"),
+            "histograms go with a row of the log; make wandb.histograms_every "
+            f"({config.wandb.histograms_every}) a multiple of log.every ({config.log.every})",
+        )
     if isinstance(config.model, CausalLMConfig):
         yield from _of_language_model(config.model)
     if isinstance(config.data, DocumentsConfig):

@@ -188,6 +188,8 @@ class WandbConfig(Closed):
     """What curves are drawn over. `tokens_seen`: of language models."""
     checkpoints: bool = False
     """Log each checkpoint as an artifact that says where its files lie; none of them is uploaded."""
+    histograms_every: int = Field(0, ge=0)
+    """Steps between histograms of each parameter and its gradient; 0: none. A multiple of `log.every`."""
 
 
 class EvalConfig(Closed):

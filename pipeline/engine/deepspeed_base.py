@@ -11,7 +11,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import deepspeed
@@ -30,6 +30,7 @@ from pipeline.engine.deepspeed_patches import (
     go_on_at_the_minimum,
     prepare_for_cpu,
 )
+from pipeline.engine.gradients import gradients_shown
 from pipeline.engine.interface import Limits
 from pipeline.engine.parallel_state import EngineGroups
 from pipeline.engine.profile import without_profilers
@@ -202,6 +203,10 @@ class DeepSpeedBase(ABC):
     def scalars(self) -> Scalars:
         """See EngineState.scalars."""
         return self._state().scalars() | self._search()
+
+    def gradients_shown_to(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
+        """See Engine.gradients_shown_to."""
+        return gradients_shown(self._stepped, self._state, take)
 
     def hold_step(self, wait: Callable[[], None]) -> None:
         """See EngineState.hold_step."""

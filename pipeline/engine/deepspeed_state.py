@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from pipeline.engine.optimizer_state import (
 )
 from pipeline.engine.parameter_state import ParameterState, Places, buffer_shards, frozen
 from pipeline.engine.state import Place, State, shared_out
-from pipeline.shards import WEIGHT, Scalars, Shard, ShardSource
+from pipeline.shards import GRADIENT, WEIGHT, Scalars, Shard, ShardSource
 
 
 def state_of(
@@ -100,6 +100,14 @@ class PartitionState(_FlatState):
                 yield from place.shards(kind, start, flat[offset : offset + length], to_fill)
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill)
 
+    def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
+        """See State.gradients."""
+        flats = [flat.grad if id(flat) in stepped else None for _, flat in self._flats()]
+        for place, group, offset, start, length in self._stretches():
+            flat = flats[group]
+            if flat is not None:
+                yield from place.shards(GRADIENT, start, flat[offset : offset + length], to_fill=False)
+
     def _stretches(self) -> Iterator[tuple[Place, int, int, int, int]]:
         """(parameter, group, offset in this rank's flat tensor, start in the parameter, length).
 
@@ -141,6 +149,17 @@ class Zero3State(_FlatState):
         for index in range(len(self._optimizer.fp16_groups)):
             yield from self._sub_group(index, saved)
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill)
+
+    def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
+        """See State.gradients."""
+        zero = self._optimizer
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            if id(flat) in stepped and flat.grad is not None:
+                for p in zero.fp16_groups[index]:
+                    offset = zero.grad_position[zero.get_param_id(p)][1]
+                    start, length = self._share(p)
+                    mine = flat.grad[offset : offset + length]
+                    yield from self._places[p].shards(GRADIENT, start, mine, to_fill=False)
 
     def _sub_group(self, index: int, saved: SavedState | None) -> Iterator[Shard]:
         zero, to_fill = self._optimizer, saved is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from pipeline.engine.replicas import Replicas
 from pipeline.errors import ModelError
 from pipeline.models.generation import Generates
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
-from pipeline.shards import EngineState
+from pipeline.shards import EngineState, Shard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -111,6 +112,12 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
         Args:
             flags: This rank's stop and save flags (distributed.stopping), summed over ranks with the counts.
             limits: Of a step that exceeds them nothing stays. With any, a collective more.
+        """
+        ...
+
+    def gradients_shown_to(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
+        """Around a step: `take` is given the gradients that move the weights (averaged over the global batch,
+        unscaled, clipped), over all ranks each value once. Of a step that is not taken it may be given none.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pipeline.engine.optimizer_state import (
     whole_tensors,
 )
 from pipeline.engine.state import Place, shared_out
-from pipeline.shards import BUFFER, WEIGHT, Scalars, Shard, ShardSource
+from pipeline.shards import BUFFER, GRADIENT, WEIGHT, Scalars, Shard, ShardSource
 
 Places = dict[nn.Parameter, Place]
 
@@ -94,6 +94,15 @@ class ParameterState:
             held += [(place, WEIGHT, stepped), *whole_tensors(self._optimizer, stepped, place)]
         yield from shared_out(held, self._sharers, to_fill=saved is not None)
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill=saved is not None)
+
+    def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
+        """See State.gradients."""
+        held = [
+            (place, GRADIENT, each.grad)
+            for _, place, each in self._stepped()
+            if id(each) in stepped and each.grad is not None
+        ]
+        yield from shared_out(held, self._sharers, to_fill=False)
 
     def scalars(self) -> Scalars:
         """See State.scalars."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,6 +97,14 @@ class State(Protocol):
         Args:
             source: What the values will be filled with: of the optimizer's state, what it has is made.
                 None: nothing is filled, and only what this rank writes is given.
+        """
+        ...
+
+    def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
+        """Over all ranks each value once, where an optimizer is about to step.
+
+        Args:
+            stepped: `id` of what it steps.
         """
         ...
 

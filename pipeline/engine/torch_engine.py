@@ -22,6 +22,7 @@ from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.documents import with_bounds
+from pipeline.engine.gradients import gradients_shown
 from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import (
     Limits,
@@ -143,10 +144,8 @@ class TorchEngine:
             self._refusal.look(total.loss_sum, totals[0])
             grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm, refused=self._refusal)
             self._optimizer.step()
-        skipped = self._refusal.end(skipped)
-        return StepResult(
-            total.loss_sum, totals[0], grad_norm, skipped, totals[1], None, total.extras, self._refusal.loss
-        )
+        skipped, (count, flagged), mean = self._refusal.end(skipped), totals, self._refusal.loss
+        return StepResult(total.loss_sum, count, grad_norm, skipped, flagged, None, total.extras, mean)
 
     def _reduced_after(self, is_last: bool) -> AbstractContextManager[Any]:
         """Around a forward and backward: gradients are summed over ranks after the last one only."""
@@ -174,9 +173,8 @@ class TorchEngine:
         return to_device(batch, self.device, self._parameters[0].dtype, inputs)
 
     def _state(self) -> ParameterState:
-        ranks = self._job.ranks
+        ranks, buffers = self._job.ranks, kept_buffers(self.module)
         sharers = (ranks.rank, ranks.world_size) if self._ddp is not None else (0, 1)
-        buffers = kept_buffers(self.module)
         return ParameterState(whole_parameters(self.module), buffers, self._optimizer, sharers, {})
 
     def shards(self) -> Iterator[Shard]:
@@ -186,6 +184,10 @@ class TorchEngine:
     def scalars(self) -> Scalars:
         """See EngineState.scalars."""
         return self._state().scalars()
+
+    def gradients_shown_to(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
+        """See Engine.gradients_shown_to."""
+        return gradients_shown([self._optimizer], self._state, take)
 
     def hold_step(self, wait: Callable[[], None]) -> None:
         """See EngineState.hold_step."""

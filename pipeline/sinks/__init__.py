@@ -18,7 +18,7 @@ from rich.console import Console
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import PipelineError, one_line
-from pipeline.events import RUN_FAILED, Event, SavedCheckpoints
+from pipeline.events import RUN_FAILED, Event, Shown
 from pipeline.redaction import redact_text
 from pipeline.sinks.console import ConsoleSink
 from pipeline.sinks.csv_table import CSV_FILE, CsvSink
@@ -70,7 +70,7 @@ class Sinks:
         for sink in self._sinks:
             sink.tell(step, event)
 
-    def show(self, what: SavedCheckpoints) -> None:
+    def show(self, what: Shown) -> None:
         """Hand what is neither a row nor an event to the sinks that take it. On any thread."""
         for sink in self._sinks:
             if isinstance(sink, Shows):

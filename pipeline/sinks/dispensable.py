@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from pipeline.errors import PipelineError, one_line
-from pipeline.events import Event, SavedCheckpoints
+from pipeline.events import Event, Shown
 from pipeline.sinks.interface import Shows, Sink
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Dispensable:
         if self._sink is not None:
             self._attempt(self._sink.tell, step, event)
 
-    def show(self, what: SavedCheckpoints) -> None:
+    def show(self, what: Shown) -> None:
         """See Shows."""
         if isinstance(self._sink, Shows):
             self._attempt(self._sink.show, what)

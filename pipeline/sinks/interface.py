@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from pipeline.events import Event, SavedCheckpoints
+from pipeline.events import Event, Shown
 
 
 class Sink(Protocol):
@@ -39,5 +39,5 @@ class Sink(Protocol):
 class Shows(Protocol):
     """A sink that takes what is neither a row nor an event, too. metrics.jsonl has none of it."""
 
-    def show(self, what: SavedCheckpoints) -> None:
-        """Take it, and wait for nothing. The only method that is called on any thread."""
+    def show(self, what: Shown) -> None:
+        """Take it, and wait for nothing. Checkpoints come on any thread, histograms behind their row."""

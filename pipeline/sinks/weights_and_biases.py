@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
-from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, SavedCheckpoints
+from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, SavedCheckpoints, Shown
 from pipeline.redaction import redact, redact_text
 from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
@@ -171,9 +171,12 @@ class WandbSink:
         if self._is_on and event.level != "info":
             self._is_on = _never_crash("stopped", lambda: self._alert(step, event)) is not None
 
-    def show(self, what: SavedCheckpoints) -> None:
-        """Log the checkpoints that are new."""
-        if self._is_on:
+    def show(self, what: Shown) -> None:
+        """Log the checkpoints that are new, or have histograms go with the row of their step."""
+        if isinstance(what, Histograms):
+            if self.wandb_step(what.step) == self._step and self._row:
+                self._row["histograms"] = what
+        elif self._is_on:
             self._is_on = _never_crash("stopped", lambda: self._take(what)) is not None
 
     def close(self, exit_code: int) -> None:
@@ -213,6 +216,8 @@ class WandbSink:
             # Bound here: for a table that is not, `log` makes an artifact too, and waits for the server.
             table.bind_to_run(self._run, "samples", self._step)
             row["samples"] = table
+        if (histograms := row.pop("histograms", None)) is not None:
+            row |= _drawn(histograms)
         self._run.log(row, step=self._step, commit=True)
         return True
 
@@ -243,6 +248,18 @@ class WandbSink:
 def _best_of(name: str) -> str | None:
     """Whether the best value of a metric is its `min` or `max`; None: it has no best."""
     return next((best for end, best in BEST.items() if name.endswith(end)), None)
+
+
+def _drawn(what: Histograms) -> dict[str, Any]:
+    """As `wandb.watch` names them."""
+    import wandb
+
+    edges = what.edges.tolist()
+    return {
+        f"{group}/{name}": wandb.Histogram(np_histogram=(counts.tolist(), edges))
+        for group, of in (("parameters", what.weights), ("gradients", what.gradients))
+        for name, counts in of.items()
+    }
 
 
 def _never_crash(what: str, action: Callable[[], T]) -> T | None:

@@ -61,6 +61,7 @@ def refused(tmp_path, capsys):
         (CNN, ["data={kind: text, paths: [a]}"], "command line: data.kind text: a cnn model cannot"),
         (LLAMA, ["data={kind: digits}"], "command line: data.kind digits: a causal_lm model cannot"),
         (CNN, ["max_epochs=2", "max_steps=3"], "command line: give exactly one of max_steps and max_epochs"),
+        (CNN, ["log.every=10", "wandb.histograms_every=15"], "command line: histograms go with"),
         (CNN, ["checkpoint={keep_best: true, every: 3}"], "command line: checkpoint.keep_best chooses by an"),
         (CNN, ["batch.gradient_accumulation_steps=2"], "batch: give micro_batch_size or global_batch_size"),
         (LLAMA, ["model.architecture=null"], "command line: model: give exactly one of architecture"),

@@ -304,6 +304,22 @@ def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server)
 
 
 @pytest.mark.slow
+def test_histograms_go_with_the_row_of_their_step(tmp_path: Path, server: Server):
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    shown = [["rows", 1, 4, 0], ["histograms", 4, [3, 0, 2]], ["rows", 5, 6, 0]]
+    wandb_program.run(folder, env, 0, *shown, ["histograms", 5, [9, 9]], ["histograms", 6, [1]])
+    rows = server.rows(run_id(folder))
+    drawn = {row["_step"]: row for row in rows if "parameters/w" in row}
+    assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert list(drawn) == [4, 6], "that of 5 came when its row was sent"
+    edges = [0.0, 1.0, 2.0, 3.0]
+    histogram = {"_type": "histogram", "values": [3, 0, 2], "bins": edges}
+    assert drawn[4]["parameters/w"] == histogram
+    assert drawn[4]["gradients/w"] == histogram | {"values": [6, 0, 4]}
+    assert "parameters/w" not in (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
 def test_what_the_model_wrote_is_a_table_over_resumes_too(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
     wandb_program.run(folder, env, 0, ["rows", 1, 5, 0], ["sample", 5], ["rows", 6, 7, 0])

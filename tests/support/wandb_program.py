@@ -6,14 +6,16 @@ import sys
 import textwrap
 from pathlib import Path
 
-# Word by word: rows FIRST LAST VALUE, back TO FROM, sample STEP, wait ROWS (until the server has them), kill.
+# Word by word: rows FIRST LAST VALUE, histograms STEP COUNTS, back TO FROM, sample STEP, wait ROWS (until the
+# server has them), kill.
 PROGRAM = """
     import json, logging, os, sys, time
     from pathlib import Path
+    import numpy as np
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.events import ROLLBACK, Event
+    from pipeline.events import ROLLBACK, Event, Histograms
     from pipeline.sinks import build_sinks
 
     run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
@@ -37,6 +39,10 @@ PROGRAM = """
             elif word == "sample":
                 fields = {"prompt": "p", "text": f"text {rest[0]}"}
                 sinks.tell(rest[0], Event("sample", "it wrote", level="info", fields=fields))
+            elif word == "histograms":
+                counts = np.array(rest[1])
+                edges = np.arange(len(counts) + 1.0)
+                sinks.show(Histograms(rest[0], edges, {"w": counts}, {"w": 2 * counts}))
             elif word == "wait":
                 while not Path(kept).exists() or len(Path(kept).read_text().splitlines()) < rest[0]:
                     time.sleep(0.1)

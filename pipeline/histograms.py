@@ -1,0 +1,96 @@
+"""Histograms of weights and gradients, counted where they lie: edges are fixed, so ranks' counts add up, and
+two runs compare. One sum over ranks, and one copy to the host that nothing waits for.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import Engine
+from pipeline.events import Histograms
+from pipeline.rows import Late
+from pipeline.shards import WEIGHT, Shard
+
+# Of magnitudes, as powers of 2: below the one a value counts as 0, above the other as just below it.
+LOWEST, HIGHEST = -40, 10
+_CODES = HIGHEST - LOWEST
+BINS = 2 * _CODES + 1
+_MAGNITUDES = 2.0 ** np.arange(LOWEST, HIGHEST + 1)
+EDGES = np.concatenate([-_MAGNITUDES[::-1], _MAGNITUDES])
+CHUNK = 2**22  # values: so many more numbers are in memory, and fp32 still counts each
+
+
+class HistogramMeter:
+    """Collective: all ranks call the same at the same steps.
+
+    Args:
+        every: Steps between two.
+    """
+
+    def __init__(self, engine: Engine, job: Job, every: int):
+        self._engine, self._job, self._every = engine, job, every
+        own = dict.fromkeys(shard.name for shard in engine.shards() if _is_counted(shard))
+        names = sorted({*chain(*job.gather_object(list(own)))})
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._gradients: Tensor | None = None
+
+    def looking(self, step: int) -> AbstractContextManager[None]:
+        """Around a step, given its number."""
+        self._gradients = None
+        if step % self._every:
+            return nullcontext()
+        gradients = self._gradients = self._none()
+        return self._engine.gradients_shown_to(lambda shard: self._add(gradients, shard))
+
+    def taken(self, step: int) -> Late[Histograms] | None:
+        """After a step that counts; None: none are due."""
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            return None
+        weights = self._none()
+        for shard in self._engine.shards():
+            if _is_counted(shard):
+                self._add(weights, shard)
+        both = self._job.all_reduce_sum(torch.stack([weights, gradients]))
+
+        def make(host: dict[str, Tensor]) -> Histograms:
+            counts = host["both"].to(torch.int64).numpy()
+            weights, gradients = (dict(zip(self._rows, each, strict=True)) for each in counts)
+            has_moved = any(each.any() for each in gradients.values())
+            return Histograms(step, EDGES, weights, gradients if has_moved else {})
+
+        return Late({"both": both}, make)
+
+    def _none(self) -> Tensor:
+        return torch.zeros(len(self._rows), BINS, dtype=torch.int64, device=self._engine.device)
+
+    def _add(self, counts: Tensor, shard: Shard) -> None:
+        assert shard.values is not None
+        counts[self._rows[shard.name]] += count(shard.values).to(counts.device, non_blocking=True)
+
+
+def _is_counted(shard: Shard) -> bool:
+    return shard.kind == WEIGHT and not shard.is_frozen
+
+
+@torch.no_grad()
+def count(values: Tensor) -> Tensor:
+    """How many of them lie between two of EDGES each, (BINS,), int64, where they lie. What is infinite or NaN
+    is not counted.
+
+    Args:
+        values: 1-D.
+    """
+    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
+    for part in values.split(CHUNK):
+        exact = part.float()  # the exponent is a bin's number: no edge is looked for, and no value rounded
+        code = (torch.frexp(exact).exponent - LOWEST).clamp(0, _CODES) * exact.sign()
+        code = torch.where(exact.isfinite(), code, 2.0 * BINS)  # beyond all bins
+        counts += torch.histc(code, BINS, -_CODES - 0.5, _CODES + 0.5).to(torch.int64)
+    return counts
