@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from support.launch import (
     ROOT,
-    command,
-    environment,
+    TRAIN,
     kill_once,
     launch,
     numbers,
     run_directories,
+    run_python,
     write_recipe,
 )
 from support.wandb_server import Server
@@ -204,19 +203,19 @@ def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+# Files over 320 KiB cannot be written: data and metrics fit, a checkpoint does not.
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (320 * 1024, 320 * 1024))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_full_disk_does_not_stop_training_and_is_told(tmp_path):
     recipe = write_recipe(tmp_path, max_steps=6)
-    # Files over 320 kB cannot be written: data and metrics fit, a checkpoint does not.
-    limited = f"ulimit -f 320; exec {' '.join(command('--config', str(recipe)))}"
-    result = subprocess.run(
-        ["bash", "-c", limited],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-        timeout=300,
-    )
+    (tmp_path / "limited.py").write_text(LIMITED)
+    result = run_python(str(tmp_path / "limited.py"), TRAIN, "--config", str(recipe))
     assert result.returncode == 2
     assert "step 3 is not saved: rank 0 on " in result.stderr
     (error,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]

@@ -9,8 +9,8 @@ import re
 from typing import Any
 
 import pytest
-from support.launch import ROOT, command, launch, run_directories, write_recipe
-from support.terminal import in_terminal
+from support.launch import command, launch, run_directories, write_recipe
+from support.terminal import launch_in_terminal
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.cli import build_parser
@@ -187,16 +187,9 @@ def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
 @pytest.mark.slow
 def test_no_color_takes_the_colours_from_a_terminal(told):
     recipe, _, _ = told
-    words = [*command("--config", str(recipe), "checkpoint.resume=never")[1:]]
-    program = f"""
-        import os, runpy, sys
-        os.environ.update(COLUMNS="100", **{{colour}})
-        sys.argv = {words!r}
-        sys.path.insert(0, {str(ROOT)!r})
-        runpy.run_path({words[0]!r}, run_name="__main__")
-    """
+    words = command("--config", str(recipe), "checkpoint.resume=never", "max_steps=2")[1:]
     colours = re.compile(r"\x1b\[[\d;]*\b(3[0-7]|9[0-7])[\d;]*m")
-    plain = in_terminal(program.replace("{colour}", '{"NO_COLOR": "1"}'), 100)
+    plain = launch_in_terminal(words, NO_COLOR="1")
     assert "loss" in plain
     assert colours.search(plain) is None
-    assert colours.search(in_terminal(program.replace("{colour}", "{}"), 100)) is not None
+    assert colours.search(launch_in_terminal(words)) is not None

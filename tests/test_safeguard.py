@@ -34,7 +34,9 @@ def both(job: Job, split, folder: str):
 
 
 @pytest.mark.slow
-@pytest.mark.daily("ddp", "zero2-bf16", "zero3", "pipeline")
+@pytest.mark.daily(
+    "zero2-bf16", "pipeline"
+)  # as the engine alone, under all: tests/engine/test_refused_steps.py
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_run_that_skipped_equals_one_whose_data_never_held_it(ranks, split, tmp_path):
     world_size, deepspeed = SPLITS[split]
@@ -83,7 +85,7 @@ def gone_back(job: Job, split, folder: str):
 
 
 @pytest.mark.slow
-@pytest.mark.daily("ddp", "zero3", "pipeline")
+@pytest.mark.daily("ddp", "zero3")
 @pytest.mark.parametrize("split", ["single", "ddp", "zero2-bf16", "zero3", "pipeline"])
 def test_after_a_rollback_a_run_equals_one_whose_data_never_held_what_it_left_out(ranks, split, tmp_path):
     world_size, deepspeed = SPLITS[split]

@@ -90,7 +90,7 @@ def test_a_run_that_goes_back_shows_what_it_gave_up(tmp_path):
 
 
 def test_an_agent_of_a_sweep_runs_the_usual_command(tmp_path):
-    recipe = write_recipe(tmp_path, max_steps=3, wandb={"mode": "auto"})
+    recipe = write_recipe(tmp_path, **DIGITS, max_steps=3, wandb={"mode": "auto"})
     script = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(recipe)]
     command = [*script, "checkpoint.resume=never", "${args_no_hyphens}"]
     rates = [0.01, 0.003]

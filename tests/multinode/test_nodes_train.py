@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 from multinode.cluster import Cluster, Launched, wait_until
 from multinode.launchers import LAUNCHERS, torchrun
 from support.launch import ROOT, launch, numbers, write_recipe
+from support.wandb_rows import of_record, of_server
+from support.wandb_server import STANDIN, read_lines
 
 pytestmark = pytest.mark.slow
 STEPS = 60
+WANDB_PORT = "8713"
 ALL = [pytest.param(*pair, id="-".join(map(str, pair))) for pair in itertools.product(LAUNCHERS, (2, 4))]
 SECRETS = {
     "WANDB_API_KEY": "c0ffee" * 6 + "aaaa",
@@ -126,14 +130,26 @@ def test_four_nodes_lose_their_launcher_and_two_go_on_without_it(cluster, curve)
 
 
 def test_a_preempted_job_goes_on_by_itself(cluster, slurm, curve):
-    """sbatch, private file systems; SIGUSR1, as before a preemption or a time limit; it is queued again."""
+    """sbatch, private file systems; SIGUSR1, as before a preemption or a time limit; it is queued again.
+
+    To W&B, whose server only rank 0's node can reach, that is one run with every row once.
+    """
+    folder = cluster.shared / "server"
+    server = cluster.start("node1", sys.executable, STANDIN, WANDB_PORT, str(folder))
+    online = {"WANDB_BASE_URL": f"http://127.0.0.1:{WANDB_PORT}", "WANDB_API_KEY": "0" * 40}
     inside = cluster.private / "run"
     run = cluster.path("node1", inside)
-    jobs = LAUNCHERS["sbatch"](cluster, cluster.hosts[:2], *arguments(cluster, inside))
+    more = arguments(cluster, inside, "wandb.mode=online")
+    jobs = LAUNCHERS["sbatch"](cluster, cluster.hosts[:2], *more, **online)
     wait_for_rows(run, jobs)
     cluster.run("node1", "bash", "-c", "scancel --signal USR1 $(squeue --noheader --format %A)")
+    for job in jobs:
+        assert job.wait(500) == 0, job.text
+    server.command.kill()
     finish(jobs, cluster, run, curve)
     assert f"going on with {inside} from step-" in jobs[0].text
+    (history,) = folder.glob("history-*.jsonl")
+    assert of_server(read_lines(history)) == of_record(run)
 
 
 @pytest.mark.nightly  # each day test_nodes_return.py loses one, and has it come back

@@ -180,6 +180,7 @@ def check(told):
 
 
 @pytest.mark.slow
+@pytest.mark.daily("ZeRO 3", "pipeline")
 @pytest.mark.parametrize("split", SPLITS)
 def test_each_fault_is_told_of_on_two_ranks(ranks, tmp_path, split):
     first, second = ranks(2).run(trained, tmp_path, SPLITS[split], STEPS, True)
@@ -218,6 +219,7 @@ def test_faults_between_two_rows_are_told_with_the_next_one(ranks, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.daily("ddp")
 @pytest.mark.parametrize("split", SPLITS)
 def test_nothing_is_told_of_a_clean_run_on_two_ranks(ranks, tmp_path, split):
     assert ranks(2).run(trained, tmp_path, SPLITS[split], 60, False) == [[], []]
