@@ -50,6 +50,8 @@ def test_a_run_that_skipped_equals_one_whose_data_never_held_it(ranks, split, tm
     assert [(each["step"], each["first_sample"]) for each in skips] == [(41, 320), (41, 328), (45, 368)]
     told = events(tmp_path / "clean", "skip", "loss_spike", "non_finite")
     assert not [each for each in told if each["level"] != "info"]
+    searched = [row["train/skipped_steps"] for row in rows(tmp_path / "skipped") if "train/loss" in row][-1]
+    assert (searched > 0) == ("fp16" in split)  # steps that found the loss scale: they count
 
 
 def killed_and_resumed(job: Job, folder: str) -> None:
@@ -185,6 +187,31 @@ def test_a_run_that_only_leaves_out_ends(bad, kind):
         safeguard.takes(41, bad(), (0, 8), lambda first, last: "wiki 7")
     assert len(told) == MOST_IN_A_ROW
     assert "wiki 7" in told[0].message
+
+
+@pytest.mark.parametrize(
+    ("loss", "searched", "on_spike", "on_nonfinite", "counts"),
+    [
+        (2.0, True, "skip", "skip", True),  # it finds the loss scale
+        (2.0, False, "skip", "skip", False),  # which could not fall
+        (2.0, False, "skip", "log", True),
+        (50.0, False, "skip", "log", False),  # a spike, whose gradient overflows
+        (50.0, True, "log", "skip", True),
+        (50.0, False, "log", "skip", False),
+        (math.nan, False, "skip", "log", True),
+        (math.nan, False, "log", "skip", False),
+    ],
+)
+def test_in_fp16_a_gradient_that_overflows_is_what_its_loss_is(
+    loss, searched, on_spike, on_nonfinite, counts
+):
+    watch = WatchConfig(on_spike=on_spike, on_nonfinite=on_nonfinite)
+    safeguard = Safeguard(watch, 1, lambda step, event: None)
+    for step in range(40):
+        for band, value in zip(safeguard.bands, (2.0 + 0.01 * (step % 3), 1.0), strict=True):
+            band.add(value)
+    bad = replace(result(loss, math.inf, 1.0), loss_scale=256.0, searched=searched)
+    assert safeguard.takes(41, bad, (0, 8), lambda first, last: "wiki 7") is counts
 
 
 def test_a_run_that_goes_back_and_back_ends():

@@ -18,6 +18,7 @@ from pipeline.checkpoint.catalog import steps_in
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.signals import ignore_stop_signals
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.training import Loop
 
@@ -239,6 +240,18 @@ def test_a_second_interrupt_ends_at_once():
         assert stop.signal_number == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_signals_that_the_end_of_a_process_ignores_stay_ignored():
+    before = {number: signal.getsignal(number) for number in StopOnSignal.SIGNALS}
+    try:
+        with StopOnSignal():
+            ignore_stop_signals()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(("every", "times"), [(2, 1), (0, 0)])
