@@ -76,8 +76,8 @@ class WatchConfig(Closed):
     in metrics.jsonl."""
 
     alerts: bool = True
-    """Tell of spikes, steps without a finite gradient, slow steps and ranks, missing data, growing memory,
-    evaluation that leaves training, and parameters that never move."""
+    """Tell of spikes, a loss that rises from the start on, steps without a finite gradient, slow steps and
+    ranks, missing data, growing memory, evaluation that leaves training, and parameters that never move."""
     on_nonfinite: Literal["log", "skip", "rollback", "stop"] = "log"
     """A step whose gradient is infinite or NaN: it changes no parameter, whatever stands here. `log`: it
     counts as a step. `skip`: it does not, so that all that follows is as if the data had never held its

@@ -20,6 +20,7 @@ from pipeline.watchers.evaluations import EvalDivergence
 from pipeline.watchers.frozen import FrozenParameters
 from pipeline.watchers.memory import MemoryGrowth
 from pipeline.watchers.non_finite import NonFinite, NonFiniteSteps
+from pipeline.watchers.rise import LossRise
 from pipeline.watchers.slow_rank import SlowRank
 from pipeline.watchers.speed import DataStarvation, ThroughputDrop
 from pipeline.watchers.spikes import Spikes
@@ -50,6 +51,7 @@ def build_watchers(
         alerts += [Spikes.of_losses(bands[0]), Spikes.of_norms(bands[1])]
     if watch.alerts:
         alerts += [
+            LossRise(),
             EvalDivergence(),
             DataStarvation(config.loader.num_workers),
             ThroughputDrop(_place(resolved, engine, job)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ from pipeline.watchers import Seen, restore, state_of
 from pipeline.watchers.evaluations import EvalDivergence
 from pipeline.watchers.memory import MemoryGrowth
 from pipeline.watchers.non_finite import NonFinite
+from pipeline.watchers.rise import LossRise
 from pipeline.watchers.speed import DataStarvation, ThroughputDrop
 from pipeline.watchers.spikes import CALM, Spikes
 
@@ -265,3 +267,84 @@ def test_steps_are_held_to_those_before_where_the_run_goes_on_in_the_same_place(
     asked(first, [timed(1.0)] * 120)
     restore([second], json.loads(json.dumps(state_of([first]))))
     assert len(asked(second, [timed(1.6)] * 200)) == times
+
+
+def noisy(level, steps, scatter=0.02, seed=0):
+    chance = random.Random(seed)
+    return [level * math.exp(scatter * chance.gauss(0, 1)) for _ in range(steps)]
+
+
+def from_the_start(losses, evaluated=None, every=5):
+    """Rows of a run that was evaluated before its first step."""
+    rows = [Seen({"eval/loss": evaluated})] if evaluated is not None else []
+    return rows + of_losses(losses[:1], *[losses[at : at + every] for at in range(1, len(losses), every)])
+
+
+# What a rate 100 times too high does, from runs: it jumps and is no better than a guess, or it stays up.
+JUMPED = [2.31, 169.8, 31.1, 11.8, 4.54, 2.7, 2.39, 2.31, *noisy(2.31, 120, 0.01)]
+WORSE = [5.57, 6.63, 6.42, *noisy(7.3, 125)]
+
+
+@pytest.mark.parametrize("every", [1, 5, 50])
+@pytest.mark.parametrize("evaluated", [None, 2.3])
+def test_a_loss_that_jumps_and_comes_back_is_told_of_once_with_what_it_began_with(every, evaluated):
+    ((step, event),) = asked(LossRise(), from_the_start(JUMPED, evaluated, every))
+    assert 64 <= step < 64 + every
+    assert event.name == "loss_rise"
+    assert re.fullmatch(
+        r"the loss rose: it began with 2.31, and is 2.3\d* at step 64, after 3.508 for 8 steps", event.message
+    )
+    assert event.fields["at_step"] == 64
+    assert "lower optimizer.learning_rate, raise schedule.warmup_steps" in event.advice
+
+
+def test_a_loss_that_is_worse_than_at_first_is_told_of_however_late():
+    ((step, _),) = asked(LossRise(), from_the_start(WORSE))
+    assert step == 66
+    ((_, event),) = asked(LossRise(), from_the_start([*noisy(5.5, 300), *noisy(7.3, 100)]))
+    assert event.fields["at_step"] == 384
+    assert " after " not in event.message
+
+
+def test_a_high_jump_is_told_of_whatever_comes_then():
+    falls = [5.5 * 0.99**step for step in range(100)]
+    ((_, event),) = asked(LossRise(), from_the_start([5.5, *[7.5] * 10, *falls], 5.5))
+    assert event.message.endswith(", and is 3.811 at step 64, after 7.5 for 8 steps")
+    assert asked(LossRise(), from_the_start([5.5, *[6.0] * 10, *falls], 5.5)) == []  # no high one
+    assert asked(LossRise(), from_the_start([5.5, *[7.5] * 5, *falls], 5.5)) == []  # no long one
+
+
+FALLING = {
+    "as it should": [5.5 * 0.99**step for step in range(600)],
+    "hardly": [1.5 * 0.9999**step for step in range(600)],
+    "a bad batch": [5.5, 50.0, 5.5, *noisy(5.5, 600)],
+    "of nothing": [0.0] * 600,
+    "below 0": [-5.5] * 600,
+    "not known at first": [math.nan, *[5.5] * 600],
+}
+
+
+@pytest.mark.parametrize("name", FALLING)
+def test_a_loss_that_does_not_rise_is_not_told_of(name):
+    assert asked(LossRise(), from_the_start(FALLING[name])) == []
+
+
+@pytest.mark.parametrize("is_evaluated", [True, False])
+@pytest.mark.parametrize("scatter", [0.02, 0.1, 0.4])
+def test_a_loss_that_scatters_and_does_not_fall_is_not_told_of(scatter, is_evaluated):
+    """As in fine-tuning with few samples a step: many curves, in none of which the first batch is normal."""
+    for seed in range(500):
+        losses = noisy(1.5, 320, scatter, seed)
+        assert asked(LossRise(), from_the_start(losses, 1.5 if is_evaluated else None)) == []
+
+
+@pytest.mark.parametrize("at", [1, 3, 9, 13])
+@pytest.mark.parametrize("losses", [JUMPED, WORSE], ids=["jumped", "worse"])
+def test_what_the_loss_began_with_is_remembered_where_a_run_goes_on(losses, at):
+    unbroken, resumed = broken(LossRise, from_the_start(losses, losses[0]), at)
+    assert resumed == unbroken
+    assert len(unbroken) == 1
+
+
+def test_a_run_that_goes_on_without_what_it_began_with_is_told_nothing():
+    assert asked(LossRise(), of_losses(*[[each] for each in WORSE]), step=1000) == []

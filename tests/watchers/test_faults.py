@@ -6,6 +6,7 @@ Only time is not real: each rank has a clock of its own, which its steps and its
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.heard import heard
-from support.tiny import deepspeed_json, recipe, resolve
+from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 from torch.utils.data import Dataset
 
 from pipeline.assemble import assemble
@@ -260,6 +261,30 @@ def test_a_run_that_goes_on_is_told_of_at_the_same_step(ranks, tmp_path, goes_on
         told["step"],
         told["best_step"],
     )
+
+
+def rushed(job, folder, split, times):
+    """A tiny language model whose learning rate is some times what suits it."""
+    optimizer = {"learning_rate": times * 3e-3}
+    config, resolved = resolve(recipe(max_steps=70, optimizer=optimizer), split, job.ranks.world_size)
+    parts = assemble(config, resolved, job, token_bundle(), folder)
+    with parts.sinks, Loop(parts) as loop:
+        loop.train()
+    parts.loader.close()
+    parts.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("times", "told"), [(100, ["loss_rise"]), (1, [])])
+@pytest.mark.parametrize("split", ["plain", *SPLITS])
+def test_a_rate_that_is_far_too_high_is_told_of(ranks, tmp_path, split, times, told):
+    ranks(1 if split == "plain" else 2).run(rushed, tmp_path, SPLITS.get(split), times)
+    found = [event for event in events(tmp_path) if event["event"].startswith("loss")]
+    assert [event["event"] for event in found] == told
+    if told:
+        assert found[0]["at_step"] == 64
+        assert found[0]["began"] == pytest.approx(math.log(257), abs=0.1)
+        assert "optimizer.learning_rate" in found[0]["advice"]
 
 
 def at_the_lowest_scale(job, folder, split):
