@@ -93,21 +93,12 @@ class Band:
         self._logs.append(math.log(value) if value > TINY else LOG_TINY)
 
     def _settle(self) -> None:
-        """Of every value of a run: sorts, where numpy's own median takes several times as long."""
         if len(self._values) < LEAST or (normal := self.middle) <= 0:
             self._limit = math.inf
             return
         if not self._floor:
             self._floor = FLOOR * normal
-        logs = np.array(self._logs)
-        half = len(logs) // 2
-        # A fall is no scatter.
-        slope = (_median(np.sort(logs[-half:])) - _median(np.sort(logs[:half]))) / half
-        level = np.sort(logs - slope * np.arange(len(logs)))
-        middle = _median(level)
-        deviation = _median(np.sort(np.abs(level - middle))) / GAUSSIAN_MIDDLE
-        tail = (float(level[int(TAIL * len(level))]) - middle) / GAUSSIAN_TAIL
-        above = math.log(self._reach.ratio) + self._reach.deviations * max(deviation, tail)
+        above = math.log(self._reach.ratio) + self._reach.deviations * scatter(np.array(self._logs))
         self._limit = max(math.exp(min(math.log(max(normal, TINY)) + above, 700.0)), self._floor)
 
     def state_dict(self) -> dict[str, list[float]]:
@@ -124,6 +115,22 @@ class Band:
         self._settle()
 
 
+def scatter(logs: NDArray[np.float64]) -> float:
+    """Standard deviation about a straight line, or of the upper half where that is more.
+
+    Args:
+        logs: (values,), of positive values in order.
+    """
+    half = len(logs) // 2
+    # A fall is no scatter.
+    slope = (_median(np.sort(logs[-half:])) - _median(np.sort(logs[:half]))) / half
+    level = np.sort(logs - slope * np.arange(len(logs)))
+    middle = _median(level)
+    deviation = _median(np.sort(np.abs(level - middle))) / GAUSSIAN_MIDDLE
+    return max(deviation, (float(level[int(TAIL * len(level))]) - middle) / GAUSSIAN_TAIL)
+
+
 def _median(ordered: NDArray[np.float64]) -> float:
+    """Of each step of a run, where numpy's own takes several times as long."""
     half = len(ordered) // 2
     return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)

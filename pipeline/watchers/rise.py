@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from pipeline.band import GAUSSIAN_MIDDLE, GAUSSIAN_TAIL, LEAST, TAIL
+import numpy as np
+
+from pipeline.band import LEAST, scatter
 from pipeline.events import Event
 from pipeline.watchers import Seen
 
@@ -58,7 +60,7 @@ class LossRise:
         return found
 
     def _judged(self, step: int) -> Event | None:
-        level, deviation = median(self._recent), _deviation(self._recent)
+        level, deviation = median(self._recent), scatter(np.log(self._recent))
         is_known = self._evaluated * math.exp(deviation) >= self._first
         began = max(self._first, self._evaluated)
         beyond = math.exp(deviation * (DEVIATIONS if is_known else DEVIATIONS_OF_A_BATCH))
@@ -98,14 +100,3 @@ def _jump(losses: Sequence[float]) -> float:
     logs = [math.log(each) for each in losses]
     stretches = (sorted(logs[at : at + JUMP_STEPS]) for at in range(len(logs) - JUMP_STEPS + 1))
     return max((math.exp(fmean(each[:JUMP_COUNTS])) for each in stretches), default=0.0)
-
-
-def _deviation(losses: Sequence[float]) -> float:
-    """Standard deviation of the logarithm about a straight line, or of its upper half where that is more."""
-    logs = [math.log(each) for each in losses]
-    half = len(logs) // 2
-    slope = (median(logs[half:]) - median(logs[:half])) / half
-    level = [each - slope * index for index, each in enumerate(logs)]
-    middle = median(level)
-    spread = median([abs(each - middle) for each in level]) / GAUSSIAN_MIDDLE
-    return max(spread, (sorted(level)[int(TAIL * len(level))] - middle) / GAUSSIAN_TAIL)
