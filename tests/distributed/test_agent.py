@@ -103,12 +103,18 @@ def finish(*started: subprocess.Popen[str]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_machine_that_computes_wrong_numbers(tmp_path):
-    """Two machines, three ranks: a bit flips on the second before step 7. It is found at step 10, and the
-    first goes on from step 4 as a run on its ranks does from there."""
+@pytest.mark.daily("rank-2")
+@pytest.mark.parametrize("rank", [0, 2], ids=lambda rank: f"rank-{rank}")
+def test_a_run_goes_on_without_a_machine_that_computes_wrong_numbers(tmp_path, rank):
+    """Two machines, three ranks: a bit flips on the one with one rank before step 7. It is found at step 10,
+    and the other goes on from step 4 as a run on its ranks does from there."""
     run, port = tmp_path / "run", free_port()
-    good = start(tmp_path, 2, port, f"run_dir={run}")
-    broken = start(tmp_path, 1, port, f"run_dir={run}", BROKEN_MACHINE="1")
+    ways = [
+        lambda: start(tmp_path, 2, port, f"run_dir={run}"),
+        lambda: start(tmp_path, 1, port, f"run_dir={run}", BROKEN_MACHINE="1"),
+    ]
+    started = [way() for way in (ways if rank else reversed(ways))]  # torchrun ranks by process number
+    good, broken = started if rank else reversed(started)
     (code, said), (code_of_broken, said_by_broken) = finish(good, broken)
     assert code == 0, said + said_by_broken
     assert code_of_broken not in (0, 2), said_by_broken
@@ -116,7 +122,7 @@ def test_a_run_goes_on_without_a_machine_that_computes_wrong_numbers(tmp_path):
     assert f"going on with {run} from step-00000004" in said
     assert [row["step"] for row in numbers(run)][-1] == STEPS
     (told,) = events(run, "corruption")
-    assert (told["step"], told["from_step"], told["kind"], told["ranks"]) == (4, 10, "weights", "2")
+    assert (told["step"], told["from_step"], told["kind"], told["ranks"]) == (4, 10, "weights", f"{rank}")
     assert told["leaves"]
     names = {path.name for path in (run / "checkpoints").glob("*step-*")}
     assert {"step-00000004", "suspect-step-00000008", "step-00000020"} <= names
