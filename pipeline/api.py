@@ -10,19 +10,17 @@ import logging
 import os
 import time
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.settings import Settings
 from pipeline.distributed.orphans import stop_with_launcher
-from pipeline.distributed.ranks import Ranks, read_ranks
+from pipeline.distributed.ranks import read_ranks
 from pipeline.durable import replace_text
 from pipeline.errors import DataError, ModelError
-from pipeline.logs import log_to_console, log_to_file
+from pipeline.logs import log_to_file
 
 # Where the store's process was killed, torch's C++ prints a stack for every call to it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -31,57 +29,23 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a line for each profiler 
 from torch import nn
 
 from pipeline.assemble import assemble
-from pipeline.data import prepare_data
-from pipeline.data.bundle import DataBundle
 from pipeline.data.digest import check_same_data
 from pipeline.device_failures import explained, of_generation, of_training
-from pipeline.distributed.accelerator import choose_accelerator
-from pipeline.distributed.machine import process_age, raise_open_files_limit
-from pipeline.distributed.process_group import Job, describe_device, start_job
+from pipeline.distributed.machine import process_age
+from pipeline.distributed.process_group import Job, describe_device
+from pipeline.joining import Joined, join
 from pipeline.long_lived import LongLived
 from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
 from pipeline.plan import announce
 from pipeline.profiling import build_profiler, watch_memory
+from pipeline.report.page import report_of_killed
 from pipeline.run_directory import agree_on_run_directory
 from pipeline.sampling import TEMPERATURE, generate_text, sample_text
-from pipeline.sinks import check_sinks
 from pipeline.sinks.notify import tell_at_once
 from pipeline.training import Loop, Step
 
 log = logging.getLogger(__name__)
-
-
-def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> tuple[Job, DataBundle]:
-    """Prepares the data and joins the process group. Collective.
-
-    Args:
-        deepspeed: The configuration on the device that there most likely is, for DeepSpeed's own validation.
-
-    Raises:
-        PipelineError: the JSON or the data cannot be used; not all ranks came.
-    """
-    log_to_console(ranks, settings.config.log.console)
-    raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
-    choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed, which would choose itself
-    if deepspeed is not None:
-        from pipeline.engine.validation import check_configuration
-
-        check_configuration(deepspeed)
-    if ranks.is_main_process:
-        check_sinks(settings.config)  # before hours go into the data
-    # Before the process group exists: preparing data may take longer than its timeout.
-    data = prepare_data(settings.config.data)
-    waits = settings.config.distributed
-    job = start_job(
-        ranks,
-        distributed=settings.deepspeed is not None or ranks.world_size > 1,
-        timeout=timedelta(seconds=waits.timeout_seconds),
-        bound=waits.bind_cores,
-    )
-    if ranks.world_size > 1:
-        job.watch(waits)
-    return job, data
 
 
 class Run:
@@ -102,7 +66,7 @@ class Run:
             CheckpointError or LaunchError say what. DeviceMemoryError, DeviceFailedError: also of any method.
     """
 
-    def __init__(self, settings: Settings, joined: tuple[Job, DataBundle] | None = None):
+    def __init__(self, settings: Settings, joined: Joined | None = None):
         self._stack, leaves = ExitStack(), joined is None
         began = time.perf_counter() - (0.0 if leaves else process_age())  # a notebook's is no start of a run
         with ExitStack() as stack:
@@ -112,8 +76,8 @@ class Run:
                 if ranks.world_size > 1:
                     stop_with_launcher(ranks)
                 joined = join(settings, ranks, planned.deepspeed)
-                stack.push(partial(_leave, joined[0]))
-            self._settings, (self._job, self._data) = settings, joined
+                stack.push(partial(_leave, joined.job))
+            self._settings, self._job, self._data = settings, joined.job, joined.data
             self._explained = partial(explained, self._job.device)
             self._remedies = partial(of_training, settings, self._job)
             stack.enter_context(self._explained(self._remedies))
@@ -128,8 +92,10 @@ class Run:
                 "tf32": resolved.tf32,
             }
             self._directory, lock = agree_on_run_directory(config, known, self._job)
+            joined.directory = self._directory
             if lock is not None:
                 stack.callback(lock.release)
+            killed = report_of_killed(self._directory) if lock is not None else None
             stack.push(self._mark_finished)
             log_to_file(self._directory, self._job.ranks)
             if self._job.watchdog is not None:
@@ -143,6 +109,8 @@ class Run:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
             stack.enter_context(self._parts.sinks)
+            if killed is not None:
+                self._parts.sinks.tell(self._parts.start.global_step, killed)
             profiled = stack.enter_context(build_profiler(config, resolved, self._parts, self._directory))
             self._loop = stack.enter_context(Loop(self._parts, long_lived, profiled))
             self._sample: str | None = None

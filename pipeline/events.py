@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 RUN_FAILED = "run_failed"
+TIME = "time"
+"""The last line of a process that ended as it should: where its time went."""
+RUN_KILLED = "run_killed"
 ROLLBACK = "rollback"
 """A run went back to the event's step: rows of later ones belong to what it gave up."""
 CORRUPTION = "corruption"

@@ -8,20 +8,17 @@ import platform
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from pipeline.api import Run, join
+from pipeline.api import Run
 from pipeline.checkpoint.catalog import steps_in
 from pipeline.closing import summed_up
 from pipeline.config.settings import Settings
-from pipeline.data.bundle import DataBundle
 from pipeline.device_failures import explain, of_training
-from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks, write_exit_code
-from pipeline.distributed.signals import Terminated, ignore_stop_signals, reports_own_exit
+from pipeline.distributed.signals import STDOUT, Terminated, ignore_stop_signals, reports_own_exit
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
 from pipeline.errors import (
     DeviceFailedError,
@@ -30,15 +27,9 @@ from pipeline.errors import (
     printable,
     too_long_a_name,
 )
+from pipeline.joining import Joined, join
 from pipeline.report.page import write_at_end
-
-
-@dataclass
-class _Begun:
-    """What there is of the run by the time it ends."""
-
-    job: Job | None = None
-    directory: Path | None = None
+from pipeline.run_lock import is_held
 
 
 def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
@@ -48,10 +39,10 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
     Args:
         deepspeed: See pipeline.api.join.
     """
-    begun = _Begun()
+    begun: Joined | None = None
     try:
-        begun.job, data = join(settings, ranks, deepspeed)
-        return _run(settings, begun.job, data, begun)
+        begun = join(settings, ranks, deepspeed)
+        return _run(settings, begun)
     except PipelineError as error:
         if isinstance(error, (DeviceMemoryError, DeviceFailedError)):
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
@@ -62,20 +53,20 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         return _end(begun, ranks, "stopped at once, without a further checkpoint", error.exit_code, error)
     except Exception as error:  # a programmer's mistake keeps its traceback
         mistake = too_long_a_name(error) if isinstance(error, OSError) else None
-        device = begun.job.device if begun.job is not None else None
-        mistake = mistake or explain(error, device, partial(of_training, settings, begun.job))
+        job = begun.job if begun is not None else None
+        device = job.device if job is not None else None
+        mistake = mistake or explain(error, device, partial(of_training, settings, job))
         if mistake is not None:
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
             return _end(begun, ranks, f"error: {mistake}", mistake.exit_code)
         return _end(begun, ranks, traceback.format_exc(), 1, error)
 
 
-def _run(settings: Settings, job: Job, data: DataBundle, begun: _Begun) -> int:
-    text = None
-    with Run(settings, (job, data)) as prepared:
-        begun.directory = prepared.directory
-        if job.watchdog is not None and job.ranks.is_main_process:
-            job.watchdog.before_leaving(partial(write_at_end, prepared.directory))
+def _run(settings: Settings, begun: Joined) -> int:
+    job, text = begun.job, None
+    if job.watchdog is not None:
+        job.watchdog.before_leaving(partial(_report, begun))
+    with Run(settings, begun) as prepared:
         try:
             prepared.train()
         except BaseException:
@@ -121,12 +112,24 @@ def _conclude(run: Run, text: str | None) -> None:
     print(f"settings    {path / 'recipe.yaml'}", flush=True)
 
 
-def _end(begun: _Begun, ranks: Ranks, message: str, code: int, error: BaseException | None = None) -> int:
+def _report(begun: Joined) -> None:
+    """Writes that of a run that failed: rank 0 does, and where it is gone who tells why the job ends."""
+    directory = begun.directory
+    if directory is None or (not begun.job.ranks.is_main_process and is_held(directory)):
+        return
+    if (report := write_at_end(directory)) is not None:
+        with suppress(OSError):  # not by a stream, whose lock a stuck thread may have
+            os.write(STDOUT, f"report      {report}\n".encode())
+
+
+def _end(
+    begun: Joined | None, ranks: Ranks, message: str, code: int, error: BaseException | None = None
+) -> int:
     """Shows a failure once for the whole job, keeps it in every rank's log, and leaves without waiting.
 
     The ranks that fail because another one did would bury its message under their own.
     """
-    job = begun.job
+    job = begun.job if begun is not None else None
     watchdog = job.watchdog if job is not None else None
     if ranks.world_size > 1:
         ignore_stop_signals()
@@ -139,8 +142,8 @@ def _end(begun: _Begun, ranks: Ranks, message: str, code: int, error: BaseExcept
         print(prefix + message.rstrip(), file=sys.stderr, flush=True)
         if watchdog is not None and not ranks.is_main_process:  # whose own failure the sinks have told
             watchdog.tell(prefix + message.strip().rpartition("\n")[2])
-    if ranks.is_main_process and begun.directory is not None:
-        write_at_end(begun.directory)  # the word is out: nobody waits for this one
+    if begun is not None and ranks.is_main_process:
+        _report(begun)  # the word is out: nobody waits for this one
     if ranks.world_size > 1 or code == DeviceFailedError.exit_code:  # CUDA's destructors would abort
         # The launcher ends every rank with the first that exits: let the one that speaks finish, and do not
         # wait for peers in the process group's destructor.

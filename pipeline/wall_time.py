@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.distributed.phases import NO_STEP, Phases, Spent, columns
 from pipeline.distributed.span import Moment
-from pipeline.events import Event
+from pipeline.events import TIME, Event
 from pipeline.sinks.console import duration
 from pipeline.sinks.jsonl import newest
 
@@ -142,4 +142,4 @@ class WallTime:
         message += f"{row['perf/goodput']:.1%} are steps that count"
         if COST in row:
             message += f", and cost {row[COST]:.2f}"
-        return Event("time", message, level="info", fields=fields)
+        return Event(TIME, message, level="info", fields=fields)

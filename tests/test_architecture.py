@@ -30,7 +30,7 @@ LAYERS = [
     ["identity"],
     ["run_directory", "parts"],
     ["stepping", "training"],
-    ["assemble", "build_engine", "build_meters", "profiling", "plan"],
+    ["assemble", "build_engine", "build_meters", "joining", "profiling", "plan"],
     ["trained", "api"],
     ["closing"],
     ["running"],

@@ -20,7 +20,9 @@ from support.launch import (
 )
 from support.wandb_server import Server
 
+from pipeline.__main__ import main as run_command
 from pipeline.cli import main
+from pipeline.sinks.jsonl import iterate_record
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "ds_configs"
@@ -39,6 +41,16 @@ def fault_recipe(folder: Path, fault: str, **arguments: object) -> Path:
 def reported(run: Path, state: str = "") -> bool:
     """Whether the run has its report, one that says how it ended."""
     return f'"state":"{state}' in (run / "report.html").read_text()
+
+
+def why_failed(run: Path) -> str:
+    """As its report says."""
+    data = re.search(
+        r'<script type="application/json"[^>]*>(.*?)</script>', (run / "report.html").read_text(), re.S
+    )
+    (view,) = json.loads(data[1])["runs"]
+    assert view["state"] == "failed"
+    return view["facts"]["why"]
 
 
 def splits():
@@ -66,10 +78,18 @@ def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, ro
     kill_once(arguments, ranks, broken, rows)
     (run,) = run_directories(broken)
     assert not (run / "summary.json").exists(), "killed after the run"
+    assert run_command(["report", str(run)]) == 0
+    assert reported(run, "ended without saying how (killed?)")
     again = launch(*arguments, ranks=ranks)
     assert again.returncode == 0, again.stderr
     assert ("going on with" in again.stderr) == (rows > 2)
     assert run_directories(broken) == [run]
+    (told,) = [line for line in iterate_record(run / "metrics.jsonl") if line.get("event") == "run_killed"]
+    assert re.fullmatch(
+        r"the last process .* ended without saying how \(killed\?\) after step \d+", told["message"]
+    )
+    assert reported(run, "finished")
+    assert told["message"] in (run / "report.html").read_text()
     assert numbers(run) == numbers(run_directories(whole)[0])
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000021", "step-00000024"]
 
@@ -135,7 +155,9 @@ def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
     assert both.count("Traceback (most recent call last)") == 1
     assert both.count("ZeroDivisionError: a programmer's mistake") == 1
     assert "[rank 1]" in both
-    assert reported(*run_directories(tmp_path))
+    (run,) = run_directories(tmp_path)
+    assert "a programmer's mistake" in why_failed(run)
+    assert f"report      {run / 'report.html'}" in result.stdout
 
 
 MEMORY = (
@@ -162,8 +184,22 @@ def test_a_device_that_fails_is_told_in_one_line_and_nothing_is_saved(tmp_path, 
     assert len(re.findall(said, result.stderr, re.M)) == 1, result.stderr
     (run,) = run_directories(tmp_path)
     assert not list((run / "checkpoints").iterdir())
-    assert reported(run, "" if ranks else "failed")
+    assert reported(run, "failed")
     assert "Traceback" in (run / "logs" / f"rank{max(0, ranks - 1):05d}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "said"), [("memory", 0, "does not fit into memory"), ("raise", 2, "a programmer's")]
+)
+def test_a_run_that_fails_while_it_is_built_has_a_report_too(tmp_path, fault, ranks, said):
+    recipe = fault_recipe(tmp_path, fault, rank=max(0, ranks - 1), at=0)
+    split = ["--deepspeed", str(CONFIGS / "zero2.json")] if ranks else []
+    result = launch("--config", str(recipe), *split, ranks=ranks, **FAULTS)
+    assert result.returncode != 0
+    (run,) = run_directories(tmp_path)
+    assert said in why_failed(run)
+    assert f"report      {run / 'report.html'}" in result.stdout
+    assert run_command(["report", str(run)]) == 0
 
 
 @pytest.mark.nightly
@@ -183,13 +219,17 @@ def test_a_wrong_label_in_the_midst_of_the_data_ends_all_ranks_with_one_line(tmp
     assert error.endswith("(sample 37 of train)")
 
 
-def test_a_killed_rank_ends_the_others_without_their_tracebacks(tmp_path):
-    recipe = fault_recipe(tmp_path, "kill", rank=1)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_without_their_tracebacks(tmp_path, rank):
+    recipe = fault_recipe(tmp_path, "kill", rank=rank)
     result = launch("--config", str(recipe), "--deepspeed", str(CONFIGS / "zero2.json"), ranks=2, **FAULTS)
     assert result.returncode != 0
     assert "Traceback" not in result.stdout + result.stderr
-    assert re.search(r"^rank 1 on \S+ \(pid \d+\) is gone: last heart", result.stderr, re.M), result.stderr
-    assert reported(*run_directories(tmp_path))
+    gone = rf"^rank {rank} on \S+ \(pid \d+\) is gone: last heart"
+    assert re.search(gone, result.stderr, re.M), result.stderr
+    (run,) = run_directories(tmp_path)
+    assert re.search(gone, why_failed(run))
+    assert f"report      {run / 'report.html'}" in result.stdout
 
 
 def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):

@@ -45,7 +45,7 @@ class Shutdown:
         self.folder: Path | None = None
         """Where stacks are written; None: nowhere yet."""
         self.before_leaving: Callable[[], object] = lambda: None
-        """What this process still does; raises nothing."""
+        """What a process still does that is rank 0 or tells why the job ends; raises nothing."""
         self.frames: list[FrameSummary] = []
         """Where the training thread was, if it has left there by an exception."""
         self.tell: Callable[[int, str], None] = _tell_nobody
@@ -53,6 +53,7 @@ class Shutdown:
         self._store, self._heartbeats = store, heartbeats
         self._everyone, self._rank = everyone, rank
         self._progress = progress
+        self._tells = rank == 0
 
     def together(self, failure: Failure) -> None:
         """With the others, over the store.
@@ -136,6 +137,7 @@ class Shutdown:
         return describe_hang(reports, failure.seconds, lost)
 
     def _publish(self, line: str) -> None:
+        self._tells = True
         # Not through logging or rich: the training thread may be stuck with their locks.
         if self.folder is not None:
             with suppress(OSError):
@@ -178,7 +180,8 @@ class Shutdown:
 
     def leave(self, code: int) -> None:
         """Ends this process and its data workers at once; no destructor and no other thread is waited for."""
-        self.before_leaving()  # takes seconds at the most
+        if self._tells:
+            self.before_leaving()  # takes seconds at the most
         write_exit_code(self._rank, len(self._everyone), code)
         for child in multiprocessing.active_children():
             child.kill()

@@ -15,8 +15,9 @@ from pydantic_core import to_json
 
 from pipeline.durable import replace_text
 from pipeline.errors import one_line
-from pipeline.report.runs import RunView, read_run
-from pipeline.sinks.jsonl import METRICS_FILE
+from pipeline.events import RUN_KILLED, Event
+from pipeline.report.runs import UNSAID, RunView, after, how_it_ended, read_run
+from pipeline.sinks.jsonl import METRICS_FILE, newest
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def write_at_end(directory: Path) -> Path | None:
     """Writes the report of a run whose sinks are closed. Raises nothing: a Ctrl-C too ends the report alone.
 
     Returns:
-        Its path; None where there is none: no metrics yet, or, told by a line, a failure or no time.
+        Its path; None where there is none, which a line tells: a failure, or no time.
     """
     path = directory / REPORT_FILE
     made: list[Path] = []
@@ -96,11 +97,22 @@ def write_at_end(directory: Path) -> Path | None:
             log.warning("%s is not written: %s", path, one_line(error))
 
     with suppress(BaseException):
-        if (directory / METRICS_FILE).is_file():
-            thread = threading.Thread(target=make, name="report", daemon=True)
-            thread.start()
-            thread.join(LONGEST_END)
-            if thread.is_alive():
-                said = "%s takes more than %.0f s; `python -m pipeline report %s` makes it"
-                log.warning(said, path, LONGEST_END, directory)
+        thread = threading.Thread(target=make, name="report", daemon=True)
+        thread.start()
+        thread.join(LONGEST_END)
+        if thread.is_alive():
+            said = "%s takes more than %.0f s; `python -m pipeline report %s` makes it"
+            log.warning(said, path, LONGEST_END, directory)
     return made[0] if made else None
+
+
+def report_of_killed(directory: Path) -> Event | None:
+    """Before a run goes on: if its last process ended without a word, its report is written, and what it
+    says of that is told again by the run that goes on.
+    """
+    last = newest(directory / METRICS_FILE, "step")
+    if last is None or how_it_ended(directory, last)[0] != UNSAID:
+        return None
+    write_at_end(directory)
+    message = f"the last process of this run {after(UNSAID, last['step'])}"
+    return Event(RUN_KILLED, message, "look for the out-of-memory killer (dmesg) and at the scheduler's log")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.events import TIME
 from pipeline.sinks.jsonl import MetricsFileError, iterate_record
 
 MOST_POINTS = 2000  # of a curve: more than a screen has columns
@@ -35,10 +36,12 @@ class Record:
     """Samples taken of each."""
     step: int = 0
     seconds: float = 0.0
+    last: dict[str, Any] = field(default_factory=dict)
+    """Its last line."""
 
 
 def read_record(path: Path) -> Record:
-    """Reads it.
+    """Reads it; a run that failed while it was built may have none.
 
     Raises:
         MetricsFileError: it cannot be read, or is damaged.
@@ -46,7 +49,8 @@ def read_record(path: Path) -> Record:
     record, tokens = Record(), 0.0  # samples where no tokens are counted
     # The numbers of rows with the same keys, end to end: Python's own floats would take gigabytes.
     rows: dict[tuple[str, ...], array[float]] = {}
-    for number, row in enumerate(iterate_record(path)):
+    for number, row in enumerate(iterate_record(path) if path.exists() else ()):
+        record.last = row
         place = (row["step"], tokens, round(record.seconds / 3600, 6))
         if "event" in row:
             told = record.samples if row["event"] == "sample" else record.events
@@ -54,7 +58,7 @@ def read_record(path: Path) -> Record:
             if len(told) > MOST_EVENTS:
                 del told[MOST_EVENTS // 2]
                 record.num_left_out += 1
-            if row["event"] == "time" and isinstance(seconds := row.get("elapsed_seconds"), float):
+            if row["event"] == TIME and isinstance(seconds := row.get("elapsed_seconds"), float):
                 record.seconds = seconds  # to the end of the process, behind its last row
             continue
         record.step = int(row["step"])

@@ -14,13 +14,15 @@ from typing import Any
 
 from pipeline.config.loading import read_yaml
 from pipeline.errors import ConfigError, PipelineError, listed, printable
+from pipeline.events import RUN_FAILED, TIME
 from pipeline.foreign import CONFIGURATION, open_plain, read_plain
 from pipeline.report.record import Record, read_record
 from pipeline.run_lock import is_held
 from pipeline.sinks.console import duration
 from pipeline.sinks.jsonl import METRICS_FILE
 
-LOG_TAIL, FAILURE_LINES = 1 << 16, 30
+LOG_TAIL, FAILURE_LINES, MOST_LOGS = 1 << 16, 30, 256
+UNSAID = "ended without saying how (killed?)"
 
 
 @dataclass
@@ -29,7 +31,7 @@ class RunView:
 
     name: str
     state: str
-    """finished, running, failed, or stopped or killed."""
+    """finished, running, stopped, failed, or UNSAID."""
     facts: dict[str, str]
     settings: dict[str, str]
     """Dotted keys of recipe.yaml and, under `ds.`, of ds_config.json; the world size."""
@@ -42,7 +44,7 @@ def find_run(path: Path) -> Path:
     Raises:
         PipelineError: it is none; runs in it are named.
     """
-    if (path / METRICS_FILE).is_file():
+    if any((path / name).is_file() for name in (METRICS_FILE, "recipe.yaml")):
         return path
     within = sorted(each.parent.name for each in path.glob(f"*/{METRICS_FILE}"))
     hint = f"it holds runs: {listed(within)}" if within else "give a run directory, as runs/NAME-TIME"
@@ -57,13 +59,10 @@ def read_run(path: Path, ended: bool = False) -> RunView:
         MetricsFileError: its metrics.jsonl cannot be read, or is damaged.
     """
     record, failure = read_record(path / METRICS_FILE), ""
-    if (path / "summary.json").is_file():
-        state = "finished"
-    elif not ended and is_held(path):
+    if not ended and is_held(path) and not (path / "summary.json").is_file():
         state = "running"
     else:
-        failure = _failure(path / "logs" / "rank00000.log")
-        state = "failed" if failure else "stopped or killed"
+        state, failure = how_it_ended(path, record.last)
     text = _json(path / "summary.json").get("sample")
     if isinstance(text, str) and record.step not in [sample["step"] for sample in record.samples]:
         record.samples.append({"step": record.step, "text": text})
@@ -73,7 +72,7 @@ def read_run(path: Path, ended: bool = False) -> RunView:
     counts = Counter(map(str, devices if isinstance(devices, list) else []))
     models = [settings.get(f"model.{key}", "null") for key in ("pretrained", "architecture", "kind")]
     facts = {
-        "state": f"{state} at step {record.step:,}" if record.curves else f"{state} without a row",
+        "state": after(state, record.step) if record.curves else f"{state} without a row",
         "why": failure,
         "time": duration(record.seconds),
         "model": next((model for model in models if model != "null"), ""),
@@ -83,6 +82,26 @@ def read_run(path: Path, ended: bool = False) -> RunView:
     }
     facts = {name: fact for name, fact in facts.items() if fact}
     return RunView(printable(path.absolute().name), state, facts, settings, record)
+
+
+def how_it_ended(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
+    """The state of a run that nobody trains, and why, where it failed.
+
+    Args:
+        last: Of its metrics.jsonl.
+    """
+    if (path / "summary.json").is_file():
+        return "finished", ""
+    if failure := _diagnosis(path) or _first_failure(path):
+        return "failed", failure
+    if last.get("event") == RUN_FAILED:
+        return "failed", str(last.get("message", ""))
+    return ("stopped" if last.get("event") == TIME else UNSAID), ""
+
+
+def after(state: str, step: int) -> str:
+    """As one says it."""
+    return f"{state} {'after' if state == UNSAID else 'at'} step {step:,}"
 
 
 def _settings(path: Path) -> Iterator[tuple[str, str]]:
@@ -109,14 +128,34 @@ def _json(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _failure(log: Path) -> str:
-    """What the log says of a failure, if no line of information follows: then the run went on."""
+def _diagnosis(path: Path) -> str:
+    """What a watchdog has ended the run for, unless the run went on."""
+    told, record = path / "hang" / "diagnosis.txt", path / METRICS_FILE
+    with suppress(OSError):
+        if not record.exists() or told.stat().st_mtime_ns >= record.stat().st_mtime_ns:
+            return read_plain(told, CONFIGURATION).decode(errors="replace").strip()
+    return ""
+
+
+def _first_failure(path: Path) -> str:
+    """Of all ranks' logs: those that fail because another one did are later."""
+    with suppress(TypeError, ValueError):
+        world_size = int(_json(path / "split.json").get("world_size", 1))
+        found = [
+            _failure(path / "logs" / f"rank{rank:05d}.log") for rank in range(min(world_size, MOST_LOGS))
+        ]
+        return min(filter(None, found), default=("", ""))[1]
+    return ""
+
+
+def _failure(log: Path) -> tuple[str, str] | None:
+    """When it failed and what the log says of it, if no line of information follows: then the run went on."""
     try:
         with open(open_plain(log), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL))
             text = file.read().decode(errors="replace")
     except OSError:
-        return ""
+        return None
     last = re.split(r"^[\d-]{10} [\d:,]{12} INFO ", text, flags=re.M)[-1]
-    found = re.search(r"^[\d-]{10} [\d:,]{12} \w+ pipeline\.failure (.*)", last, re.M | re.S)
-    return "\n".join(found[1].rstrip().splitlines()[-FAILURE_LINES:]) if found else ""
+    found = re.search(r"^([\d-]{10} [\d:,]{12}) \w+ pipeline\.failure (.*)", last, re.M | re.S)
+    return (found[1], "\n".join(found[2].rstrip().splitlines()[-FAILURE_LINES:])) if found else None

@@ -219,7 +219,7 @@ def test_a_crashed_run(make_run, show):
 
 def test_a_run_without_a_row(make_run, show):
     page = show(make_run(finished=False))
-    assert "stopped or killed without a row" in page.run("return document.body.innerText")
+    assert "ended without saying how (killed?) without a row" in page.run("return document.body.innerText")
     assert page.drawn() == {}
 
 

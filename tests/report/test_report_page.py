@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 
@@ -12,8 +13,8 @@ from filelock import FileLock
 from support.recorded import event, row
 
 from pipeline.report import page
-from pipeline.report.page import encode, panels_of, render, write_at_end
-from pipeline.report.runs import read_run
+from pipeline.report.page import encode, panels_of, render, report_of_killed, write_at_end
+from pipeline.report.runs import UNSAID, read_run
 
 FAILURE = (
     "2026-01-01 10:00:02,000 ERROR pipeline.failure Traceback (most recent call last):\nValueError: no\n"
@@ -25,12 +26,12 @@ INFO = "2026-01-01 10:00:01,000 INFO pipeline.api 100 parameters\n"
     ("how", "state", "status"),
     [
         ({}, "finished", "finished at step 3"),
-        ({"finished": False}, "stopped or killed", "stopped or killed at step 3"),
+        ({"finished": False}, UNSAID, "ended without saying how (killed?) after step 3"),
         ({"finished": False, "log": INFO + FAILURE}, "failed", "failed at step 3"),
         (
             {"finished": False, "log": FAILURE + INFO},
-            "stopped or killed",
-            "stopped or killed at step 3",
+            UNSAID,
+            "ended without saying how (killed?) after step 3",
         ),  # it went on
     ],
 )
@@ -40,12 +41,52 @@ def test_how_a_run_ended(make_run, how, state, status):
     assert run.facts.get("why", "").endswith("ValueError: no") == (state == "failed")
 
 
+def test_the_last_line_of_the_record_says_how_it_ended(make_run):
+    stopped = make_run("stopped", [row(1), event(1, "time")], finished=False)
+    assert read_run(stopped).facts["state"] == "stopped at step 1"
+    failed = read_run(
+        make_run("failed", [row(1), event(1, "run_failed", message="no memory")], finished=False)
+    )
+    assert (failed.state, failed.facts["why"]) == ("failed", "no memory")
+    went_on = make_run("went on", [row(1), event(1, "run_failed"), event(1, "time"), row(2)], finished=False)
+    assert read_run(went_on).state == UNSAID
+
+
+def test_of_several_ranks_the_first_failure_is_shown(make_run):
+    path = make_run("small", [row(1)], finished=False, log=FAILURE.replace("02,000", "02,500"), world_size=2)
+    (path / "logs" / "rank00001.log").write_text(INFO + FAILURE.replace("no", "the cause"))
+    (path / "logs" / "rank00002.log").write_text(FAILURE.replace("10:", "09:"))  # of a start with more ranks
+    assert read_run(path).facts["why"].endswith("the cause")
+
+
+def test_what_a_watchdog_found_is_shown_until_the_run_goes_on(make_run):
+    path = make_run("small", [row(1)], finished=False, log=FAILURE)
+    (path / "hang").mkdir()
+    (path / "hang" / "diagnosis.txt").write_text("rank 0 is gone\n")
+    assert read_run(path).facts["why"] == "rank 0 is gone"
+    later = (path / "hang" / "diagnosis.txt").stat().st_mtime + 1
+    os.utime(path / "metrics.jsonl", (later, later))
+    assert "rank 0" not in read_run(path).facts["why"]
+
+
+def test_a_killed_run_that_goes_on_has_its_report_first(make_run):
+    told = report_of_killed(path := make_run("killed", [row(1), row(2)], finished=False))
+    assert told is not None
+    assert told.message == "the last process of this run ended without saying how (killed?) after step 2"
+    assert '"state":"ended without saying how' in (path / "report.html").read_text()
+    stopped = make_run("stopped", [row(1), event(1, "time")], finished=False)
+    fresh = make_run("fresh", finished=False)
+    for each in (stopped, fresh):
+        assert report_of_killed(each) is None
+        assert not (each / "report.html").exists()
+
+
 def test_a_run_that_is_trained_now(make_run):
     path = make_run(lines=[row(1)], finished=False)
     with FileLock(path / ".lock"):
         assert read_run(path).facts["state"] == "running at step 1"
-        assert read_run(path, ended=True).state == "stopped or killed"
-    assert read_run(path).state == "stopped or killed"
+        assert read_run(path, ended=True).state == UNSAID
+    assert read_run(path).state == UNSAID
 
 
 @pytest.mark.parametrize("lines", [[], [{"step": 0, "eval/loss": 9.0}]])
@@ -69,7 +110,7 @@ def test_other_files_may_be_missing_or_damaged(make_run):
         "logs/rank00000.log",
     ):
         (path / name).unlink()
-    assert read_run(path).state == "stopped or killed"
+    assert read_run(path).state == UNSAID
 
 
 def test_what_ran(make_run):

@@ -52,8 +52,8 @@ def points_of_a_wrong_label(split: str) -> Points:
 
 
 class Faulty(nn.Module):
-    """A linear classifier to which something happens in the given forward of the given rank; in an
-    evaluation, what EVALUATION_FAULT says.
+    """A linear classifier to which something happens in the given forward of the given rank, or, at 0, while
+    it is built; in an evaluation, what EVALUATION_FAULT says.
     """
 
     def __init__(self, fault: str, rank: int, at: int, once_file: str | None):
@@ -61,6 +61,8 @@ class Faulty(nn.Module):
         self.linear = nn.Linear(2, 2)
         self.fault, self.rank, self.at, self.once_file = fault, rank, at, once_file
         self.calls = 0
+        if at == 0 and int(os.environ.get("RANK", "0")) == rank:
+            _fail(fault)
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += self.training
