@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,19 @@ logger = logging.getLogger(__name__)
 RUN_ID_FILE = "wandb_run_id"
 INIT_TIMEOUT_SECONDS = 10.0
 FINISH_TIMEOUT_SECONDS = 8.0
+ROOM = 8 * 2**20
+"""Bytes that the disk with W&B's files has left at the least, where it is to log."""
 _MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's other words
+
+
+def lack_of_room(folder: Path) -> str | None:
+    """On a full disk W&B's process drops rows without a word, of an online run too; None: there is room."""
+    free = shutil.disk_usage(folder).free
+    return (
+        f"{folder} has {free / 2**20:.1f} MiB left, and W&B loses rows on a full disk"
+        if free < ROOM
+        else None
+    )
 
 
 def choose_mode(config: WandbConfig) -> tuple[str, str]:

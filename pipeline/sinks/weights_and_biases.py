@@ -26,7 +26,7 @@ from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
 from pipeline.sinks.wandb_checkpoints import CheckpointArtifacts
 from pipeline.sinks.wandb_files import NOT_UPLOADED
-from pipeline.sinks.wandb_start import FINISH_TIMEOUT_SECONDS, choose_mode, open_run
+from pipeline.sinks.wandb_start import FINISH_TIMEOUT_SECONDS, choose_mode, lack_of_room, open_run
 from pipeline.working_tree import GIT_DIFF
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,10 @@ def open_wandb(
         mode, reason = choose_mode(config)
         if mode == "disabled":
             return None
+        (run_dir / "wandb").mkdir(exist_ok=True)
+        if (lacking := lack_of_room(run_dir / "wandb")) is not None:
+            logger.warning("W&B is left out: %s; metrics.jsonl has them all", lacking)
+            return None
         arguments = {
             "project": config.project,
             "entity": config.entity,
@@ -108,7 +112,7 @@ class WandbSink:
         """
         self._run = run
         self._newest_there = newest
-        self._is_on = True
+        self._is_on, self._is_full = True, False
         self._artifacts: CheckpointArtifacts | None = None
         self._samples = list[list[Any]]()
         self._step, self._row = 0, dict[str, Any]()  # the newest, which is still to be sent
@@ -201,8 +205,20 @@ class WandbSink:
 
     def _send(self) -> None:
         row, self._row = self._row, {}
-        if row and self._is_on:
+        if row and self._has_room():
             self._is_on = _never_crash("stopped", lambda: self._log(row)) is not None
+
+    def _has_room(self) -> bool:
+        """Whether W&B takes rows; the first time that its disk has no room for them, one line."""
+        if self._is_on and not self._is_full and (lacking := lack_of_room(Path(self._run.dir))) is not None:
+            self._is_full = True
+            logger.warning(
+                "W&B gets no more rows from step %d on: %s; metrics.jsonl has them all, and once there is "
+                "room, the run fills W&B up when it goes on",
+                self._step,
+                lacking,
+            )
+        return self._is_on and not self._is_full
 
     def _log(self, row: dict[str, Any]) -> bool:
         for name in row.keys() - self._defined:

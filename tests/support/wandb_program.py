@@ -7,9 +7,9 @@ import textwrap
 from pathlib import Path
 
 # Word by word: rows FIRST LAST VALUE, histograms STEP COUNTS, back TO FROM, sample STEP, wait ROWS (until the
-# server has them), kill.
+# server has them), fill (the disk of W&B's files), kill.
 PROGRAM = """
-    import json, logging, os, sys, time
+    import contextlib, json, logging, os, sys, time
     from pathlib import Path
     import numpy as np
     from pipeline.config.model_schema import CNNConfig
@@ -46,13 +46,17 @@ PROGRAM = """
             elif word == "wait":
                 while not Path(kept).exists() or len(Path(kept).read_text().splitlines()) < rest[0]:
                     time.sleep(0.1)
+            elif word == "fill":
+                with (run_dir / "wandb" / "filler").open("wb", 0) as file, contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(2**16))
             elif word == "kill":
                 sys.stdout.flush()
                 os._exit(9)
 """
 
 
-def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path = Path("none")) -> None:
+def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path = Path("none")) -> str:
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
     command = [*program, str(folder), str(start), json.dumps(words), str(kept)]
     done = subprocess.run(
@@ -60,3 +64,4 @@ def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path 
     )
     assert done.stderr == ""
     assert done.returncode == (9 if ["kill"] in words else 0), done.stdout
+    return done.stdout

@@ -1,0 +1,73 @@
+"""The disk of W&B's files is full: one line, training goes on, and W&B is filled up once there is room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.wandb_program import run
+from support.wandb_server import KEY, Server, environment, offline_rows, run_id
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="a file system is mounted by root alone"),
+]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path / "server") as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A run directory whose `wandb` is a disk of 16 MiB."""
+    folder = tmp_path / "trial-1"
+    disk = folder / "wandb"
+    disk.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def losses(rows: list[dict]) -> dict[int, float]:
+    assert [row["global_step"] for row in rows] == sorted({row["global_step"] for row in rows})
+    return {row["global_step"]: row["train/loss"] for row in rows}
+
+
+def expected(last: int) -> dict[int, float]:
+    return {step: step / 7 for step in range(1, last + 1)}
+
+
+def told(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "W&B" in line and "MiB left" in line]
+
+
+@pytest.mark.parametrize("is_online", [True, False], ids=["online", "offline"])
+def test_it_fills_up_in_the_run(tmp_path: Path, folder: Path, server: Server, is_online: bool):
+    env = environment(tmp_path, server.url, **(KEY if is_online else {}))
+    (line,) = told(run(folder, env, 0, ["rows", 1, 10, 0], ["fill"], ["rows", 11, 400, 0]))
+    assert "W&B gets no more rows from step 10 on" in line
+    assert "metrics.jsonl has them all" in line
+    assert (folder / "metrics.jsonl").read_text().count("train/loss") == 400
+    (folder / "wandb" / "filler").unlink()
+    assert told(run(folder, env, 400, ["rows", 401, 410, 0])) == []
+    rows = server.rows(run_id(folder)) if is_online else offline_rows(folder)
+    assert losses(rows) == expected(410), "each row once, in order"
+
+
+def test_it_is_full_from_the_start(tmp_path: Path, folder: Path, server: Server):
+    (folder / "wandb" / "filler").write_bytes(bytes(12 * 2**20))
+    env = environment(tmp_path, server.url, **KEY)
+    (line,) = told(run(folder, env, 0, ["rows", 1, 10, 0]))
+    assert "W&B is left out" in line
+    assert (folder / "metrics.jsonl").read_text().count("train/loss") == 10
+    (folder / "wandb" / "filler").unlink()
+    run(folder, env, 10, ["rows", 11, 12, 0])
+    assert losses(server.rows(run_id(folder))) == expected(12)
