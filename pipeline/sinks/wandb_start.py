@@ -46,6 +46,11 @@ def choose_mode(config: WandbConfig) -> tuple[str, str]:
     # With nothing chosen here, wandb's settings hold WANDB_MODE, or what `wandb offline` wrote down.
     settings = wandb.setup(settings=wandb.Settings(silent=True, **chosen)).settings
     mode = _MODES.get(settings.mode, settings.mode)
+    if settings.mode == "shared":
+        logger.warning(
+            "W&B's shared mode is not used: it cannot keep each row once over a kill; the run is online, "
+            "with the system metrics of the main process's node (docs/how-to.md)"
+        )
     if mode != "online":
         return mode, f"mode {settings.mode}"
     try:

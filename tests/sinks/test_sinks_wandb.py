@@ -160,6 +160,7 @@ def test_a_terminal_is_never_asked_for_a_key(tmp_path: Path):
     ("variable", "mode", "expected"),
     [
         ("offline", "auto", "offline"),  # WANDB_MODE wins over auto,
+        ("shared", "auto", "online"),
         ("offline", "online", "online"),  # and not over a recipe that says what it wants
         ("disabled", "auto", "disabled"),
         ("nonsense", "auto", "disabled"),
@@ -171,7 +172,10 @@ def test_wandb_mode_of_the_environment(tmp_path: Path, server: Server, variable,
     done = run(folder, env, mode=mode)
     assert bool(list(folder.glob("wandb/offline-run-*"))) == (expected == "offline")
     assert (server.folder / "runs.json").exists() == (expected == "online")
-    assert len(done.said) == (0 if variable == "disabled" else 1)
+    assert len(done.said) == {"disabled": 0, "shared": 2}.get(variable, 1)
+    if variable == "shared":
+        assert "shared mode is not used" in done.said[0]
+        check_rows(server.rows(run_id(folder)), last=12)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 14
 
 
