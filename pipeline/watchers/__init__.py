@@ -42,9 +42,14 @@ class Seen:
         return len(self.losses)
 
     @property
+    def load(self) -> float:
+        """The highest of all ranks'; 0 where no CPU trains."""
+        return max(self.own.get("load", [0.0]))
+
+    @property
     def is_crowded(self) -> bool:
         """A CPU trains that others use too: what takes long takes long for their sake."""
-        return max(self.own.get("load", [0.0])) > CROWDED
+        return self.load > CROWDED
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from statistics import median, median_low
 
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.events import Event
-from pipeline.watchers import Seen
+from pipeline.watchers import CROWDED, Seen
 
 STEPS = 8  # at least, that ranks are compared over
 SUSPECTED = 16  # steps in a row in which the same rank must have been slow: one that was disturbed is not
 # Seconds of them: steps of a small model are some milliseconds, and a rank whose core another process takes
-# for a moment is slow in dozens of them. In 10,000 steps of digits_cnn.yaml on two cores that five processes
-# wanted each, it was for up to 0.6 s.
-SUSPECTED_SECONDS, SUSPECTED_SECONDS_IN_A_CROWD = 0.3, 1.2
+# for a moment is slow in dozens of them. In 10,000 steps of digits_cnn.yaml beside other work, 2.5 processes
+# a core, one was for up to 0.8 s, and at ZeRO 3, with 5 or more a core, for up to 6 s: grows by the square.
+SUSPECTED_SECONDS = 0.3
 LEAST_SHARE = 0.05  # of the step that is lost by waiting for it: below, it is not worth a line
 SHARE_IN_A_CROWD = 0.25  # at the least, where ranks share their cores with other processes
 PAST, LEAST_PAST = 16, 2  # windows of STEPS that say what a stage took before: at the most, at the least
@@ -87,7 +87,7 @@ class SlowRank:
 
     def _restart(self) -> None:
         self._steps, self._seconds = 0, 0.0
-        self._is_crowded = False
+        self._load = 0.0
         self._own: dict[str, list[float]] = {}
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
@@ -95,7 +95,7 @@ class SlowRank:
         own = {phase: each for phase, each in seen.own.items() if phase in TOLD}
         if not own or not seen.steps:
             return None
-        self._is_crowded |= seen.is_crowded
+        self._load = max(self._load, seen.load)
         if not self._is_started:  # the first steps are the compiler's, and the workers' start
             self._is_started = True
             return None
@@ -109,9 +109,9 @@ class SlowRank:
     def _judged(self) -> Event | None:
         steps, step_seconds = self._steps, self._seconds / self._steps
         own = {phase: [each / steps for each in seconds] for phase, seconds in self._own.items()}
-        share, lasting = self._share, SUSPECTED_SECONDS
-        if self._is_crowded:
-            share, lasting = max(share, SHARE_IN_A_CROWD), SUSPECTED_SECONDS_IN_A_CROWD
+        share, lasting = self._share, SUSPECTED_SECONDS * max(1.0, self._load) ** 2
+        if self._load > CROWDED:
+            share = max(share, SHARE_IN_A_CROWD)
         self._restart()
         slow = self._slow(own, step_seconds, share)
         suspect = (slow.rank, slow.phase) if slow is not None else None
