@@ -19,6 +19,7 @@ from pipeline.gpu_meter import GpuMeter
 from pipeline.metrics import Meters, Workload
 from pipeline.models.batch_norm import is_synchronised
 from pipeline.models.flops import block_flops_per_token, flops_per_token, fp8_share
+from pipeline.node_meter import NodeMeter
 from pipeline.objectives import Objective
 from pipeline.peak_flops import peak_flops
 from pipeline.sinks.jsonl import METRICS_FILE
@@ -63,7 +64,8 @@ def build_meters(
         communicates=job.ranks.world_size > 1,
     )
     gpu = GpuMeter(engine.device, earlier.energy_kwh)
-    return Meters(workload, job, clock, profile, own_phases(resolved, engine), wall, gpu)
+    nodes = NodeMeter(job.everyone) if config.log.nodes else None
+    return Meters(workload, job, clock, profile, own_phases(resolved, engine), wall, gpu, nodes)
 
 
 def own_phases(resolved: Resolved, engine: Engine) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.events import Event
 from pipeline.gpu_meter import GpuMeter
 from pipeline.memory_meter import MemoryMeter
+from pipeline.node_meter import NodeMeter
 from pipeline.objectives import Objective
 from pipeline.objectives.timed import TimedObjective
 from pipeline.rows import LateRow
@@ -75,6 +76,7 @@ class Meters:
         own_phases: Sequence[str] = (),
         wall: WallTime | None = None,
         gpu: GpuMeter | None = None,
+        nodes: NodeMeter | None = None,
     ):
         """What is measured of which run.
 
@@ -83,11 +85,13 @@ class Meters:
             own_phases: Besides the reading of data those in which no rank waits for another.
             wall: Where the time of the engine's steps goes.
             gpu: None: nobody is asked about the device.
+            nodes: None: nor about the machines.
         """
         self._workload = workload
         self._job = job
         self._wall = wall or WallTime(Phases(clock, job.device), clock)
         self._gpu = gpu or GpuMeter(torch.device("cpu"))
+        self._nodes = nodes
         self._memory = MemoryMeter(job.device)
         self._own_phases = ("data", *own_phases)
         self._profile = profile
@@ -182,7 +186,8 @@ class Meters:
         return LateRow(numbers, lambda host: self._seen(interval, host, own, further))
 
     def _own_numbers(self, interval: Interval) -> dict[str, float]:
-        """What this rank measures of itself, to be told to all: see Seen.own, and GpuMeter.take.
+        """What this rank measures of itself, to be told to all: see Seen.own, GpuMeter.take and
+        NodeMeter.take.
 
         On a GPU seconds are those of the interval before: the device is still at work on this one.
         """
@@ -197,7 +202,8 @@ class Meters:
         if self._job.device.type == "cpu":
             numbers["load"] = os.getloadavg()[0] / (os.cpu_count() or 1)
         gpu = {f"gpu {number}": each for number, each in enumerate(self._gpu.take())}
-        return numbers | self._memory.in_use() | gpu
+        nodes = self._nodes.take() if self._nodes is not None else []
+        return numbers | self._memory.in_use() | gpu | {f"node {key}": each for key, each in enumerate(nodes)}
 
     def _from_all(self, shares: Sequence[Tensor], own: Sequence[float]) -> tuple[Tensor, Tensor | None]:
         """The shares' sums over all ranks, (N,), and every rank's own numbers, (ranks, len(own)), by one
@@ -236,7 +242,10 @@ class Meters:
         everyones = host["own"].T.tolist() if "own" in host else [[each] for each in own.values()]
         owns = dict(zip(own, everyones, strict=True))
         gpu = [owns.pop(key) for key in list(owns) if key.startswith("gpu ")]
+        nodes = [owns.pop(key) for key in list(owns) if key.startswith("node ")]
         row |= slowest(owns) | (self._gpu.row(gpu) if gpu else {})
+        if self._nodes is not None:
+            row |= self._nodes.row(nodes, gpu[0] if gpu else ())
         for key, each in further.items():
             row[key] = int(host[f"further {key}"]) if isinstance(each, Tensor) else each
         return Seen(row, losses.tolist(), norms, [bool(each) for each in host["skipped"]], owns)

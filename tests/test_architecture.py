@@ -24,7 +24,7 @@ LAYERS = [
     ["checkpoint", "evaluation", "inspection", "report"],
     [
         *("band", "metrics", "memory_meter", "replica_check", "rows", "safeguard", "step_numbers"),
-        *("gpu_meter", "histograms", "profiler", "wall_time", "watchers"),
+        *("gpu_meter", "histograms", "node_meter", "profiler", "wall_time", "watchers"),
     ],
     ["long_lived"],
     ["identity"],

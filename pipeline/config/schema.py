@@ -157,6 +157,9 @@ class LogConfig(Closed):
     """Also write metrics.csv: the rows of metrics.jsonl as one table, empty where a row lacks a column."""
     sinks: list[SinkConfig] = Field([])
     """Further places by import path, as MLflow. One that fails is dropped with a line; the run goes on."""
+    nodes: bool = False
+    """Rows also have what each machine of the job is busy with, as `node/HOST/cpu_utilization`: processors,
+    memory, network, GPUs."""
     price_per_device_hour: float | None = Field(None, ge=0)
     """What a GPU costs an hour (on a CPU: a rank), in any currency: rows then have `perf/cost`, of the whole
     run so far."""
