@@ -31,6 +31,7 @@ class CheckpointArtifacts:
         self._run = run
         self._known: dict[SavedCheckpoint, set[str]] = {}  # with the aliases that it has
         self._coming: queue.SimpleQueue[tuple[Any, set[str]] | None] = queue.SimpleQueue()
+        self._is_left = False
         self._thread = threading.Thread(target=self._log, name="wandb-checkpoints", daemon=True)
         self._thread.start()
 
@@ -50,6 +51,7 @@ class CheckpointArtifacts:
         self._coming.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
+            self._is_left = True
             logger.warning("W&B did not take the last checkpoints within %.0f s", seconds)
 
     def _artifact(self, checkpoint: SavedCheckpoint) -> Any:
@@ -77,5 +79,7 @@ class CheckpointArtifacts:
                 self._run.log_artifact(artifact, aliases=sorted(aliases))
             except Exception as error:  # whatever wandb raises: training does not need it
                 kind = type(error).__name__
+                if self._is_left:  # one line is out
+                    return
                 logger.warning("W&B takes no more checkpoints (%s: %s)", kind, one_line(error))
                 return

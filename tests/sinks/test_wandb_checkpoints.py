@@ -151,5 +151,6 @@ def test_a_server_that_takes_no_artifact_costs_one_line(tmp_path: Path, server: 
     (server.folder / "artifacts.json").write_text("no JSON")  # its every answer fails
     folder = tmp_path / "trial-1"
     said = run(folder, environment(tmp_path, server.url, **KEY), 0, *SAVES)
-    assert said.count("W&B") == 2, said
+    # It fails sooner or later than the end of the run waits for it.
+    assert said.count("WARNING:pipeline.sinks.wandb_checkpoints:W&B") == 1, said
     assert [row["global_step"] for row in server.rows(run_id(folder))] == [10, 20, 30, 40]
