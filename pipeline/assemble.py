@@ -27,6 +27,7 @@ from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine, Evaluates
 from pipeline.errors import ConfigError
 from pipeline.histograms import HistogramMeter
+from pipeline.models.adapters import learning_rate_for
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
 from pipeline.objectives import Objective, build_objective
@@ -84,7 +85,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         start=start,
         owes_evaluation=owes,
         max_steps=max_steps,
-        peak_learning_rate=config.optimizer.learning_rate,
+        peak_learning_rate=config.optimizer.learning_rate or learning_rate_for(engine.module),
         schedule=config.schedule,
         seed=config.seed,
         log=logs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from pipeline.engine.torch_engine import TorchEngine
 from pipeline.models import build_model
 from pipeline.models.regional_compile import compile_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
-from pipeline.models.transforms import Placement, transform
+from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.models.weights import load_weights
 
 
@@ -42,14 +43,18 @@ def build_engine(
         separate_documents=getattr(config.data, "separate_documents", False),
         dtype=DTYPES[split.precision],
     )
+    starts = not resumes or config.adapter is not None  # checkpoints of an adapter have no base
     # Weights from elsewhere fill every tensor, where `strict` is set.
-    draws = not resumes and (config.model.weights is None or not config.model.strict)
+    draws = starts and (config.model.weights is None or not config.model.strict)
 
     def model_in(sharding: Sharding) -> nn.Module:
         model = build_model(config.model, model_request(config, data, sharding, draws), config.seed)
-        if config.model.weights is not None and not resumes:
+        if config.model.weights is not None and starts:
             load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))
-        model = transform(model, config.model, placement)
+        adapter = None
+        if config.adapter is not None:
+            adapter = Adaptation(config.adapter, config.seed, sharding, job)
+        model = transform(model, config.model, replace(placement, adapter=adapter))
         if resolved.compile:
             compile_blocks(model)
         return model

@@ -18,6 +18,8 @@ from pipeline.config.patterns import matching
 from pipeline.config.schema import OptimizerConfig
 from pipeline.errors import ConfigError, ModelError
 
+START = 0.0  # the rate an optimizer is made with; set_learning_rate is called before each step
+
 GroupKey = tuple[int, bool]
 """(0, or the number of the group in optimizer.groups from 1 on; whether it is what of it does not decay)."""
 
@@ -130,15 +132,15 @@ class SeveralOptimizers(Optimizer):
 
 def _build(kind: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     if kind == "muon":
-        return torch.optim.Muon(groups, lr=config.learning_rate, adjust_lr_fn="match_rms_adamw")
+        return torch.optim.Muon(groups, lr=START, adjust_lr_fn="match_rms_adamw")
     if kind == "sgd":
-        sgd = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+        sgd = torch.optim.SGD(groups, lr=START, momentum=config.momentum, fused=True)
         if config.momentum:
             sgd.register_step_pre_hook(_start_at_rest)
         return sgd
     if kind == "adafactor":
-        return torch.optim.Adafactor(groups, lr=config.learning_rate)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+        return torch.optim.Adafactor(groups, lr=START)
+    return torch.optim.AdamW(groups, lr=START, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.data_schema import DataConfig
 from pipeline.config.model_schema import Closed, ModelConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfig
@@ -87,8 +88,9 @@ class OptimizerConfig(Closed):
     """What is kept beside the weights: with `adamw` two numbers a parameter, with `sgd` one, with `adafactor`
     one for each row and column of a matrix. `adafactor` needs whole matrices (plain PyTorch, ZeRO 0), and
     waits for the device in every step."""
-    learning_rate: float = Field(3e-4, gt=0)
-    """Peak learning rate."""
+    learning_rate: float | None = Field(3e-4, gt=0)
+    """Peak learning rate. Default with an `adapter`: by the model's width, 5e-4 x (2000 / hidden_size)^0.781,
+    for Qwen's models ^0.0775 (Thinking Machines' fit to 27 models, 2025)."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square (`adamw`)."""
     eps: float = Field(1e-8, gt=0)
@@ -273,6 +275,7 @@ class RunConfig(Closed):
     max_epochs: float | None = Field(None, gt=0, le=1e9)
     """Passes over the training data."""
     model: ModelConfig
+    adapter: AdapterConfig | None = None
     data: DataConfig
     loader: LoaderConfig = LoaderConfig()
     objective: ObjectiveConfig = AutoObjectiveConfig()
@@ -289,3 +292,19 @@ class RunConfig(Closed):
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()
     profile: ProfileConfig = ProfileConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_an_adapter(cls, recipe: Any) -> Any:
+        """None where an adapter is trained and nobody says at what rate: it follows from the model."""
+        if isinstance(recipe, dict) and recipe.get("adapter") is not None:
+            optimizer = recipe.get("optimizer", {})
+            if isinstance(optimizer, dict) and "learning_rate" not in optimizer:
+                return recipe | {"optimizer": optimizer | {"learning_rate": None}}
+        return recipe
+
+    @model_validator(mode="after")
+    def _has_rate(self) -> RunConfig:
+        if self.adapter is None and self.optimizer.learning_rate is None:
+            raise ValueError("optimizer.learning_rate: expected a number above 0, given null")
+        return self

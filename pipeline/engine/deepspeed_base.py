@@ -39,7 +39,7 @@ from pipeline.engine.replicas import Replicas
 from pipeline.engine.state import State, restore
 from pipeline.engine.step_gate import StepGate
 from pipeline.op_builds import CPU_ADAM, needed_ops
-from pipeline.optim import build_torch_optimizer
+from pipeline.optim import START, build_torch_optimizer
 from pipeline.shards import Scalars, Shard, ShardSource
 
 # The search for an fp16 loss scale: in a checkpoint -> DeepSpeed's word. ZeRO 0 keeps no hysteresis.
@@ -75,7 +75,7 @@ def build_optimizer(
     if CPU_ADAM in needed_ops(config):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(
             groups,
-            lr=optimizer.learning_rate,
+            lr=START,
             betas=optimizer.betas,
             eps=optimizer.eps,
             adamw_mode=True,

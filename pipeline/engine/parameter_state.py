@@ -17,16 +17,18 @@ from pipeline.engine.optimizer_state import (
     whole_tensors,
 )
 from pipeline.engine.state import Place, shared_out
+from pipeline.models.adapters import is_base
 from pipeline.shards import BUFFER, GRADIENT, WEIGHT, Scalars, Shard, ShardSource
 
 Places = dict[nn.Parameter, Place]
 
 
 def whole_parameters(module: nn.Module) -> Places:
-    """Of a rank that holds the whole model."""
+    """Of a rank that holds the whole model; without the base of an adapter, which no checkpoint has."""
     return {
         p: Place.all_of(name, getattr(p, "ds_shape", p.shape), is_frozen=not p.requires_grad)
         for name, p in module.named_parameters()
+        if not is_base(p)
     }
 
 
@@ -42,7 +44,8 @@ def kept_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
 
 def names_of(module: nn.Module) -> list[str]:
     """Of all that a checkpoint keeps of a whole model."""
-    return [*(name for name, _ in module.named_parameters()), *kept_buffers(module)]
+    parameters = (name for name, p in module.named_parameters() if not is_base(p))
+    return [*parameters, *kept_buffers(module)]
 
 
 def buffer_shards(buffers: Mapping[str, Tensor], is_written: bool, to_fill: bool) -> Iterator[Shard]:

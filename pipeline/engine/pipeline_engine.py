@@ -36,6 +36,7 @@ from pipeline.errors import DataError
 from pipeline.models.document_attention import BOUNDS
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.staging import Layer, LayeredModel, model_output
+from pipeline.models.adapters import is_base
 from pipeline.objectives import TARGET_KEYS, Batch, HeadAlone, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_torch_optimizer, set_learning_rate
 
@@ -212,6 +213,7 @@ class PipelineEngine(DeepSpeedBase):
                 is_frozen=not p.requires_grad,
             )
             for name, p in named(self.module.modules())
+            if not is_base(p)
         }
         buffers: dict[str, Tensor] = {}
         for layer in self.module.modules():

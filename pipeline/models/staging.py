@@ -21,6 +21,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.errors import ModelError
+from pipeline.models.adapters import is_base
 from pipeline.models.attention import bounds_for
 from pipeline.models.sharding import runnable
 
@@ -44,8 +45,9 @@ class Layer(nn.Module):
         self.part = part
 
     def weights(self) -> dict[str, Tensor]:
-        """Its weights under the names they have in the whole model."""
-        return {f"{self.name}.{key}": value for key, value in self.part.state_dict().items()}
+        """Its weights under the names they have in the whole model, without those of an adapter's base."""
+        weights = self.part.state_dict(keep_vars=True)
+        return {f"{self.name}.{key}": value for key, value in weights.items() if not is_base(value)}
 
 
 class OneInput(Layer):

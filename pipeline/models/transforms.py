@@ -14,15 +14,28 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.config.patterns import matching
+from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
 from pipeline.models.attention import choose_attention, refuse_leaks
 from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.half_precision import prepare_for_half_precision
 from pipeline.models.of_transformers import is_model
+from pipeline.models.sharding import Sharding
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """An adapter, and what it takes to put it in."""
+
+    config: AdapterConfig
+    seed: int
+    sharding: Sharding
+    job: Job
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,9 @@ class Placement:
     """Rows hold several documents, told apart by `position_ids` that start again."""
     dtype: torch.dtype = torch.float32
     """Of products."""
+    adapter: Adaptation | None = None
+    """What is trained in place of the model."""
+
 
 
 Transform = Callable[[nn.Module, ModelConfig, Placement], nn.Module]
@@ -64,6 +80,15 @@ def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
         )
     total = sum(1 for _ in model.parameters())
     log.info("model.freeze: %d of %d parameter tensors are frozen", total - left, total)
+    return model
+
+
+def adapt(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
+    """The recipe's `adapter`."""
+    if (asked := placement.adapter) is not None:
+        from pipeline.models.adapters import add_adapter  # imports peft, which takes seconds
+
+        add_adapter(model, asked.config, asked.seed, asked.sharding, asked.job)
     return model
 
 
@@ -127,6 +152,7 @@ def prepare_precision(model: nn.Module, _: ModelConfig, placement: Placement) ->
 # In this order.
 TRANSFORMS: tuple[Transform, ...] = (
     freeze,
+    adapt,
     compute_gelu_at_once,
     recompute_activations,
     choose_who_attends,

@@ -64,6 +64,7 @@ def grow_vocabulary(model: Any, rows: int, sharding: Sharding) -> None:
             fill_rows(values, old.data)
         with sharding.construct():
             new = _Holder(values, old.requires_grad).values
+        new.has_new_rows = True  # type: ignore[attr-defined] # an adapter leaves it trained
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is old:

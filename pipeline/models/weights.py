@@ -44,6 +44,8 @@ class Plan:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     """With both shapes, in words."""
+    grown: list[str] = field(default_factory=list)
+    """Names in the model of what gets rows that the files lack."""
 
     def remarks(self) -> str:
         """In one line; empty: everything fits."""
@@ -90,7 +92,9 @@ def load_weights(
             raise answer
         assert answer is not None
         for name, key in answer.moves:
-            _fill(targets[name], None if source is None else source.read(key), sharding, job)
+            fill(targets[name], None if source is None else source.read(key), sharding, job)
+        for name in answer.grown:
+            targets[name].has_new_rows = True  # type: ignore[attr-defined] # an adapter leaves it trained
     finally:
         if source is not None:
             source.close()
@@ -161,6 +165,8 @@ def plan(model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, co
             problem = f"one tensor in the model, but not the same as {keys[there[1]]} in the file"
         if problem is None:
             result.moves.append((there[0], keys[there[0]]))
+            if entries[0].shape != tuple(getattr(target, "ds_shape", target.shape)):
+                result.grown.append(there[0])
         else:
             result.mismatched.append(f"{there[0]} ({problem})")
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -234,7 +240,7 @@ def _without_wrappers(key: str) -> Iterator[str]:
 
 
 @torch.no_grad()
-def _fill(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -> None:
+def fill(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -> None:
     """Rank 0's values, which the others have not, into this parameter or buffer of all ranks."""
     if isinstance(target, nn.Parameter) and sharding.zero3_config is not None:
         with sharding.whole([target]):  # which keeps rank 0's
