@@ -27,6 +27,7 @@ from pipeline.engine.parallel_state import parallel_state
 from pipeline.engine.state import WHOLE, Place
 from pipeline.engine.tensor_parallel import complete_tensor_section, cut_parameters, share_vocabulary
 from pipeline.errors import ModelError, one_line
+from pipeline.models.adapters import has_adapter, is_base
 from pipeline.models.sharding import give_memory, give_values, let_go
 from pipeline.objectives import refuse_router
 
@@ -156,18 +157,29 @@ class TensorSharding:
 
     def cut(self, model: nn.Module) -> None:
         """The model, with all its values, becomes this rank's part of it. Collective; before an optimizer."""
+        if has_adapter(model):
+            from pipeline.engine.tensor_adapters import adapters_aside  # imports peft, which takes seconds
+
+            with adapters_aside(model):
+                self._cut(model)
+        else:
+            self._cut(model)
+        share_vocabulary(model)
+
+    def _cut(self, model: nn.Module) -> None:
         before = dict(model.named_parameters(remove_duplicate=False))
         self._partition(model)
         kept = {part.place.name: part for parts in self._parts.values() for part in parts}
         self._parts, self._scratch = {}, torch.empty(0, dtype=torch.uint8)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(before[name].requires_grad)  # a cut embedding is a new one
+            # What is cut may be a new one.
+            parameter.requires_grad_(before[name].requires_grad)
+            parameter.is_base = is_base(before[name])  # type: ignore[attr-defined]
             if name in kept and kept[name].is_there:
                 assert parameter.shape == kept[name].values.shape, name
                 assert not parameter._backward_hooks, name  # they would stay with the empty one
                 give_values(parameter, kept[name].values)
             assert not parameter.is_meta, name
-        share_vocabulary(model)
 
     def _partition(self, model: nn.Module) -> None:
         for module in model.modules():

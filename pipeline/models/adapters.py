@@ -120,6 +120,11 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def has_adapter(model: nn.Module) -> bool:
+    """Whether one was added."""
+    return any(True for _ in adapted(model))
+
+
 def _linears(model: nn.Module) -> dict[str, tuple[int, int]]:
     """The linear layers, and of each (outputs, inputs)."""
     found = {}

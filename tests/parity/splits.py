@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Split:
     worlds: tuple[int, ...] = WORLDS
     precisions: tuple[str, ...] = ALL
     model: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    adapter: dict[str, Any] | None = None
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -151,16 +152,17 @@ class Case:
         rate = 3e-4 if self.split.model == WIDE else 3e-3
         return recipe(
             model=self.split.model,
+            adapter=self.split.adapter,
             batch={"gradient_accumulation_steps": 2, "global_batch_size": 16},
             optimizer={"learning_rate": rate, "max_grad_norm": 0.5},
             max_steps=STEPS,
         )
 
 
-def cases() -> Iterator[Case]:
+def cases(splits: Sequence[Split] = SPLITS) -> Iterator[Case]:
     """All runs, those of one world size together: a pool of ranks serves them one after the other."""
     for world_size in WORLDS:
-        for split in SPLITS:
+        for split in splits:
             if world_size in split.worlds:
                 for precision in split.precisions:
                     yield Case(split, world_size, precision)
