@@ -1,0 +1,237 @@
+"""Checkpoints of an adapter: which base they belong to, and both together as one model's weights.
+
+A checkpoint's state says what the adapter computes and where its base lies; a digest tells whether what lies
+there still is that base.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.schema import RunConfig
+from pipeline.distributed.process_group import Job
+from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
+from pipeline.models.adapter_files import WEIGHTS, of_peft
+from pipeline.models.adapters import NAME, adapted
+from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile, open_hub, open_weights
+from pipeline.models.weights import matched
+from pipeline.shards import WEIGHT, Region
+
+KEY = "adapter"  # in the state of a checkpoint
+_FIRST = 1 << 20  # bytes of a tensor that go into the digest
+
+
+def described(config: RunConfig, model: nn.Module, job: Job, open_checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    """What a run's checkpoints say of its adapter; nothing of a run without one. Collective.
+
+    Raises:
+        ModelError: the base cannot be read.
+    """
+    if config.adapter is None:
+        return {}
+    layers = (layer for _, layer in adapted(model))
+    own = next(({"alpha": x.lora_alpha[NAME], "dora": bool(x.use_dora[NAME]), "rslora": bool(x.use_rslora[NAME]),
+                 "transposed": bool(x.fan_in_fan_out)} for x in layers), None)  # fmt: skip
+    computed = next(each for each in job.gather_object(own) if each is not None)  # a stage may have none
+    answer: dict[str, Any] | PipelineError | None = None
+    if job.ranks.is_main_process:
+        try:
+            answer = _base(config, open_checkpoint)
+        except PipelineError as error:
+            answer = error
+    answer = job.broadcast_object(answer)
+    if isinstance(answer, PipelineError):
+        raise answer
+    return {KEY: computed | {"base": answer}}
+
+
+def refuse_other_base(then: Mapping[str, Any], now: Mapping[str, Any], run: Path) -> None:
+    """Of a run that goes on.
+
+    Raises:
+        CheckpointError: its adapter was trained over other weights.
+    """
+    before, after = (each.get(KEY, {}).get("base", {}) for each in (then, now))
+    if before.get("digest") != after.get("digest"):
+        raise CheckpointError(
+            f"{run}: its adapter was trained over other weights than {_where(after)} holds now; bring back those "
+            f"of {_where(before)}, or start a new run"
+        )
+
+
+def _where(base: Mapping[str, Any]) -> str:
+    return str(base.get("weights") or base.get("pretrained") or "the seed")
+
+
+def _base(config: RunConfig, open_checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    """Where it lies, and its digest: of names, shapes and the first MiB of each tensor."""
+    model = config.model
+    pretrained = getattr(model, "pretrained", None)
+    base: dict[str, Any] = {"weights": None, "pretrained": pretrained, "seed": config.seed}
+    if model.weights is not None:
+        base["weights"] = str(Path(model.weights).expanduser().absolute())
+    elif pretrained is None:
+        return base | {"digest": f"drawn from seed {config.seed}"}
+    elif (folder := Path(pretrained).expanduser()).is_dir():
+        base["pretrained"] = str(folder.absolute())
+    file = _open_base(base, open_checkpoint)
+    try:
+        digest = xxhash.xxh3_128()
+        for name in sorted(file.entries):
+            entry = file.entries[name]
+            digest.update(f"{name} {list(entry.shape)} {entry.dtype}".encode())
+            values = file.read(name).flatten()
+            digest.update(values[: _FIRST // max(1, values.element_size())].contiguous().view(torch.uint8).numpy())
+        return base | {"digest": digest.hexdigest()}
+    finally:
+        file.close()
+
+
+def _open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> WeightFile:
+    if base["weights"] is not None:
+        return open_weights(Path(base["weights"]), open_checkpoint)
+    pretrained = str(base["pretrained"])
+    if Path(pretrained).is_dir():
+        return open_weights(Path(pretrained), open_checkpoint)
+    return open_hub(pretrained)
+
+
+class _Drawn:
+    """See WeightFile: the first weights of a model of transformers, drawn anew from the run's seed."""
+
+    def __init__(self, run: Path, base: Mapping[str, Any]):
+        from pipeline.models.huggingface import build_described
+        from pipeline.models.initialising import draw_weights
+        from pipeline.models.sharding import Whole
+
+        model = build_described(run / "model", CausalLMConfig(architecture="described"))
+        torch.manual_seed(base["seed"])
+        draw_weights(model, Whole(), draws=True)
+        self._tensors = {name: p.detach() for name, p in model.named_parameters()}
+        self.entries: Mapping[str, Entry] = {n: Entry(tuple(t.shape), t.dtype) for n, t in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+
+class MergedWeights:
+    """See WeightFile: what the adapter of a checkpoint and its base come to together, in the base's precision but
+    worked out in fp32, tensor by tensor.
+    """
+
+    def __init__(self, manifest: Manifest, open_checkpoint: OpenCheckpoint):
+        """Opens both.
+
+        Raises:
+            ModelError: the base is not there any more, or is another one.
+        """
+        self._about = manifest.state[KEY]
+        run, base = manifest.folder.parent.parent, self._about["base"]
+        self._reader = CheckpointReader(manifest)
+        shapes = {name: shape for (name, kind), shape in self._reader.names().items() if kind == WEIGHT}
+        self._layers = {n.removesuffix(f".lora_A.{NAME}.weight") for n in shapes if n.endswith(f".lora_A.{NAME}.weight")}
+        self._whole = {name: shape for name, shape in shapes.items() if of_peft(name).count(".lora_") == 0}
+        try:
+            if base["weights"] or base["pretrained"]:
+                self._base = _open_base(base, open_checkpoint)
+            else:
+                self._base = _Drawn(run, base)
+        except PipelineError as error:
+            raise ModelError(f"{manifest.folder} is an adapter, and its base: {one_line(error)}") from None
+        keys = list(self._base.entries)
+        wanted = {f"{layer}.weight" for layer in self._layers}
+        self._keys = matched(keys, wanted | set(self._whole))
+        if missing := sorted(wanted - set(self._keys)):
+            raise ModelError(f"{manifest.folder} is an adapter, and {_where(base)}, its base, has no {missing[0]}")
+        given = {key: name for name, key in self._keys.items()}
+        self._names = {given.get(key, key): key for key in keys}
+        self.entries: Mapping[str, Entry] = {
+            **{name: self._base.entries[key] for name, key in self._names.items()},
+            **{name: Entry(shape, torch.float32) for name, shape in self._whole.items()},
+        }
+
+    def read(self, name: str) -> Tensor:
+        if name in self._whole:
+            return self._trained(name)
+        values = self._base.read(self._names[name])
+        layer = name.removesuffix(".weight")
+        if layer not in self._layers or layer == name:
+            return values
+        low, high = (self._trained(f"{layer}.lora_{side}.{NAME}.weight") for side in "AB")
+        about = self._about
+        scale = about["alpha"] / (math.sqrt(len(low)) if about["rslora"] else len(low))
+        whole = values.float().T if about["transposed"] else values.float()
+        whole = whole + scale * (high @ low)
+        if about["dora"]:
+            lengths = self._trained(f"{layer}.lora_magnitude_vector.{NAME}.weight")
+            whole = whole * (lengths / torch.linalg.norm(whole, dim=1))[:, None]
+        return (whole.T if about["transposed"] else whole).contiguous().to(values.dtype)
+
+    def _trained(self, name: str) -> Tensor:
+        shape = self._reader.names()[name, WEIGHT]
+        values = torch.empty(math.prod(shape))
+        self._reader.read(name, WEIGHT, Region(shape, None, 0, len(values)), values)
+        return values.view(shape)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._base.close()
+
+
+def write_peft_config(manifest: Manifest, folder: Path) -> None:
+    """adapter_config.json, from what the checkpoint says.
+
+    Raises:
+        CheckpointError: it does not say enough.
+    """
+    from peft import LoraConfig
+
+    about, shapes = manifest.state[KEY], manifest.table.shapes
+    names = [name for name, kind in shapes if kind == WEIGHT]
+    layers = [n.removesuffix(f".lora_A.{NAME}.weight") for n in names if n.endswith(f".lora_A.{NAME}.weight")]
+    if not layers:
+        raise CheckpointError(f"{manifest.folder} holds no adapter")
+    whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
+    (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
+    LoraConfig(
+        r=rank,
+        lora_alpha=about["alpha"],
+        target_modules=layers,
+        modules_to_save=whole or None,
+        use_rslora=about["rslora"],
+        use_dora=about["dora"],
+        fan_in_fan_out=about["transposed"],
+        base_model_name_or_path=_where(about["base"]),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        ensure_weight_tying=_is_tied(manifest.folder.parent.parent / "model" / "config.json"),
+    ).save_pretrained(str(folder))
+
+
+def _is_tied(config: Path) -> bool:
+    try:
+        return bool(json.loads(config.read_text("utf-8")).get("tie_word_embeddings"))
+    except (OSError, ValueError):
+        return False
+
+
+def file_names(manifest: Manifest) -> dict[str, str]:
+    """Name in the checkpoint -> name in peft's file, which is WEIGHTS."""
+    return {name: of_peft(name) for name, kind in manifest.table.shapes if kind == WEIGHT}
+
+
+__all__ = ["KEY", "WEIGHTS", "MergedWeights", "described", "file_names", "refuse_other_base", "write_peft_config"]
