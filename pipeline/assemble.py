@@ -29,8 +29,9 @@ from pipeline.errors import ConfigError
 from pipeline.histograms import HistogramMeter
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
-from pipeline.objectives import Objective, build_objective
+from pipeline.objectives import BySegment, Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
+from pipeline.reference_logps import Rows, compute_reference, with_reference
 from pipeline.replica_check import ReplicaCheck
 from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
@@ -51,6 +52,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
     job.progress.at("starting")
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
+    data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint)
     loader = build_loader(config, resolved.plan, data, engine)
     max_steps = config.max_steps or math.ceil(epochs_in_samples(config, loader) / loader.global_batch_size)
     tell_of_precision(resolved, job)
@@ -95,6 +97,30 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         histograms=HistogramMeter(engine, job, every) if (every := config.wandb.histograms_every) else None,
         tell_sample=writer_of_samples(config, data, engine, sinks),
     )
+
+
+def with_its_reference(
+    config: RunConfig,
+    resolved: Resolved,
+    job: Job,
+    data: DataBundle,
+    directory: Path,
+    engine: Engine,
+    objective: Objective,
+    checkpoint: Manifest | None,
+) -> DataBundle:
+    """The data, with what the model that the run began with says of its answers where the objective asks for
+    it. Collective.
+    """
+    if not (isinstance(objective, BySegment) and objective.has_reference):
+        return data
+    if checkpoint is not None:
+        return with_reference(data, directory, job)
+    folder: str | None = getattr(config.data, "cache_dir", None)
+    cache = Path(folder).expanduser() / "reference" if folder is not None else None
+    rows = Rows(data, resolved.plan.micro_batch_size, config.loader.num_workers)
+    key = config.model.model_dump(mode="json")
+    return compute_reference(rows, engine, objective, directory, cache, job, key)
 
 
 def epochs_in_samples(config: RunConfig, loader: TrainLoader) -> float:

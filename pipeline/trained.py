@@ -41,7 +41,8 @@ from pipeline.models.generation import GenerationSettings
 from pipeline.models.sharding import Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
-from pipeline.objectives import build_objective
+from pipeline.objectives import BySegment, build_objective
+from pipeline.reference_logps import with_reference
 from pipeline.sampling import generate_text
 
 log = logging.getLogger(__name__)
@@ -137,6 +138,8 @@ def evaluate(
 def _evaluate(trained: Trained, job: Job, data: DataBundle, length: int | None) -> dict[str, float]:
     config = trained.config
     objective = build_objective(config)
+    if isinstance(objective, BySegment) and objective.has_reference:
+        data = with_reference(data, trained.run, job)
     engine = _load(trained, job, data)
     longest = getattr(getattr(engine.module, "config", None), "max_position_embeddings", None)
     if length is not None and longest is not None and length > longest:

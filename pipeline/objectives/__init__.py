@@ -14,8 +14,9 @@ from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.of_answers import OfAnswers, build_of_answers
 from pipeline.objectives.output_head import HeadAlone
 from pipeline.objectives.own import Custom, ModelLoss
+from pipeline.objectives.recorded import Recorded
 from pipeline.objectives.router import refuse_router
-from pipeline.objectives.segments import SEGMENT_KEYS
+from pipeline.objectives.segments import SEGMENT_KEYS, BySegment
 from pipeline.objectives.sequence_group import ALONE, SequenceGroup, note_group
 from pipeline.objectives.vocabulary_part import VocabularyPart, note_part
 
@@ -23,11 +24,13 @@ __all__ = [
     "ALONE",
     "TARGET_KEYS",
     "Batch",
+    "BySegment",
     "CausalLM",
     "GlobalBatch",
     "HeadAlone",
     "LossSum",
     "Objective",
+    "Recorded",
     "SequenceGroup",
     "VocabularyPart",
     "added",

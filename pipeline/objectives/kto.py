@@ -54,6 +54,7 @@ class KTO(BySegment):
 
     name = "kto"
     unit = "examples"
+    has_reference = True
     means: Mapping[str, tuple[str, str]] = {
         "rewards/chosen": ("chosen rewards", "desirable"),
         "rewards/rejected": ("rejected rewards", "undesirable"),

@@ -22,6 +22,7 @@ from pipeline.objectives.preference_losses import PairLoss
 from pipeline.objectives.segments import CHOSEN, KINDS, REJECTED, SEGMENTS, BySegment
 
 SIDES = ("chosen", "rejected")
+ROUNDING = 1e-6  # of log-probabilities in fp32, relative
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Pairs(BySegment):
     def __init__(self, terms: PairTerms, call: ModelCall | None = None, kernels: FusedKernels | None = None):
         super().__init__(call, kernels)
         self._terms = terms
-        self.name = terms.name
+        self.name, self.has_reference = terms.name, terms.has_reference
         self.means: Mapping[str, tuple[str, str]] = {
             **{f"rewards/{side}": (f"{side} rewards", "pairs") for side in SIDES},
             "rewards/margin": ("reward margins", "pairs"),
@@ -128,9 +129,14 @@ class Pairs(BySegment):
             return torch.where(is_pair_BP, values_BP, 0.0).sum()
 
         margin_BP = rewards_BS[:, ::2] - rewards_BS[:, 1::2]
+        # At first there is none, but for rounding, which is every split's own.
+        least_BP = ROUNDING * (logps_BS[:, ::2] + logps_BS[:, 1::2]).abs()
         by_side = {f"{side} rewards": total(rewards_BS[:, at::2]) for at, side in enumerate(SIDES)}
         by_side |= {f"{side} logps": total(logps_BS[:, at::2]) for at, side in enumerate(SIDES)}
-        return by_side | {"reward margins": total(margin_BP), "preferred": total((margin_BP > 0).double())}
+        return by_side | {
+            "reward margins": total(margin_BP),
+            "preferred": total((margin_BP > least_BP).double()),
+        }
 
 
 def _odd(kinds_BS: Tensor) -> list[int]:

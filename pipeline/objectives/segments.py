@@ -54,6 +54,8 @@ class BySegment(OverVocabulary):
     """
 
     unit: str
+    has_reference = False
+    """Whether it reads `reference_logps`."""
     targets: Sequence[str] = (*TARGET_KEYS, *SEGMENT_KEYS)
 
     @abstractmethod

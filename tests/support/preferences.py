@@ -1,4 +1,5 @@
-"""Answers to compare, made by hand as `data.kind: preference` gives them, and the curve they train under any split."""
+"""Answers to compare, made by hand as `data.kind: preference` gives them, and the curve they train under any
+split."""
 
 from __future__ import annotations
 
