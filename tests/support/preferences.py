@@ -11,9 +11,11 @@ import torch
 from support.tiny import VOCABULARY, recipe, resolve, settings
 from torch import Tensor
 
-from pipeline.assemble import build_eval_loader, build_loader
+from pipeline.assemble import build_eval_loader
 from pipeline.build_engine import build_engine
 from pipeline.build_meters import build_meters
+from pipeline.config.batch import BatchPlan
+from pipeline.data.batches import Batch, as_batch
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
@@ -47,7 +49,7 @@ class Answers:
     """
 
     examples: bool = False
-    number: int = 32
+    number: int = 24
     in_row: int = 1
     seed: int = 0
     is_deterministic: bool = field(default=True, init=False)
@@ -100,20 +102,31 @@ class Answers:
 
 
 def answers_bundle(examples: bool = False, in_row: int = 1) -> DataBundle:
-    held_out = {"held out": Answers(examples, 10 * in_row // in_row, in_row, seed=1)}
+    held_out = {"held out": Answers(examples, 10, in_row, seed=1)}
     return DataBundle(
-        Answers(examples, 32, in_row), held_out, collate_items, None, VOCABULARY, None, "answers"
+        Answers(examples, 24, in_row), held_out, collate_items, None, VOCABULARY, None, "answers"
     )
 
 
-def tree_of(loss: str, micro_batch_size: int = 8, samples: int = 8) -> dict[str, Any]:
+def tree_of(loss: str, micro_batch_size: int = 8, in_row: int = 1) -> dict[str, Any]:
+    """A step takes 8 pairs (or examples), however many stand in a row."""
     tree = recipe(
-        batch={"micro_batch_size": micro_batch_size, "global_batch_size": samples},
+        batch={"micro_batch_size": micro_batch_size, "global_batch_size": 8 // in_row},
         objective=LOSSES[loss],
         optimizer={"learning_rate": 1e-3, "max_grad_norm": 0.5},
     )
     tree["model"] = tree["model"] | {"max_sequence_length": LENGTH, "num_key_value_heads": 2}
     return tree
+
+
+def group_of(rows: Answers, step: int, plan: BatchPlan, dp_rank: int, dp_world_size: int) -> list[Batch]:
+    """A rank's micro-batches of a step: the same pairs at any number of them in a row."""
+    micro = plan.micro_batch_size
+    firsts = (
+        step * plan.global_batch_size + (number * dp_world_size + dp_rank) * micro
+        for number in range(plan.gradient_accumulation_steps)
+    )
+    return [as_batch(collate_items([rows[first + at] for at in range(micro)])) for first in firsts]
 
 
 def train_answers(
@@ -123,16 +136,15 @@ def train_answers(
     data = answers_bundle(tree["objective"]["kind"] == "kto", in_row)
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
-    loader = build_loader(config, resolved.plan, data, engine)
     objective = build_objective(settings(tree, split).config)
     meters = build_meters(config, resolved, engine, objective, job, Path())
     rows = []
     for step in range(STEPS):
         seed_step(config.seed, step, engine.seed_rank)
-        result = engine.train_step(loader.next_group(), meters.timed(objective), 1e-3, 0)
+        group = group_of(data.train, step, resolved.plan, engine.dp_rank, engine.dp_world_size)
+        result = engine.train_step(group, meters.timed(objective), 1e-3, 0)
         meters.observe(result)
         rows.append({key: value for key, value in meters.summary().read().row.items() if key[:6] == "train/"})
     rows.append(evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), job))
-    loader.close()
     engine.close()
     return rows
