@@ -144,32 +144,27 @@ def _read_pair(
     missing = next((side for side in pair if not has_field(record, side)), None)
     if missing is not None:
         raise DataError(f"{where}: a pair with one side missing: there is no {missing!r}")
-    chosen, rejected = (_read_said(where, side, record[side]) for side in pair)
-    margin, tools = _read_margin(where, record), read_tools(where, record)
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        chosen, rejected = _as_answer(chosen), _as_answer(rejected)
-    prompt: Said | None = None
-    if field is not None:
-        prompt = PROMPTS[field](where, record)
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if prompt is None:
-            prompt, chosen, rejected = _split_text(where, pair, chosen, rejected)
-        elif not isinstance(prompt, str) or not is_plain or record.get("system"):
-            prompt = read_system(where, record) + _as_question(prompt)
+    chosen, rejected = (
+        _read_said(where, pair[0], record[pair[0]]),
+        _read_said(where, pair[1], record[pair[1]]),
+    )
+    prompt = None if field is None else PROMPTS[field](where, record)
+    if isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
+        prompt, chosen, rejected = _split_text(where, pair, chosen, rejected)
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        if not (is_plain and isinstance(prompt, str) and not record.get("system")):
             chosen, rejected = _as_answer(chosen), _as_answer(rejected)
     else:
-        assert not isinstance(chosen, str)
-        assert not isinstance(rejected, str)
-        is_whole = any(said and said[0]["role"] != ASSISTANT for said in (chosen, rejected))
-        if prompt is None or is_whole:
+        chosen, rejected = _as_answer(chosen), _as_answer(rejected)
+        if prompt is None or any(said and said[0]["role"] != ASSISTANT for said in (chosen, rejected)):
             shared, chosen, rejected = _split_turns(where, pair, chosen, rejected)
             _refuse_other_prompt(where, field, prompt, shared)
             prompt = shared
-        prompt = _as_question(prompt)
-        if prompt[:1] and prompt[0]["role"] != "system":
-            prompt = read_system(where, record) + prompt
+    assert prompt is not None
+    if not isinstance(chosen, str):
+        prompt = _with_system(where, record, prompt)
     answers = Answer(CHOSEN, chosen), Answer(REJECTED, rejected)
-    return Example(prompt, answers, margin, tools)
+    return Example(prompt, answers, _read_margin(where, record), read_tools(where, record))
 
 
 def _read_unpaired(
@@ -195,11 +190,12 @@ def _read_unpaired(
     if given is None:
         if isinstance(prompt, str) or not prompt or prompt[-1]["role"] != ASSISTANT:
             raise DataError(f"{where}: no answer beside the prompt; expected 'completion' or 'output'")
-        prompt, said = prompt[:-1], prompt[-1:]
+        said: Said = prompt[-1:]
+        prompt = prompt[:-1]
     else:
         said = _read_said(where, given, record[given])
     if not (isinstance(prompt, str) and isinstance(said, str) and is_plain and not record.get("system")):
-        prompt, said = read_system(where, record) + _as_question(prompt), _as_answer(said)
+        prompt, said = _with_system(where, record, prompt), _as_answer(said)
     return Example(prompt, (Answer(kind, said),), None, read_tools(where, record))
 
 
@@ -214,8 +210,13 @@ def _as_answer(said: Said) -> list[Turn]:
     return [{"role": ASSISTANT, "content": said}] if isinstance(said, str) else said
 
 
-def _as_question(said: Said) -> list[Turn]:
-    return [{"role": "user", "content": said}] if isinstance(said, str) else said
+def _with_system(where: str, record: dict[str, Any], prompt: Said) -> list[Turn]:
+    """The prompt as turns, behind the row's own `system` where it does not begin with another."""
+    if isinstance(prompt, str):
+        turns = [{"role": "user", "content": prompt}] if prompt else []
+    else:
+        turns = prompt
+    return read_system(where, record) + turns if turns and turns[0]["role"] != "system" else turns
 
 
 def _split_turns(
@@ -280,34 +281,18 @@ def _read_margin(where: str, record: dict[str, Any]) -> float | None:
     return (values[0] - values[1] if len(values) == 2 else values[0]) if values else None
 
 
-def _prompt(where: str, record: dict[str, Any]) -> Said:
-    return _read_said(where, "prompt", record["prompt"])
-
-
-def _messages(where: str, record: dict[str, Any]) -> Said:
-    return read_turns(where, "messages", record["messages"])
-
-
-def _conversations(where: str, record: dict[str, Any]) -> Said:
-    return read_turns(where, "conversations", record["conversations"])
-
-
-def _question(where: str, record: dict[str, Any]) -> Said:
-    return read_text(where, "field 'question'", record["question"])
-
-
-def _input(where: str, record: dict[str, Any]) -> Said:
-    return read_text(where, "field 'input'", record["input"])
+def _read_text(where: str, record: dict[str, Any], field: str) -> Said:
+    return read_text(where, f"field {field!r}", record[field])
 
 
 # Fields that hold a prompt, in the order in which they are looked for: rows often have several.
 PROMPTS: dict[str, Callable[[str, dict[str, Any]], Said]] = {
-    "prompt": _prompt,
-    "conversations": _conversations,
+    "prompt": lambda where, record: _read_said(where, "prompt", record["prompt"]),
+    "conversations": lambda where, record: read_turns(where, "conversations", record["conversations"]),
     "instruction": read_instruction,
-    "question": _question,
-    "input": _input,
-    "messages": _messages,
+    "question": lambda where, record: _read_text(where, record, "question"),
+    "input": lambda where, record: _read_text(where, record, "input"),
+    "messages": lambda where, record: read_turns(where, "messages", record["messages"]),
 }
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "trl": ("prompt",),

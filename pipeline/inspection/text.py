@@ -24,7 +24,7 @@ from pipeline.inspection.statistics import (
 from pipeline.inspection.tokens import caption, first_documents, show_row, split_row
 
 if TYPE_CHECKING:
-    from pipeline.data.packing import PackedDataset
+    from pipeline.data.packed import PackedDataset
     from pipeline.data.prepared.prepare import PreparedSource
 
 

@@ -151,7 +151,7 @@ class PartWriter:
             assert document.segments is not None
             row[: len(document.segments)] = document.segments
         margins = [np.nan if document.margin is None else document.margin for document in documents]
-        self._files[f"{split}.segments"].append(table)
+        self._files[f"{split}.segments"].append(table.reshape(-1))
         self._files[f"{split}.margins"].append(np.array(margins, dtype="<f4"))
 
     def finish(self, facts: dict[str, Any]) -> None:

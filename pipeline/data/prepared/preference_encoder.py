@@ -64,10 +64,16 @@ class PreferenceEncoder:
             (where, read_example(where, record, self._config.layout, unpaired=unpaired))
             for where, record in records
         ]
-        judged = [_Judged(where, example, answer) for where, example in examples for answer in example.answers]
+        judged = [
+            _Judged(where, example, answer) for where, example in examples for answer in example.answers
+        ]
         are_plain = [isinstance(each.example.prompt, str) for each in judged]
-        plain = self._write_plain([each for each, is_plain in zip(judged, are_plain, strict=True) if is_plain])
-        turns = self._write_turns([each for each, is_plain in zip(judged, are_plain, strict=True) if not is_plain])
+        plain = self._write_plain(
+            [each for each, is_plain in zip(judged, are_plain, strict=True) if is_plain]
+        )
+        turns = self._write_turns(
+            [each for each, is_plain in zip(judged, are_plain, strict=True) if not is_plain]
+        )
         tokens = iter([next(plain if is_plain else turns) for is_plain in are_plain])
         documents = []
         for where, example in examples:
@@ -120,7 +126,9 @@ class PreferenceEncoder:
         try:
             _ = self._writer.template
         except DataError as error:  # of every record: none is to blame
-            raise ConfigError(f"{judged[0].where}: its turns are written by a chat template: {error}") from None
+            raise ConfigError(
+                f"{judged[0].where}: its turns are written by a chat template: {error}"
+            ) from None
         conversations = [each.example.conversation(each.answer) for each in judged]
         written = self._writer.write(
             [
@@ -137,11 +145,15 @@ class PreferenceEncoder:
     def _document(self, where: str, example: Example, segments: list[Tokens]) -> Document | None:
         """None: it does not fit."""
         masks = []
-        for answer, (ids, mask) in zip(example.answers, segments, strict=True):
-            assert mask is not None
+        for answer, (_, mask) in zip(example.answers, segments, strict=True):
+            assert mask is not None  # some of it is the prompt's
             if not mask.any() or mask[0]:
                 side = KIND_NAMES[answer.kind]
-                missing = "answer has no token" if not mask.any() else "answer's first token has no prompt before it"
+                missing = (
+                    "answer has no token"
+                    if not mask.any()
+                    else "answer's first token has no prompt before it"
+                )
                 raise DataError(f"{where}: the {side} {missing}, as the chat template writes it")
             masks.append(mask)
         if len(segments) == 2 and np.array_equal(segments[0][0], segments[1][0]):
@@ -151,8 +163,9 @@ class PreferenceEncoder:
             if self._config.too_long == "drop":
                 return None
             raise ConfigError(
-                f"{where}: the answers, each with its prompt, have {' + '.join(map(str, sizes))} tokens, and a "
-                f"sequence {self._config.sequence_length:,}; raise data.sequence_length, or set data.too_long: drop"
+                f"{where}: the answers, each with its prompt, have {' + '.join(map(str, sizes))} tokens, and "
+                f"a sequence {self._config.sequence_length:,}; raise data.sequence_length, or set "
+                "data.too_long: drop"
             )
         table = [
             (answer.kind, int(mask.argmax()), size)

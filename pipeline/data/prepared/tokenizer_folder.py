@@ -70,8 +70,8 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Pa
     One process trains it; others that need the same one wait.
 
     Raises:
-        DataError: the pretrained one cannot be used, there is no chat template for chat data, a document cannot be read,
-            or the cache not be written.
+        DataError: the pretrained one cannot be used, there is no chat template for chat data, a document
+            cannot be read, or the cache not be written.
     """
     spoken = config if isinstance(config, ConversationsConfig) else None
     if config.tokenizer.pretrained is not None:
