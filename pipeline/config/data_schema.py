@@ -171,14 +171,14 @@ class PreferenceDataConfig(ConversationsConfig):
     """How a row holds prompt and answers (docs/data.md has the fields of each). `auto`: by the row's fields.
     `prompt_pairs` has TRL's fields, with strings that the chat template is to write out; `auto` takes
     strings for plain text there."""
-    examples: Literal["pairs", "unpaired"] = "pairs"
+    examples: Literal["pairs", "unpaired"] | None = None
     """`pairs`: every row has a chosen and a rejected answer. `unpaired`: rows have one answer and whether it
-    was liked (`label`, `kto_tag`), or a pair, of which each answer counts by itself."""
-    mismatched: bool = False
-    """Beside each answer a prompt with another row's answer, from which KTO estimates its KL term."""
+    was liked (`label`, `kto_tag`), or a pair, of which each answer counts by itself; beside each answer
+    stands its prompt with the next row's answer, from which KTO estimates its KL term. Default: `unpaired`
+    with objective kto, else `pairs`."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """`best_fit`: whole examples share a sequence where they fit. `none`: each alone, padded. Answers do not
-    see each other, and those of a row, each with its prompt, are in one sequence."""
+    see each other; those of an example, each with its prompt, are in one sequence."""
     too_long: Literal["drop", "error"] = "drop"
     """An example whose answers, each with its prompt, do not fit in a sequence together: left out, counted
     and reported, or an error. No answer is ever cut."""
@@ -187,9 +187,12 @@ class PreferenceDataConfig(ConversationsConfig):
     def _kept_apart(self) -> PreferenceDataConfig:
         if not self.separate_documents:
             raise ValueError("separate_documents: answers of a row never see each other; drop it")
-        if self.mismatched and self.examples == "pairs":
-            raise ValueError("mismatched goes with examples: unpaired; a pair's losses have no use for it")
         return self
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether rows may have one answer alone."""
+        return self.examples == "unpaired"
 
 
 class DigitsDataConfig(Closed):

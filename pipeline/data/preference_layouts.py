@@ -212,11 +212,10 @@ def _as_answer(said: Said) -> list[Turn]:
 
 def _with_system(where: str, record: dict[str, Any], prompt: Said) -> list[Turn]:
     """The prompt as turns, behind the row's own `system` where it does not begin with another."""
-    if isinstance(prompt, str):
-        turns = [{"role": "user", "content": prompt}] if prompt else []
-    else:
-        turns = prompt
-    return read_system(where, record) + turns if turns and turns[0]["role"] != "system" else turns
+    if not prompt:
+        return []
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return turns if turns[0]["role"] == "system" else read_system(where, record) + turns
 
 
 def _split_turns(

@@ -5,7 +5,8 @@ Shapes: B rows, T = sequence_length, S the most segments that a row of the data 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ from pipeline.data.preference_layouts import MISMATCHED
 
 if TYPE_CHECKING:
     from pipeline.data.prepared.part_files import TokenStore
+
+log = logging.getLogger(__name__)
 
 
 class SegmentRows(PieceRows):
@@ -38,7 +41,7 @@ class SegmentRows(PieceRows):
         end_id: The token of padded places.
         share_rows: Several examples to a row where they fit, else each has one of its own.
         mismatched: Behind each example its prompts once more, with the answers of the next example. Those are
-            cut where the row ends.
+            cut where the row ends. A lone example is left out.
 
     Attributes:
         num_segments: S.
@@ -51,11 +54,12 @@ class SegmentRows(PieceRows):
     ) -> None:
         super().__init__([store], sequence_length, True, end_id)
         examples = _read(store, self._first)
-        own = examples.own()
-        found, self.mismatched_cut = own, 0
-        if mismatched and len(examples.kinds) > 1:
+        found, self.mismatched_cut = examples.own(), 0
+        if mismatched:
             further, self.mismatched_cut = examples.mismatched(sequence_length)
-            found = _Found(*map(np.concatenate, zip(own, *further, strict=True)))
+            found = _Found(*map(np.concatenate, zip(found, *further, strict=True)))
+            if len(examples.kinds) == 1:  # there is no other's answer
+                found = _Found(*(values[:0] for values in found))
         by_example = np.lexsort((found.places, found.examples))
         found = _Found(*(values[by_example] for values in found))
         ends = np.ones(len(found.starts), np.bool_)
@@ -97,13 +101,18 @@ class SegmentRows(PieceRows):
         return batch
 
 
-def agree(datasets: Iterable[SegmentRows]) -> None:
-    """Gives the batches of all the same entries and shapes."""
-    found = list(datasets)
-    most = max((rows.num_segments for rows in found), default=1)
-    has_margins = any(rows.has_margins for rows in found)
-    for rows in found:
+def agree(datasets: Sequence[SegmentRows]) -> None:
+    """Gives the batches of all the same entries and shapes. Tells which mismatched answers are not whole."""
+    most = max((rows.num_segments for rows in datasets), default=1)
+    has_margins = any(rows.has_margins for rows in datasets)
+    for rows in datasets:
         rows.num_segments, rows.has_margins = most, has_margins
+    if cut := sum(rows.mismatched_cut for rows in datasets):
+        log.info(
+            "%d answers that stand behind another example's prompt, for an estimate of the KL term, are cut: "
+            "their rows are full; a larger data.sequence_length keeps them whole",
+            cut,
+        )
 
 
 class _Found(NamedTuple):
@@ -141,7 +150,7 @@ class _Examples(NamedTuple):
     def mismatched(self, size: int) -> tuple[tuple[_Found, _Found], int]:
         """Prompts, and the answers of the next examples (of the last one: the first); how many are cut.
 
-        An example gets none where no token of it fits in its row.
+        Each answer has a token at least: examples are prepared so that there is room.
         """
         examples, places = np.nonzero(self.kinds)
         others = (examples + 1) % len(self.kinds)
@@ -151,22 +160,12 @@ class _Examples(NamedTuple):
         room = (size - self.lengths.sum(1) - np.where(self.kinds > 0, self.prompts, 0).sum(1)) // counts
         wanted = self.lengths[theirs] - self.prompts[theirs]
         answers = np.minimum(wanted, room[examples])
-        fit = answers > 0
-        most = self.kinds.shape[1]
+        behind = self.kinds.shape[1] + 2 * places
         ours = _Found(
-            self.starts[examples, places][fit],
-            prompts[fit],
-            np.full(int(fit.sum()), MISMATCHED),
-            examples[fit],
-            (most + 2 * places)[fit],
+            self.starts[examples, places], prompts, np.full_like(prompts, MISMATCHED), examples, behind
         )
-        answered = _Found(
-            (self.starts[theirs] + self.prompts[theirs])[fit],
-            answers[fit],
-            np.zeros_like(ours.kinds),
-            examples[fit],
-            ours.places + 1,
-        )
+        begin = self.starts[theirs] + self.prompts[theirs]
+        answered = _Found(begin, answers, np.zeros_like(prompts), examples, behind + 1)
         return (ours, answered), int((answers < wanted).sum())
 
 

@@ -33,7 +33,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         end_id, size = prepared.tokenizer.eos_token_id, config.sequence_length
         if isinstance(config, PreferenceDataConfig):
             share_rows = config.packing == "best_fit"
-            return SegmentRows(store, size, end_id, share_rows=share_rows, mismatched=config.mismatched)
+            return SegmentRows(store, size, end_id, share_rows=share_rows, mismatched=config.is_unpaired)
         return pack(store, config.packing, size, config.separate_documents, end_id)
 
     train = {source.name: rows(source.train) for source in prepared.sources}
@@ -41,8 +41,8 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         raise _too_little(prepared, config)
     held_out = {source.name: rows(source.eval) for source in prepared.sources}
     further = {source.name: rows(source.eval) for source in prepared.eval_sets}
-    judged = [*train.values(), *held_out.values(), *further.values()]
-    agree(each for each in judged if isinstance(each, SegmentRows))
+    everything = [*train.values(), *held_out.values(), *further.values()]
+    agree([each for each in everything if isinstance(each, SegmentRows)])
     return DataBundle(
         train=join(list(train.values())),
         eval=_usable(held_out, prepared.sources, config) if config.eval_fraction else {},

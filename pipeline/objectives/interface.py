@@ -14,8 +14,6 @@ Batch = Mapping[str, Any]
 
 # What a batch holds for the loss, also where the model's forward has an argument of that name.
 TARGET_KEYS = ("labels", "shift_labels", "targets", "label", "target")
-# Which answer a token belongs to, and how each was judged; no model has a use for them.
-JUDGEMENT_KEYS = ("segments", "segment_kinds", "margins", "reference_logps")
 
 
 @dataclass(frozen=True)

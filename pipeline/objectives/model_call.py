@@ -17,7 +17,7 @@ from pipeline.errors import DataError, ModelError
 from pipeline.models.document_attention import BOUNDS
 from pipeline.models.of_transformers import is_model
 from pipeline.objectives.first_calls import FirstCalls
-from pipeline.objectives.interface import JUDGEMENT_KEYS, TARGET_KEYS, Batch, GlobalBatch
+from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -190,8 +190,7 @@ class _Plan:
         self._takes_any_number = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
 
     def by_signature(self) -> Call:
-        kept = JUDGEMENT_KEYS if self._with_targets else (*TARGET_KEYS, *JUDGEMENT_KEYS)
-        candidates = [key for key in self._kinds if key not in kept]
+        candidates = [key for key in self._kinds if self._with_targets or key not in TARGET_KEYS]
         named = {key: key for key in candidates if key in self._names}
         rest = [key for key in candidates if key not in named and self._kinds[key]]
         for key in [key for key in rest if key in TARGET_KEYS]:  # labels for label, as transformers has it

@@ -101,7 +101,7 @@ def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> d
         return {
             "kind": "preference",
             "layout": config.layout,
-            "examples": config.examples,
+            "unpaired": config.is_unpaired,
             "too_long": config.too_long,
             "sequence_length": config.sequence_length,
             "chat_template": hash_of(tokenizer.tokenizer.chat_template),

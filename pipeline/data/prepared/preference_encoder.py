@@ -59,10 +59,9 @@ class PreferenceEncoder:
             ConfigError: an example is too long, which the recipe forbids; there is no chat template, or it
                 does not show what the assistant says.
         """
-        unpaired = self._config.examples == "unpaired"
+        layout, unpaired = self._config.layout, self._config.is_unpaired
         examples = [
-            (where, read_example(where, record, self._config.layout, unpaired=unpaired))
-            for where, record in records
+            (where, read_example(where, record, layout, unpaired=unpaired)) for where, record in records
         ]
         judged = [
             _Judged(where, example, answer) for where, example in examples for answer in example.answers
@@ -159,7 +158,10 @@ class PreferenceEncoder:
         if len(segments) == 2 and np.array_equal(segments[0][0], segments[1][0]):
             raise DataError(f"{where}: the chosen and the rejected answer have the same tokens")
         sizes = [len(ids) for ids, _ in segments]
-        if sum(sizes) > self._config.sequence_length:
+        room = self._config.sequence_length
+        if self._config.is_unpaired:  # each prompt once more, with a token at least of another's answer
+            room -= sum(int(mask.argmax()) + 1 for mask in masks)
+        if sum(sizes) > room:
             if self._config.too_long == "drop":
                 return None
             raise ConfigError(

@@ -181,7 +181,7 @@ def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes
         try:
             said: Conversation | Example
             if isinstance(config, PreferenceDataConfig):
-                said = read_example(where, record, config.layout, unpaired=config.examples == "unpaired")
+                said = read_example(where, record, config.layout, unpaired=config.is_unpaired)
             else:
                 said = read_conversation(where, record, config.layout)
         except DataError:
