@@ -40,7 +40,7 @@ from pipeline.plan import announce
 from pipeline.profiling import build_profiler, watch_memory
 from pipeline.report.page import report_of_killed
 from pipeline.run_directory import agree_on_run_directory
-from pipeline.sampling import asks_in_template, TEMPERATURE, generate_text, sample_text
+from pipeline.sampling import TEMPERATURE, asks_in_template, generate_text, sample_text
 from pipeline.sinks.notify import tell_at_once
 from pipeline.training import Loop, Step
 

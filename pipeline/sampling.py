@@ -17,7 +17,7 @@ TEMPERATURE = 0.8
 
 
 def asks_in_template(data: DataConfig, tokenizer: Any) -> bool:
-    """Whether a prompt is a question in the tokenizer's chat template, as it is of data with conversations."""
+    """Whether a prompt is a question in the tokenizer's chat template, as in such data."""
     return isinstance(data, ConversationsConfig) and bool(tokenizer and tokenizer.chat_template)
 
 

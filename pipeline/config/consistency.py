@@ -158,15 +158,15 @@ def _of_judgements(data: PreferenceDataConfig, kind: str) -> Iterator[Contradict
     if kind in ("auto", "causal_lm", "classification"):
         yield (
             ("objective.kind", "data.kind"),
-            f"objective.kind: {kind} would learn from rejected answers of preference data as from chosen ones; "
-            f"set the loss that compares them: {', '.join(OF_PAIRS)} or {OF_EXAMPLES}",
+            f"objective.kind: {kind} would learn from rejected answers of preference data as from chosen "
+            f"ones; set the loss that compares them: {', '.join(OF_PAIRS)} or {OF_EXAMPLES}",
         )
-    wanted = {"unpaired": (*OF_PAIRS, "pairs"), "pairs": (OF_EXAMPLES, "unpaired")}
-    if data.examples is not None and kind in wanted[data.examples]:
+    wanted = {OF_EXAMPLES: "unpaired", **dict.fromkeys(OF_PAIRS, "pairs")}.get(kind, data.examples)
+    if data.examples not in (None, wanted):
         yield (
             ("data.examples", "objective.kind"),
-            f"data.examples {data.examples}: objective {kind} takes {wanted[data.examples][-1]}; drop the key, "
-            "or change objective.kind",
+            f"data.examples {data.examples}: objective {kind} takes {wanted}; drop the key, or change "
+            "objective.kind",
         )
 
 

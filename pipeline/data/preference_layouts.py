@@ -144,10 +144,7 @@ def _read_pair(
     missing = next((side for side in pair if not has_field(record, side)), None)
     if missing is not None:
         raise DataError(f"{where}: a pair with one side missing: there is no {missing!r}")
-    chosen, rejected = (
-        _read_said(where, pair[0], record[pair[0]]),
-        _read_said(where, pair[1], record[pair[1]]),
-    )
+    chosen, rejected = [_read_said(where, side, record[side]) for side in pair]
     prompt = None if field is None else PROMPTS[field](where, record)
     if isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
         prompt, chosen, rejected = _split_text(where, pair, chosen, rejected)
@@ -280,17 +277,13 @@ def _read_margin(where: str, record: dict[str, Any]) -> float | None:
     return (values[0] - values[1] if len(values) == 2 else values[0]) if values else None
 
 
-def _read_text(where: str, record: dict[str, Any], field: str) -> Said:
-    return read_text(where, f"field {field!r}", record[field])
-
-
 # Fields that hold a prompt, in the order in which they are looked for: rows often have several.
 PROMPTS: dict[str, Callable[[str, dict[str, Any]], Said]] = {
     "prompt": lambda where, record: _read_said(where, "prompt", record["prompt"]),
     "conversations": lambda where, record: read_turns(where, "conversations", record["conversations"]),
     "instruction": read_instruction,
-    "question": lambda where, record: _read_text(where, record, "question"),
-    "input": lambda where, record: _read_text(where, record, "input"),
+    "question": lambda where, record: read_text(where, "field 'question'", record["question"]),
+    "input": lambda where, record: read_text(where, "field 'input'", record["input"]),
     "messages": lambda where, record: read_turns(where, "messages", record["messages"]),
 }
 LAYOUTS: dict[str, tuple[str, ...]] = {
