@@ -15,7 +15,6 @@ from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
-from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
@@ -35,7 +34,7 @@ from pipeline.reference_logps import Rows, compute_reference, with_reference
 from pipeline.replica_check import ReplicaCheck
 from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
-from pipeline.sampling import build_sampler
+from pipeline.sampling import asks_in_template, build_sampler
 from pipeline.schedule import remark
 from pipeline.sinks import Sinks, build_sinks
 from pipeline.watchers.build import build_watchers
@@ -177,7 +176,7 @@ def writer_of_samples(
     config: RunConfig, data: DataBundle, engine: Engine, sinks: Sinks
 ) -> Callable[[int], None] | None:
     """See build_sampler."""
-    asks = isinstance(config.data, ChatDataConfig)
+    asks = asks_in_template(config.data, data.tokenizer)
     return build_sampler(engine, data.tokenizer, config.sample, config.seed, sinks.tell, asks=asks)
 
 
