@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.config.data_schema import (
+    CustomDataConfig,
     DigitsDataConfig,
     DocumentsConfig,
     ImagesDataConfig,
@@ -174,6 +175,12 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
     objective, language = config.objective, isinstance(config.model, CausalLMConfig)
     if isinstance(config.data, PreferenceDataConfig):
         yield from _of_judgements(config.data, objective.kind)
+    elif objective.kind in (*OF_PAIRS, OF_EXAMPLES) and not isinstance(config.data, CustomDataConfig):
+        yield (
+            ("objective.kind", "data.kind"),
+            f"objective.kind: {objective.kind} compares answers, and data of kind {config.data.kind} has "
+            "none; use data.kind: preference",
+        )
     if language and isinstance(objective, AutoObjectiveConfig):
         for name in ("class_weights", "label_smoothing"):
             if getattr(objective, name):

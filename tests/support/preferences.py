@@ -24,7 +24,7 @@ from pipeline.evaluation import evaluate
 from pipeline.objectives import build_objective
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-LENGTH = 48
+LENGTH = 24  # of a pair, at the most
 STEPS = 3
 LOSSES: dict[str, dict[str, Any]] = {
     "dpo": {"kind": "dpo"},
@@ -78,12 +78,12 @@ class Answers:
         return found
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        places = 2 * self.in_row
+        places, length = 2 * self.in_row, LENGTH * self.in_row
         row = {
-            "input_ids": torch.zeros(LENGTH, dtype=torch.long),
-            "shift_labels": torch.full((LENGTH,), -100),
-            "position_ids": torch.arange(LENGTH),
-            "segments": torch.full((LENGTH,), -1),
+            "input_ids": torch.zeros(length, dtype=torch.long),
+            "shift_labels": torch.full((length,), -100),
+            "position_ids": torch.arange(length),
+            "segments": torch.full((length,), -1),
             "segment_kinds": torch.zeros(places, dtype=torch.long),
             "reference_logps": torch.zeros(places),
         }
@@ -97,7 +97,7 @@ class Answers:
                 row["segments"][place] = segment
                 row["segment_kinds"][segment], row["reference_logps"][segment] = kind, reference
                 at, segment = at + len(tokens), segment + 1
-        row["position_ids"][at:] = torch.arange(LENGTH - at)
+        row["position_ids"][at:] = torch.arange(length - at)
         return row
 
 
@@ -115,7 +115,7 @@ def tree_of(loss: str, micro_batch_size: int = 8, in_row: int = 1) -> dict[str, 
         objective=LOSSES[loss],
         optimizer={"learning_rate": 1e-3, "max_grad_norm": 0.5},
     )
-    tree["model"] = tree["model"] | {"max_sequence_length": LENGTH, "num_key_value_heads": 2}
+    tree["model"] = tree["model"] | {"max_sequence_length": 4 * LENGTH, "num_key_value_heads": 2}
     return tree
 
 
