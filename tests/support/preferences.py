@@ -102,7 +102,7 @@ class Answers:
 
 
 def answers_bundle(examples: bool = False, in_row: int = 1) -> DataBundle:
-    held_out = {"held out": Answers(examples, 10, in_row, seed=1)}
+    held_out = {"held out": Answers(examples, 12, in_row, seed=1)}
     return DataBundle(
         Answers(examples, 24, in_row), held_out, collate_items, None, VOCABULARY, None, "answers"
     )
