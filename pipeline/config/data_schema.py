@@ -165,6 +165,10 @@ class PreferenceDataConfig(ConversationsConfig):
     Conversations are written out by the tokenizer's chat template, plain strings as they are."""
 
     kind: Literal["preference"]
+    sequence_length: int = Field(256, gt=1, le=2**30)
+    """Tokens a sequence, which holds an example whole: both answers, each behind a copy of the prompt."""
+    separate_documents: bool = True
+    """Always `true`: answers do not see each other."""
     layout: Literal[
         "auto", "trl", "sharegpt", "messages", "alpaca", "argilla", "intel", "icr", "prompt_pairs"
     ] = "auto"
@@ -177,11 +181,10 @@ class PreferenceDataConfig(ConversationsConfig):
     stands its prompt with the next row's answer, from which KTO estimates its KL term. Default: `unpaired`
     with objective kto, else `pairs`."""
     packing: Literal["best_fit", "none"] = "best_fit"
-    """`best_fit`: whole examples share a sequence where they fit. `none`: each alone, padded. Answers do not
-    see each other; those of an example, each with its prompt, are in one sequence."""
+    """`best_fit`: whole examples share a sequence where they fit. `none`: each alone, padded."""
     too_long: Literal["drop", "error"] = "drop"
-    """An example whose answers, each with its prompt, do not fit in a sequence together: left out, counted
-    and reported, or an error. No answer is ever cut."""
+    """An example that does not fit in a sequence: left out, counted and reported, or an error. No answer that
+    is learned from is ever cut."""
 
     @model_validator(mode="after")
     def _kept_apart(self) -> PreferenceDataConfig:
