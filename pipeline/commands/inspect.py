@@ -77,8 +77,11 @@ def _inspect_text(
     from pipeline.data.prepared import prepare_documents
     from pipeline.inspection import text
 
-    logging.getLogger("pipeline.data.prepared").setLevel(logging.WARNING)  # it has told its totals
+    logger = logging.getLogger("pipeline.data.prepared")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # it has told its totals
     prepared = prepare_documents(data)  # it is there already: only opened again
+    logger.setLevel(level)
     sources = [*prepared.sources, *prepared.eval_sets]
     lengths = text.show_documents(screen, sources)
     text.show_copies(screen, sources, [source.name for source in prepared.eval_sets])

@@ -87,7 +87,6 @@ SKY, BLUE, GREEN, KIND = "what is the sky?", "it is blue", "it is green", "be ki
 CHAT = [(CHOSEN, *written(BLUE, user(SKY))), (REJECTED, *written(GREEN, user(SKY)))]
 SYSTEM = {"role": "system", "content": KIND}
 GUIDED = [(CHOSEN, *written(BLUE, SYSTEM, user(SKY))), (REJECTED, *written(GREEN, SYSTEM, user(SKY)))]
-PLAIN = [(CHOSEN, f"{SKY} ", f"{BLUE}{END}"), (REJECTED, f"{SKY} ", f"{GREEN}{END}")]
 SPACED = [(CHOSEN, SKY, f" {BLUE}{END}"), (REJECTED, SKY, f" {GREEN}{END}")]
 FROM = [{"from": "human", "value": SKY}]
 SIDES = {"chosen": BLUE, "rejected": GREEN}
@@ -101,7 +100,13 @@ ROWS = {
         {"chosen": f"{SKY} it is", "rejected": f"{SKY} a word"},
         [(CHOSEN, SKY, f" it is{END}"), (REJECTED, SKY, f" a word{END}")],
     ),
+    "plain, shared, a space is a token": (
+        {"chosen": f"{SKY} 1", "rejected": f"{SKY} 2"},
+        [(CHOSEN, SKY, f" 1{END}"), (REJECTED, SKY, f" 2{END}")],
+    ),
     "turns": ({"prompt": [user(SKY)], **LISTS}, CHAT),
+    "turns after a string": ({"prompt": SKY, **LISTS}, CHAT),
+    "turns and a string": ({"prompt": [user(SKY)], **SIDES}, CHAT),
     "turns, shared": (WHOLE, CHAT),
     # LLaMA-Factory's
     "sharegpt": ({"conversations": FROM, "chosen": gpt(BLUE), "rejected": gpt(GREEN)}, CHAT),
@@ -125,13 +130,7 @@ ROWS = {
 def test_each_layout_gives_the_ids_of_the_template_or_the_text(encoder, tokenizer, name):
     row, expected = ROWS[name]
     (document,) = encoder([("rows:1", row)], Counter())
-    found = sides_of(document, tokenizer)
-    if "plain" not in name:
-        assert found == expected
-    else:  # where a space is a token of its own, it is the prompt's
-        assert [(kind, a.rstrip(), b.lstrip()) for kind, a, b in found] == [
-            (kind, a.rstrip(), b.lstrip()) for kind, a, b in expected
-        ]
+    assert sides_of(document, tokenizer) == expected
     texts = [before + answer for _, before, answer in expected]
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     assert document.ids.tolist() == plain[0] + plain[1]
@@ -255,6 +254,11 @@ def test_what_does_not_fit_is_dropped_whole_and_counted(make_encoder):
     tally = Counter()
     assert make_encoder(sequence_length=size - 1)([("rows:1", WHOLE)], tally) == []
     assert tally == {TOO_LONG: 1}
+    (_, prompt, _), (_, _, length) = make_encoder()([("rows:1", WHOLE)], Counter())[0].segments.tolist()
+    alone = {"messages": WHOLE["rejected"], "kto_tag": False}
+    for missing in (0, 1):  # beside it, the prompt and a token of another's answer
+        encoder = make_encoder(sequence_length=length + prompt + 1 - missing, examples="unpaired")
+        assert len(encoder([("rows:1", alone)], Counter())) == 1 - missing
     with pytest.raises(
         ConfigError, match=r"rows:1: the answers, .* tokens, and a sequence \d+; .*too_long: drop"
     ):
