@@ -36,7 +36,7 @@ ROTARY_HEADS = {
 OTHER_ROTARY = {"head_dim", "partial_rotary_factor", "rope_parameters", "rope_scaling"}
 
 # Objectives on judged answers.
-OF_PAIRS = ("dpo", "orpo", "simpo", "cpo", "reward")
+OF_PAIRS = ("dpo", "orpo", "simpo", "cpo")
 OF_EXAMPLES = "kto"
 
 # Which keys of a source of documents are read with which origin alone.

@@ -39,15 +39,8 @@ def linear_token_losses(
 
 class _LinearTokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        labels_N: Tensor,
-        dtype: torch.dtype,
-        part: VocabularyPart | None,
-    ) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        hidden_ND, weight_VD, bias_V, labels_N, dtype, part = given
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N)
         ctx.dtype, ctx.part = dtype, part
         sums, rows = sums_of(hidden_ND, weight_VD, bias_V, labels_N, dtype, part, [False] * 3)
