@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
-from support.preferences import Answers, tree_of
+from support.preferences import ALONE, Answers, answers_bundle, tree_of
 from support.tiny import resolve
 
+from pipeline.assemble import build_eval_loader
+from pipeline.build_engine import build_engine
 from pipeline.data.batches import as_batch
 from pipeline.data.bundle import collate_items
 from pipeline.errors import ConfigError, DataError
-from pipeline.objectives import build_objective
+from pipeline.evaluation import evaluate
+from pipeline.objectives import Recorded, build_objective
 from pipeline.objectives.preference_losses import PairLoss, log1mexp
 
 
@@ -64,9 +67,6 @@ def test_a_reference_that_is_not_there_is_named():
 
 
 def test_places_without_a_pair_add_nothing_and_have_no_gradient():
-    from support.preferences import ALONE, answers_bundle
-
-    from pipeline.build_engine import build_engine
 
     config, resolved = resolve(tree_of("orpo"), None, 1)
     engine = build_engine(config, resolved, ALONE, answers_bundle())
@@ -85,9 +85,22 @@ def test_places_without_a_pair_add_nothing_and_have_no_gradient():
     assert all(p.grad.isfinite().all() for p in engine.module.parameters())
 
 
+def test_an_evaluation_with_kto_takes_the_baseline_of_all_held_out_answers():
+    config, resolved = resolve(tree_of("kto", 2), None, 1)
+    data = answers_bundle(examples=True)
+    engine, objective = build_engine(config, resolved, ALONE, data), build_objective(config)
+    row = evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), ALONE)
+    held_out = data.eval["held out"]
+    batch, recorded = as_batch(collate_items([*map(held_out.__getitem__, range(12))])), Recorded(objective)
+    engine.eval_step(batch, recorded)
+    beyond = (recorded.logps_BS - batch["reference_logps"])[batch["segment_kinds"] == 3]
+    assert row["eval/kl"] == pytest.approx(float(beyond.mean()), rel=1e-6)
+    assert row["eval/kl"] > 1
+
+
 def test_log1mexp_is_exact_where_a_plain_one_is_not():
     x = torch.tensor([-1e-12, -1e-3, -0.7, -30.0], dtype=torch.float64, requires_grad=True)
-    expected = [math.log(-math.expm1(float(each))) for each in x]
+    expected = [math.log(-math.expm1(each)) for each in x.tolist()]
     assert log1mexp(x).tolist() == pytest.approx(expected, rel=1e-12)
     log1mexp(x).sum().backward()
     assert x.grad.isfinite().all()
