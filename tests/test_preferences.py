@@ -98,6 +98,21 @@ def test_an_evaluation_with_kto_takes_the_baseline_of_all_held_out_answers():
     assert row["eval/kl"] > 1
 
 
+def test_routers_that_are_to_be_balanced_are_refused():
+    tree = tree_of("simpo")
+    extra = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    tree["model"] = tree["model"] | {
+        "architecture": "mixtral",
+        "extra": extra | {"router_aux_loss_coef": 0.1},
+    }
+    config, resolved = resolve(tree, None, 1)
+    engine = build_engine(config, resolved, ALONE, answers_bundle())
+    with pytest.raises(
+        ConfigError, match=r"output_router_logits: .* not part of objective simpo; set it to f"
+    ):
+        engine.eval_step(batch_of(), build_objective(config))
+
+
 def test_log1mexp_is_exact_where_a_plain_one_is_not():
     x = torch.tensor([-1e-12, -1e-3, -0.7, -30.0], dtype=torch.float64, requires_grad=True)
     expected = [math.log(-math.expm1(each)) for each in x.tolist()]

@@ -68,7 +68,8 @@ class BySegment(OverVocabulary):
 
     def segments(self, model: Callable[..., Any], batch: Batch) -> Segments:
         """Runs the model. Collective where rows are cut."""
-        if router_of(model) is not None and torch.is_grad_enabled():
+        router = router_of(model)
+        if router is not None and router.coefficient:
             raise ConfigError(
                 f"model.extra.output_router_logits: the routers' auxiliary loss is not part of objective "
                 f"{self.name}; set it to false"
