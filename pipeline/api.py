@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.settings import Settings
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import read_ranks
@@ -41,7 +40,7 @@ from pipeline.plan import announce
 from pipeline.profiling import build_profiler, watch_memory
 from pipeline.report.page import report_of_killed
 from pipeline.run_directory import agree_on_run_directory
-from pipeline.sampling import TEMPERATURE, generate_text, sample_text
+from pipeline.sampling import TEMPERATURE, asks_in_template, generate_text, sample_text
 from pipeline.sinks.notify import tell_at_once
 from pipeline.training import Loop, Step
 
@@ -114,7 +113,7 @@ class Run:
             profiled = stack.enter_context(build_profiler(config, resolved, self._parts, self._directory))
             self._loop = stack.enter_context(Loop(self._parts, long_lived, profiled))
             self._sample: str | None = None
-            self._asks = isinstance(config.data, ChatDataConfig)
+            self._asks = asks_in_template(config.data, self._data.tokenizer)
             announce(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 

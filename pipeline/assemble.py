@@ -15,7 +15,6 @@ from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
-from pipeline.config.data_schema import ChatDataConfig
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
@@ -30,12 +29,13 @@ from pipeline.histograms import HistogramMeter
 from pipeline.models.adapters import learning_rate_for
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
-from pipeline.objectives import Objective, build_objective
+from pipeline.objectives import BySegment, Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
+from pipeline.reference_logps import Rows, compute_reference, with_reference
 from pipeline.replica_check import ReplicaCheck
 from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
-from pipeline.sampling import build_sampler
+from pipeline.sampling import asks_in_template, build_sampler
 from pipeline.schedule import remark
 from pipeline.sinks import Sinks, build_sinks
 from pipeline.watchers.build import build_watchers
@@ -52,6 +52,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
     job.progress.at("starting")
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
+    data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint)
     loader = build_loader(config, resolved.plan, data, engine)
     max_steps = config.max_steps or math.ceil(epochs_in_samples(config, loader) / loader.global_batch_size)
     tell_of_precision(resolved, job)
@@ -96,6 +97,30 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         histograms=HistogramMeter(engine, job, every) if (every := config.wandb.histograms_every) else None,
         tell_sample=writer_of_samples(config, data, engine, sinks),
     )
+
+
+def with_its_reference(
+    config: RunConfig,
+    resolved: Resolved,
+    job: Job,
+    data: DataBundle,
+    directory: Path,
+    engine: Engine,
+    objective: Objective,
+    checkpoint: Manifest | None,
+) -> DataBundle:
+    """The data, with what the model that the run began with says of its answers where the objective asks for
+    it. Collective.
+    """
+    if not (isinstance(objective, BySegment) and objective.has_reference):
+        return data
+    if checkpoint is not None:
+        return with_reference(data, directory, job)
+    folder: str | None = getattr(config.data, "cache_dir", None)
+    cache = Path(folder).expanduser() / "reference" if folder is not None else None
+    rows = Rows(data, resolved.plan.micro_batch_size, config.loader.num_workers)
+    key = config.model.model_dump(mode="json")
+    return compute_reference(rows, engine, objective, directory, cache, job, key)
 
 
 def epochs_in_samples(config: RunConfig, loader: TrainLoader) -> float:
@@ -152,7 +177,7 @@ def writer_of_samples(
     config: RunConfig, data: DataBundle, engine: Engine, sinks: Sinks
 ) -> Callable[[int], None] | None:
     """See build_sampler."""
-    asks = isinstance(config.data, ChatDataConfig)
+    asks = asks_in_template(config.data, data.tokenizer)
     return build_sampler(engine, data.tokenizer, config.sample, config.seed, sinks.tell, asks=asks)
 
 

@@ -10,7 +10,7 @@ from pipeline.data.eval_loader import EvalLoader
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluates
-from pipeline.engine.normalize import further_means, mean_loss
+from pipeline.engine.normalize import further_means, whole_loss
 from pipeline.objectives import Objective
 from pipeline.objectives.interface import further_sums
 
@@ -30,6 +30,11 @@ def evaluate(
     Returns:
         None: a stop was agreed before the end.
     """
+    if objective.ahead is not None:
+        known = evaluate(engine, objective.ahead, loader, job, stop)
+        if known is None:
+            return None
+        objective.hear(known["eval/loss"])
     keys = ("loss", "count", *further_sums(objective.means))
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
     none = torch.zeros((), device=engine.device)
@@ -60,5 +65,5 @@ def evaluate(
 
 def _means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
     further = further_means(sums, objective.means)
-    means = {"loss": float(mean_loss(sums["loss"], sums["count"])), **further}
+    means = {"loss": whole_loss(sums, objective.means, objective.weighted), **further}
     return {f"{prefix}{name}": mean for name, mean in means.items()}

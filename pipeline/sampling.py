@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pipeline.config.data_schema import ConversationsConfig, DataConfig
 from pipeline.config.schema import SampleConfig
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ModelError
@@ -13,6 +14,11 @@ from pipeline.events import SAMPLE, Event
 from pipeline.models.generation import Generates, GenerationSettings, longest_sequence
 
 TEMPERATURE = 0.8
+
+
+def asks_in_template(data: DataConfig, tokenizer: Any) -> bool:
+    """Whether a prompt is a question in the tokenizer's chat template, as in such data."""
+    return isinstance(data, ConversationsConfig) and bool(tokenizer and tokenizer.chat_template)
 
 
 def sample_text(

@@ -21,7 +21,7 @@ from pipeline.checkpoint.export import DESCRIPTION
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.batch import BatchPlan, plan_batch
-from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
+from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig
 from pipeline.config.deepspeed_json import precision_of
 from pipeline.config.loading import parse_override
 from pipeline.config.model_schema import CausalLMConfig
@@ -41,8 +41,9 @@ from pipeline.models.generation import GenerationSettings
 from pipeline.models.sharding import Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
-from pipeline.objectives import build_objective
-from pipeline.sampling import generate_text
+from pipeline.objectives import BySegment, build_objective
+from pipeline.reference_logps import with_reference
+from pipeline.sampling import asks_in_template, generate_text
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def _with_its_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
     if not isinstance(data, DocumentsConfig):
         return config
     changes: dict[str, Any] = {"tokenizer": data.tokenizer.model_copy(update={"pretrained": str(folder)})}
-    if isinstance(data, ChatDataConfig):
+    if isinstance(data, ConversationsConfig):
         changes["chat_template"] = None  # the tokenizer's
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 
@@ -137,6 +138,8 @@ def evaluate(
 def _evaluate(trained: Trained, job: Job, data: DataBundle, length: int | None) -> dict[str, float]:
     config = trained.config
     objective = build_objective(config)
+    if isinstance(objective, BySegment) and objective.has_reference:
+        data = with_reference(data, trained.run, job)
     engine = _load(trained, job, data)
     longest = getattr(getattr(engine.module, "config", None), "max_position_embeddings", None)
     if length is not None and longest is not None and length > longest:
@@ -187,7 +190,7 @@ def generate(
         )
     tokenizer = load_pretrained(str(trained.run / DESCRIPTION))
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    asks = isinstance(config.data, ChatDataConfig)
+    asks = asks_in_template(config.data, tokenizer)
     settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
     with explained(job.device, partial(of_generation, max_new_tokens)):
         return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)

@@ -21,7 +21,7 @@ LAYERS = [
     ["doctor"],
     ["objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
     ["engine"],
-    ["checkpoint", "evaluation", "inspection", "report"],
+    ["checkpoint", "evaluation", "inspection", "reference_logps", "report"],
     [
         *("band", "metrics", "memory_meter", "replica_check", "rows", "safeguard", "step_numbers"),
         *("gpu_meter", "histograms", "node_meter", "profiler", "wall_time", "watchers"),

@@ -13,7 +13,8 @@ from pipeline.logs import log_to_console
 HELP = "have a checkpoint's language model write text"
 DESCRIPTION = """\
 Writes what the model of a checkpoint, whichever split wrote it, says after the prompt. A model that was
-trained on conversations (data.kind: chat) is asked the prompt as a question, in its own chat template."""
+trained on conversations (data.kind: chat, or preference with a chat template) is asked the prompt as a
+question, in its own template."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

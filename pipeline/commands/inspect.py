@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.commands.inputs import add_recipe_arguments, read_recipe
-from pipeline.config.data_schema import ChatDataConfig, CustomDataConfig, ImagesDataConfig, TextDataConfig
+from pipeline.config.data_schema import CustomDataConfig, DocumentsConfig, ImagesDataConfig
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     screen = Screen(arguments.no_color)
     bundle = prepare_data(config.data)
-    if isinstance(config.data, (TextDataConfig, ChatDataConfig)):
+    if isinstance(config.data, DocumentsConfig):
         _inspect_text(screen, config, config.data, bundle, folder, arguments.samples)
     elif isinstance(config.data, CustomDataConfig):
         _inspect_custom(screen, config, bundle)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _inspect_text(
     screen: Screen,
     config: RunConfig,
-    data: TextDataConfig | ChatDataConfig,
+    data: DocumentsConfig,
     bundle: DataBundle,
     folder: Path,
     samples: int,
@@ -77,8 +77,11 @@ def _inspect_text(
     from pipeline.data.prepared import prepare_documents
     from pipeline.inspection import text
 
-    logging.getLogger("pipeline.data.prepared").setLevel(logging.WARNING)  # it has told its totals
+    logger = logging.getLogger("pipeline.data.prepared")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # it has told its totals
     prepared = prepare_documents(data)  # it is there already: only opened again
+    logger.setLevel(level)
     sources = [*prepared.sources, *prepared.eval_sets]
     lengths = text.show_documents(screen, sources)
     text.show_copies(screen, sources, [source.name for source in prepared.eval_sets])

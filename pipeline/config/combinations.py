@@ -80,6 +80,13 @@ RULES = [
         lambda c: c.split.sequence_parallel > 1 and c.model("attention") == "eager",
     ),
     Rule(
+        "pipeline stages with `objective.kind: kto`",
+        "its baseline takes a forward of all micro-batches before the first backward, which a pipeline of "
+        "stages does not make",
+        "ZeRO, or dpo",
+        lambda c: c.split.pipeline_stages > 1 and c.config.objective.kind == "kto",
+    ),
+    Rule(
         "more pipeline stages than `num_layers`",
         "a stage without a block has nothing to do",
         "fewer stages",

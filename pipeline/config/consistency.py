@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.config.data_schema import (
-    ChatDataConfig,
+    CustomDataConfig,
     DigitsDataConfig,
     DocumentsConfig,
     ImagesDataConfig,
+    PreferenceDataConfig,
     SourceConfig,
     TextDataConfig,
 )
@@ -33,6 +34,10 @@ ROTARY_HEADS = {
 }  # fmt: skip
 # Fields of `extra` that make the rotated part another one.
 OTHER_ROTARY = {"head_dim", "partial_rotary_factor", "rope_parameters", "rope_scaling"}
+
+# Objectives on judged answers.
+OF_PAIRS = ("dpo", "orpo", "simpo", "cpo")
+OF_EXAMPLES = "kto"
 
 # Which keys of a source of documents are read with which origin alone.
 OF_ORIGIN = {"dataset": ("subset", "split", "revision", "streaming"), "iterable": ("args",)}
@@ -149,8 +154,33 @@ def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
         )
 
 
+def _of_judgements(data: PreferenceDataConfig, kind: str) -> Iterator[Contradiction]:
+    """Of preference data and the kind of objective."""
+    if kind in ("auto", "causal_lm", "classification"):
+        yield (
+            ("objective.kind", "data.kind"),
+            f"objective.kind: {kind} would learn from rejected answers of preference data as from chosen "
+            f"ones; set the loss that compares them: {', '.join(OF_PAIRS)} or {OF_EXAMPLES}",
+        )
+    wanted = {OF_EXAMPLES: "unpaired", **dict.fromkeys(OF_PAIRS, "pairs")}.get(kind, data.examples)
+    if data.examples not in (None, wanted):
+        yield (
+            ("data.examples", "objective.kind"),
+            f"data.examples {data.examples}: objective {kind} takes {wanted}; drop the key, or change "
+            "objective.kind",
+        )
+
+
 def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
     objective, language = config.objective, isinstance(config.model, CausalLMConfig)
+    if isinstance(config.data, PreferenceDataConfig):
+        yield from _of_judgements(config.data, objective.kind)
+    elif objective.kind in (*OF_PAIRS, OF_EXAMPLES) and not isinstance(config.data, CustomDataConfig):
+        yield (
+            ("objective.kind", "data.kind"),
+            f"objective.kind: {objective.kind} compares answers, and data of kind {config.data.kind} has "
+            "none; use data.kind: preference",
+        )
     if language and isinstance(objective, AutoObjectiveConfig):
         for name in ("class_weights", "label_smoothing"):
             if getattr(objective, name):
@@ -158,8 +188,8 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
                 why = "only classification reads it, and a causal_lm model's objective is causal_lm"
                 yield (key, "objective.kind", "model"), f"{key}: {why}"
     if language and isinstance(config.data, (DigitsDataConfig, ImagesDataConfig)):
-        wanted = "text or chat"
-    elif isinstance(config.model, CNNConfig) and isinstance(config.data, (TextDataConfig, ChatDataConfig)):
+        wanted = "text, chat or preference"
+    elif isinstance(config.model, CNNConfig) and isinstance(config.data, DocumentsConfig):
         wanted = "digits or images"
     else:
         return

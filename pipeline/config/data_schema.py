@@ -132,7 +132,17 @@ class TextDataConfig(DocumentsConfig):
     is cut. `none`: each document alone, padded."""
 
 
-class ChatDataConfig(DocumentsConfig):
+class ConversationsConfig(DocumentsConfig):
+    """What chat and preference data have in common."""
+
+    kind: str
+    layout: str
+    chat_template: str | None = None
+    """File with a Jinja template, where the tokenizer brings none or another is wanted; `chatml` is built
+    in."""
+
+
+class ChatDataConfig(ConversationsConfig):
     """Conversations and instructions, written out by the tokenizer's chat template. What the assistant says
     counts in the loss, the rest is context."""
 
@@ -141,9 +151,6 @@ class ChatDataConfig(DocumentsConfig):
     """How a row holds its conversation: `messages` of role and content, ShareGPT's `conversations` of
     from and value, Alpaca's instruction, input and output, or prompt and completion. `auto`: by the row's
     fields."""
-    chat_template: str | None = None
-    """File with a Jinja template, where the tokenizer brings none or another is wanted; `chatml` is built
-    in."""
     learn_from: Literal["assistant", "all"] = "assistant"
     """Whose tokens count in the loss."""
     packing: Literal["best_fit", "none"] = "best_fit"
@@ -151,6 +158,44 @@ class ChatDataConfig(DocumentsConfig):
     too_long: Literal["shorten", "drop", "error"] = "shorten"
     """A conversation longer than a sequence. `shorten`: its last turns are left out, up to an answer that
     fits whole; where not even the first fits, it is dropped. Both are counted and reported."""
+
+
+class PreferenceDataConfig(ConversationsConfig):
+    """Answers that were judged: a prompt with a chosen and a rejected one, or with one that was liked or not.
+    Conversations are written out by the tokenizer's chat template, plain strings as they are."""
+
+    kind: Literal["preference"]
+    sequence_length: int = Field(256, gt=1, le=2**30)
+    """Tokens a sequence, which holds an example whole: both answers, each behind a copy of the prompt."""
+    separate_documents: bool = True
+    """Always `true`: answers do not see each other."""
+    layout: Literal[
+        "auto", "trl", "sharegpt", "messages", "alpaca", "argilla", "intel", "icr", "prompt_pairs"
+    ] = "auto"
+    """How a row holds prompt and answers (docs/data.md has the fields of each). `auto`: by the row's fields.
+    `prompt_pairs` has TRL's fields, with strings that the chat template is to write out; `auto` takes
+    strings for plain text there."""
+    examples: Literal["pairs", "unpaired"] | None = None
+    """`pairs`: every row has a chosen and a rejected answer. `unpaired`: rows have one answer and whether it
+    was liked (`label`, `kto_tag`), or a pair, of which each answer counts by itself; beside each answer
+    stands its prompt with the next row's answer, from which KTO estimates its KL term. Default: `unpaired`
+    with objective kto, else `pairs`."""
+    packing: Literal["best_fit", "none"] = "best_fit"
+    """`best_fit`: whole examples share a sequence where they fit. `none`: each alone, padded."""
+    too_long: Literal["drop", "error"] = "drop"
+    """An example that does not fit in a sequence: left out, counted and reported, or an error. No answer that
+    is learned from is ever cut."""
+
+    @model_validator(mode="after")
+    def _kept_apart(self) -> PreferenceDataConfig:
+        if not self.separate_documents:
+            raise ValueError("separate_documents: answers of a row never see each other; drop it")
+        return self
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether rows may have one answer alone."""
+        return self.examples == "unpaired"
 
 
 class DigitsDataConfig(Closed):
@@ -237,6 +282,7 @@ class CustomDataConfig(Closed):
 DataConfig = Annotated[
     Annotated[TextDataConfig, Tag("text")]
     | Annotated[ChatDataConfig, Tag("chat")]
+    | Annotated[PreferenceDataConfig, Tag("preference")]
     | Annotated[DigitsDataConfig, Tag("digits")]
     | Annotated[ImagesDataConfig, Tag("images")]
     | Annotated[CustomDataConfig, Tag("custom")],

@@ -64,6 +64,95 @@ class ModelLossObjectiveConfig(_Unweighted):
     """The model is called with the targets too and returns the mean loss of the samples it was given."""
 
 
+class DPOObjectiveConfig(Closed):
+    """Direct preference optimisation: pairs of answers, held against the model that the run starts from."""
+
+    kind: Literal["dpo"]
+    """The loss is a mean over the pairs of the global batch. Needs `data.kind: preference`."""
+    beta: float = Field(0.1, gt=0)
+    """How closely the model is held to the reference: what log-ratios are multiplied by."""
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    """`ipo` compares means over tokens; `robust` undoes labels that are wrong `label_smoothing` of the
+    time."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs whose labels are the wrong way round: of `sigmoid` (cDPO) and `robust`."""
+    length_normalised: bool = False
+    """Compare means over the tokens of an answer in place of sums."""
+    sft_weight: float = Field(0.0, ge=0)
+    """Of the cross entropy of the chosen answers, a mean over their tokens, that is added."""
+
+    @model_validator(mode="after")
+    def _smoothed(self) -> DPOObjectiveConfig:
+        _refuse_smoothing(self.loss_type, self.label_smoothing)
+        return self
+
+
+class KTOObjectiveConfig(Closed):
+    """Kahneman-Tversky optimisation: answers that are desirable or not, without pairs."""
+
+    kind: Literal["kto"]
+    """The loss is a mean over the examples of the global batch. Needs `data.kind: preference`."""
+    beta: float = Field(0.1, gt=0)
+    """How closely the model is held to the reference: what log-ratios are multiplied by."""
+    desirable_weight: float = Field(1.0, ge=0)
+    """Of the desirable answers' losses."""
+    undesirable_weight: float = Field(1.0, ge=0)
+    """Of the undesirable answers' losses."""
+
+
+class ORPOObjectiveConfig(Closed):
+    """Odds ratio preference optimisation: the chosen answers' cross entropy and a term of odds; no
+    reference."""
+
+    kind: Literal["orpo"]
+    """The cross entropy is a mean over the chosen answers' tokens, the term of odds over the pairs."""
+    beta: float = Field(0.1, gt=0)
+    """Weight of the term of odds (lambda in the paper)."""
+
+
+class SimPOObjectiveConfig(Closed):
+    """Simple preference optimisation: mean log-probabilities of a token, with a margin; no reference."""
+
+    kind: Literal["simpo"]
+    """The loss is a mean over the pairs of the global batch."""
+    beta: float = Field(2.0, gt=0)
+    """What mean log-probabilities are multiplied by."""
+    gamma: float = Field(1.0, ge=0)
+    """What the difference has to exceed."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs whose labels are the wrong way round."""
+    sft_weight: float = Field(0.0, ge=0)
+    """Of the cross entropy of the chosen answers, a mean over their tokens, that is added."""
+
+
+class CPOObjectiveConfig(Closed):
+    """Contrastive preference optimisation: DPO without a reference, and the chosen answers' cross entropy."""
+
+    kind: Literal["cpo"]
+    """The loss is a mean over the pairs of the global batch, the cross entropy one over tokens."""
+    beta: float = Field(0.1, gt=0)
+    """What log-probabilities are multiplied by."""
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """`ipo` compares means over tokens."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs whose labels are the wrong way round: of `sigmoid`."""
+    sft_weight: float = Field(1.0, ge=0)
+    """Of the cross entropy of the chosen answers."""
+
+    @model_validator(mode="after")
+    def _smoothed(self) -> CPOObjectiveConfig:
+        _refuse_smoothing(self.loss_type, self.label_smoothing)
+        return self
+
+
+def _refuse_smoothing(loss_type: str, label_smoothing: float) -> None:
+    if label_smoothing and loss_type in ("hinge", "ipo"):
+        raise ValueError(
+            f"label_smoothing is {label_smoothing:g}, and the loss {loss_type} knows none; leave it out, or "
+            "use loss_type: sigmoid"
+        )
+
+
 class CustomObjectiveConfig(_Unweighted):
     """A loss of your own."""
 
@@ -82,6 +171,11 @@ ObjectiveConfig = Annotated[
     | Annotated[CausalLMObjectiveConfig, Tag("causal_lm")]
     | Annotated[ClassificationObjectiveConfig, Tag("classification")]
     | Annotated[ModelLossObjectiveConfig, Tag("model_loss")]
+    | Annotated[DPOObjectiveConfig, Tag("dpo")]
+    | Annotated[KTOObjectiveConfig, Tag("kto")]
+    | Annotated[ORPOObjectiveConfig, Tag("orpo")]
+    | Annotated[SimPOObjectiveConfig, Tag("simpo")]
+    | Annotated[CPOObjectiveConfig, Tag("cpo")]
     | Annotated[CustomObjectiveConfig, Tag("custom")],
     Discriminator(_tag),
 ]

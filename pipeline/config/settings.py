@@ -12,7 +12,7 @@ import yaml
 from pipeline.config.batch import BatchPlan, plan_batch
 from pipeline.config.choice import Choice
 from pipeline.config.combinations import refuse_impossible
-from pipeline.config.data_schema import DocumentsConfig
+from pipeline.config.data_schema import DocumentsConfig, PreferenceDataConfig
 from pipeline.config.deepspeed_json import (
     adopt_stated_numbers,
     adopt_torch_section,
@@ -188,7 +188,7 @@ def load_settings(
         adopt_stated_numbers(file, split)
         if "torch" in split.tree:
             adopt_torch_section(file, split)
-    config = _with_own_tokenizer(validate_recipe(file))
+    config = _with_examples(_with_own_tokenizer(validate_recipe(file)))
     if not import_paths:
         refuse_code(config, file)
     settings = Settings(config, recipe, split)
@@ -230,6 +230,15 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
         )
     tokenizer = data.tokenizer.model_copy(update={"pretrained": model.pretrained})
     return config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
+
+
+def _with_examples(config: RunConfig) -> RunConfig:
+    """Preference data as the objective reads them, unless the recipe says how."""
+    data = config.data
+    if not isinstance(data, PreferenceDataConfig) or data.examples is not None:
+        return config
+    examples = "unpaired" if config.objective.kind == "kto" else "pairs"
+    return config.model_copy(update={"data": data.model_copy(update={"examples": examples})})
 
 
 def recipe_yaml(config: RunConfig) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PREPARERS = {
     "text": ("text", "prepare_text"),
     "chat": ("text", "prepare_text"),
+    "preference": ("text", "prepare_text"),
     "digits": ("digits", "prepare_digits"),
     "images": ("images", "prepare_images"),
     "custom": ("custom", "prepare_custom"),  # every `package.module:function`

@@ -5,6 +5,7 @@ Works on lengths alone. Documents longer than a row are cut first; see `cut_docu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,16 @@ class Pieces:
     lengths: NDArray[np.int32]
     is_end: NDArray[np.bool_]
     documents_cut: int
+
+
+def joined(several: Sequence[Pieces]) -> Pieces:
+    """The pieces of all, one behind the other."""
+    return Pieces(
+        starts=np.concatenate([np.empty(0, np.int64), *(pieces.starts for pieces in several)]),
+        lengths=np.concatenate([np.empty(0, np.int32), *(pieces.lengths for pieces in several)]),
+        is_end=np.concatenate([np.empty(0, np.bool_), *(pieces.is_end for pieces in several)]),
+        documents_cut=sum(pieces.documents_cut for pieces in several),
+    )
 
 
 def cut_documents(ends: Ints, size: int, first: int = 0) -> Pieces:

@@ -6,7 +6,7 @@ Every assistant's turn counts as an answer, also one that stands in a `prompt` o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,10 @@ class Conversation:
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
         return text.encode()
 
+    def texts(self) -> Iterator[str]:
+        """What is said, turn by turn."""
+        return (turn["content"] for turn in self.turns)
+
     def first(self, count: int) -> Conversation:
         """Its first turns alone."""
         return Conversation(self.turns[:count], self.tools)
@@ -77,7 +81,7 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     if not isinstance(record, dict):
         raise DataError(f"{where}: is text; expected a row with a conversation (kind: text reads text)")
     names = list(LAYOUTS) if layout == "auto" else [layout]
-    name = next((name for name in names if all(_has(record, field) for field in LAYOUTS[name][0])), None)
+    name = next((name for name in names if all(has_field(record, field) for field in LAYOUTS[name][0])), None)
     if name is None:
         fields = ", ".join(map(repr, record)) or "none"
         expected = "; ".join(f"{name} has {' and '.join(map(repr, LAYOUTS[name][0]))}" for name in names)
@@ -86,7 +90,7 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     turns = LAYOUTS[name][1](where, record)
     if not turns:
         raise DataError(f"{where}: the conversation is empty")
-    conversation = Conversation(turns, _tools(where, record))
+    conversation = Conversation(turns, read_tools(where, record))
     try:
         _ = conversation.key
     except UnicodeEncodeError as error:  # half of a pair, as JSON can write it: no tokenizer takes it
@@ -94,11 +98,13 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     return conversation
 
 
-def _has(record: dict[str, Any], field: str) -> bool:
+def has_field(record: dict[str, Any], field: str) -> bool:
+    """Whether the row has something there."""
     return record.get(field) is not None  # tables fill what a row lacks with null
 
 
-def _tools(where: str, record: dict[str, Any]) -> list[Any] | None:
+def read_tools(where: str, record: dict[str, Any]) -> list[Any] | None:
+    """What a row's `tools` hold, as a list or as JSON."""
     tools = record.get("tools")
     if isinstance(tools, str):
         try:
@@ -111,20 +117,26 @@ def _tools(where: str, record: dict[str, Any]) -> list[Any] | None:
 
 
 def _messages(where: str, record: dict[str, Any]) -> list[Turn]:
-    return _turns(where, "messages", record["messages"])
+    return read_turns(where, "messages", record["messages"])
 
 
 def _sharegpt(where: str, record: dict[str, Any]) -> list[Turn]:
-    return _system(where, record) + _turns(where, "conversations", record["conversations"])
+    return read_system(where, record) + read_turns(where, "conversations", record["conversations"])
+
+
+def read_instruction(where: str, record: dict[str, Any]) -> str:
+    """Alpaca's instruction, and its input where there is one."""
+    question = read_text(where, "field 'instruction'", record["instruction"])
+    if record.get("input"):
+        question += "\n\n" + read_text(where, "field 'input'", record["input"])
+    return question
 
 
 def _alpaca(where: str, record: dict[str, Any]) -> list[Turn]:
-    question = _text(where, "field 'instruction'", record["instruction"])
-    if record.get("input"):
-        question += "\n\n" + _text(where, "field 'input'", record["input"])
-    answer = _text(where, "field 'output'", record["output"])
+    question = read_instruction(where, record)
+    answer = read_text(where, "field 'output'", record["output"])
     return [
-        *_system(where, record),
+        *read_system(where, record),
         {"role": "user", "content": question},
         {"role": ASSISTANT, "content": answer},
     ]
@@ -135,18 +147,19 @@ def _prompt_completion(where: str, record: dict[str, Any]) -> list[Turn]:
     for field, role in (("prompt", "user"), ("completion", ASSISTANT)):
         value = record[field]
         text = isinstance(value, str)
-        turns += [{"role": role, "content": value}] if text else _turns(where, field, value)
+        turns += [{"role": role, "content": value}] if text else read_turns(where, field, value)
     return turns
 
 
-def _system(where: str, record: dict[str, Any]) -> list[Turn]:
+def read_system(where: str, record: dict[str, Any]) -> list[Turn]:
     """The turn of a row's own `system` field."""
     if not record.get("system"):
         return []
-    return [{"role": "system", "content": _text(where, "field 'system'", record["system"])}]
+    return [{"role": "system", "content": read_text(where, "field 'system'", record["system"])}]
 
 
-def _turns(where: str, field: str, value: Any) -> list[Turn]:
+def read_turns(where: str, field: str, value: Any) -> list[Turn]:
+    """The turns of a list of role and content, or of from and value."""
     if not isinstance(value, list):
         raise DataError(f"{where}: field {field!r} is a {type_name(value)}; expected a list of turns")
     return [_turn(where, f"turn {number} of {field!r}", turn) for number, turn in enumerate(value, start=1)]
@@ -164,10 +177,10 @@ def _turn(where: str, what: str, turn: Any) -> Turn:
     content = turn["content"] if "content" in turn else turn.get("value")
     if content is None and found.get("tool_calls"):
         content = ""  # the calls are all it says
-    return {"role": role, "content": _text(where, what, content), **found}
+    return {"role": role, "content": read_text(where, what, content), **found}
 
 
-def _text(where: str, what: str, content: Any) -> str:
+def read_text(where: str, what: str, content: Any) -> str:
     """A string, or a list of pieces of text, put together."""
     if isinstance(content, str):
         return content

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.data_schema import ChatDataConfig
+from pipeline.config.data_schema import ConversationsConfig
 from pipeline.data.chat_layouts import Conversation
 from pipeline.errors import ConfigError, DataError
 from pipeline.foreign import CONFIGURATION, read_plain
@@ -33,7 +33,7 @@ MAX_TURNS = 1024  # there are no more of them
 FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
-def find_template(config: ChatDataConfig, own: str | dict[str, str] | None) -> str:
+def find_template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str:
     """The Jinja text of the recipe's template: built in, a file, or the tokenizer's own.
 
     Args:
@@ -65,7 +65,7 @@ def find_template(config: ChatDataConfig, own: str | dict[str, str] | None) -> s
         ) from None
 
 
-def special_tokens_of(config: ChatDataConfig) -> tuple[str, ...]:
+def special_tokens_of(config: ConversationsConfig) -> tuple[str, ...]:
     """Tokens that a tokenizer trained for the recipe's template needs; else they are text like any other."""
     return SPECIAL_TOKENS.get(config.chat_template or "", ())
 

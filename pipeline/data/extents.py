@@ -15,7 +15,12 @@ from torch import Tensor
 from pipeline.data.batches import IGNORE_INDEX, Extent, LoadedBatch, Reading, on_host
 
 WHOLE = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, which nothing looks up
-UNREAD = ("position_ids", "attention_mask")  # made by the data pipeline itself, or no indices
+UNREAD = (
+    "position_ids",
+    "attention_mask",
+    "segments",
+    "segment_kinds",
+)  # made by the data pipeline itself, or no indices
 
 
 class Wrong(NamedTuple):

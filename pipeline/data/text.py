@@ -1,4 +1,4 @@
-"""Text and conversations: the prepared documents of every source become rows of equal length."""
+"""Text, conversations and preferences: the prepared documents of every source become rows of equal length."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pipeline.config.data_schema import ChatDataConfig, TextDataConfig
+from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, PreferenceDataConfig, TextDataConfig
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.mixture import SourceShare
-from pipeline.data.packing import PackedDataset, join, pack
+from pipeline.data.packed import PackedDataset
+from pipeline.data.packing import join, pack
 from pipeline.data.prepared import prepare_documents
+from pipeline.data.segments import SegmentRows, agree
 from pipeline.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def prepare_text(config: TextDataConfig | ChatDataConfig) -> DataBundle:
+def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig) -> DataBundle:
     """Rows of tokens of every source and eval set; what the cache does not hold is tokenised first.
 
     Raises:
@@ -28,14 +30,19 @@ def prepare_text(config: TextDataConfig | ChatDataConfig) -> DataBundle:
     prepared = prepare_documents(config)
 
     def rows(store: TokenStore) -> PackedDataset:
-        end_id = prepared.tokenizer.eos_token_id
-        return pack(store, config.packing, config.sequence_length, config.separate_documents, end_id)
+        end_id, size = prepared.tokenizer.eos_token_id, config.sequence_length
+        if isinstance(config, PreferenceDataConfig):
+            share_rows = config.packing == "best_fit"
+            return SegmentRows(store, size, end_id, share_rows=share_rows, mismatched=config.is_unpaired)
+        return pack(store, config.packing, size, config.separate_documents, end_id)
 
     train = {source.name: rows(source.train) for source in prepared.sources}
     if not any(map(len, train.values())):
         raise _too_little(prepared, config)
     held_out = {source.name: rows(source.eval) for source in prepared.sources}
     further = {source.name: rows(source.eval) for source in prepared.eval_sets}
+    everything = [*train.values(), *held_out.values(), *further.values()]
+    agree([each for each in everything if isinstance(each, SegmentRows)])
     return DataBundle(
         train=join(list(train.values())),
         eval=_usable(held_out, prepared.sources, config) if config.eval_fraction else {},
@@ -53,7 +60,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig) -> DataBundle:
 
 
 def _usable(
-    rows: Mapping[str, PackedDataset], sources: list[PreparedSource], config: TextDataConfig | ChatDataConfig
+    rows: Mapping[str, PackedDataset], sources: list[PreparedSource], config: DocumentsConfig
 ) -> dict[str, PackedDataset]:
     """Without those that fill no row, which are named: whole documents are held out, by their hash."""
     usable = {name: dataset for name, dataset in rows.items() if len(dataset)}
@@ -71,7 +78,7 @@ def _usable(
     return usable
 
 
-def _too_little(prepared: Prepared, config: TextDataConfig | ChatDataConfig) -> DataError:
+def _too_little(prepared: Prepared, config: DocumentsConfig) -> DataError:
     tokens = [source.train.num_tokens for source in prepared.sources]
     documents = [source.train.num_documents for source in prepared.sources]
     held_out = sum(source.eval.num_tokens for source in prepared.sources)

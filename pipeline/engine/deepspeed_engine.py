@@ -181,8 +181,8 @@ class DeepSpeedEngine(DeepSpeedBase):
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         with self._autocast():
-            to_device = partial(self._part_on_device, objective=objective)
-            objective.prepare_step(GlobalBatch(engine, micro_batches, to_device, self._job.all_reduce_sum))
+            own, summed = partial(self._part_on_device, objective=objective), self._job.all_reduce_sum
+            objective.prepare_step(GlobalBatch(engine, micro_batches, own, summed, self.device))
         losses: list[LossSum] = []
         alike = self._split.tensor_parallel  # each rank of a tensor group computed all of it
         for index, cpu_batch in enumerate(micro_batches):

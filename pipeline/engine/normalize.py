@@ -27,6 +27,24 @@ def mean_loss(loss_sum: Tensor, count: Tensor) -> Tensor:
     return loss_sum.to(torch.float64) / _or_one(count.to(torch.float64))
 
 
+def whole_loss(
+    sums: Mapping[str, Tensor],
+    means: Mapping[str, tuple[str, str]],
+    weighted: Mapping[str, float],
+) -> float:
+    """An evaluation's loss from the sums over all of its ranks: `loss` over `count`, and terms with counts of
+    their own.
+
+    Args:
+        means, weighted: See Objective.
+    """
+    loss = mean_loss(sums["loss"], sums["count"])
+    for name, weight in weighted.items():
+        part, whole = means[name]
+        loss = loss + weight * mean_loss(sums[part], sums[whole])
+    return float(loss)
+
+
 def further_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[str, str]]) -> dict[str, float]:
     """An objective's further metrics from its further sums over all ranks; none of what was not counted.
 

@@ -11,6 +11,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from pipeline.models.document_attention import BOUNDS
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.staging import Layer, LayeredModel, model_output
 from pipeline.models.adapters import is_base
-from pipeline.objectives import TARGET_KEYS, Batch, HeadAlone, LossSum, Objective, added, refuse_router
+from pipeline.objectives import Batch, GlobalBatch, HeadAlone, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_torch_optimizer, set_learning_rate
 
 INPUT_KEYS = ("input_ids", "position_ids", BOUNDS)
@@ -122,11 +123,15 @@ class PipelineEngine(DeepSpeedBase):
         own_loss_scale = self._own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
         self._begin(limits)
         self._look = lambda: self._refusal.look(self._total(objective).loss_sum, totals[0])
+        on_device = partial(to_device, device=self.device, float_dtype=None)
+        objective.prepare_step(
+            GlobalBatch(self._last.head, micro_batches, on_device, self._job.all_reduce_sum, self.device)
+        )
         self._last.begin(objective, scale * own_loss_scale)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         self._norm = torch.full((), torch.inf, device=self.device)
-        self._expect_shapes(micro_batches)
+        self._expect_shapes(micro_batches, objective)
         with self.phases.measured("communication"):  # what is no instruction: stages hand the loss around
             engine.train_batch(self._on_device(micro_batches))
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
@@ -159,10 +164,10 @@ class PipelineEngine(DeepSpeedBase):
             given = tuple(batch[key] for key in INPUT_KEYS if key in batch)
             yield given if len(given) > 1 else given[0], batch
 
-    def _expect_shapes(self, micro_batches: Sequence[Batch]) -> None:
+    def _expect_shapes(self, micro_batches: Sequence[Batch], objective: Objective) -> None:
         """Has stages tell each other the shapes that are on the way, where these are not the last ones."""
         for batch in micro_batches:
-            if unread := sorted(set(batch) - {*INPUT_KEYS, *TARGET_KEYS}):
+            if unread := sorted(set(batch) - {*INPUT_KEYS, *objective.targets}):
                 raise DataError(
                     f"the batches hold {', '.join(unread)}, which pipeline stages do not pass on; they take "
                     f"{' and '.join(INPUT_KEYS[:2])} (or use zero_optimization.stage 3 in place of stages)"
@@ -197,7 +202,7 @@ class PipelineEngine(DeepSpeedBase):
         """See Engine.eval_step. The last stage's share is all of it."""
         self._last.begin(objective, torch.ones((), device=self.device))
         batch = with_bounds(batch)
-        self._expect_shapes([batch])
+        self._expect_shapes([batch], objective)
         self._engine.eval_batch(
             self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
         )
@@ -236,7 +241,7 @@ class _LastStage:
         self.losses: list[LossSum] = []
         self.coming: deque[Batch] = deque()
         """Batches that were loaded: stages take them in that order."""
-        self._head = head
+        self.head = head
         self._objective: Objective | None = None
         self._scale = torch.ones(())
 
@@ -246,12 +251,12 @@ class _LastStage:
         self.coming.clear()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        with self._head.given(hidden):
+        with self.head.given(hidden):
             if not self.coming:
-                logits: Tensor = self._head().logits
+                logits: Tensor = self.head().logits
                 return logits
             assert self._objective is not None
-            loss = self._objective(self._head, self.coming.popleft())
+            loss = self._objective(self.head, self.coming.popleft())
         self.losses.append(loss.detached())
         return loss.minimised * self._scale
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequence_groups
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -26,7 +27,7 @@ from pipeline.models.attention import (
 )
 from pipeline.models.document_attention import BOUNDS, DocumentAttention
 from pipeline.models.document_attention import NAME as OWN
-from pipeline.objectives import Batch
+from pipeline.objectives import ALONE, Batch, SequenceGroup, note_group
 
 NAME = "ulysses"
 
@@ -57,6 +58,7 @@ class SequenceParallel:
         self._bounds: Tensor | None = None  # of the documents of the whole sequences on their way
         self._refuse_heads(config)
         self.use()
+        note_group(model, SequenceGroup(degree, self._sum_over_group))
         mixers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if mixers or config._attn_implementation != NAME:
             raise ModelError(
@@ -82,6 +84,10 @@ class SequenceParallel:
                 "heads cannot be shared out evenly; use a degree that divides both"
             )
 
+    def _sum_over_group(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
     def use(self) -> None:
         """The model attends over the group from here on."""
         register_attention(NAME, self._attend)  # the table is the process's, and another engine may have been
@@ -95,6 +101,7 @@ class SequenceParallel:
     def close(self) -> None:
         """As release, and transformers' table of attentions holds nothing of this model's any more."""
         self.release()
+        note_group(self._model, ALONE)
         register_attention(NAME, attention_function(self._whole))
 
     def part(self, batch: Batch) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class TorchEngine:
         with self._autocast():
             to_device = partial(self._on_device, objective=objective)
             objective.prepare_step(
-                GlobalBatch(self._replicas, micro_batches, to_device, self._job.all_reduce_sum)
+                GlobalBatch(self._replicas, micro_batches, to_device, self._job.all_reduce_sum, self.device)
             )
         losses: list[LossSum] = []
         for index, cpu_batch in enumerate(micro_batches):

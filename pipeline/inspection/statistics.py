@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipeline.data.batches import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from pipeline.data.packing import PackedDataset
+    from pipeline.data.packed import PackedDataset
     from pipeline.data.prepared.part_files import TokenStore
 
 PLACES_AT_ONCE = 1 << 20  # tokens of rows looked at together: 16 MB

@@ -24,7 +24,7 @@ from pipeline.inspection.statistics import (
 from pipeline.inspection.tokens import caption, first_documents, show_row, split_row
 
 if TYPE_CHECKING:
-    from pipeline.data.packing import PackedDataset
+    from pipeline.data.packed import PackedDataset
     from pipeline.data.prepared.prepare import PreparedSource
 
 
@@ -131,7 +131,8 @@ def show_samples(screen: Screen, sources: Sequence[PreparedSource], number: int,
 def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None) -> None:
     """Rows as the model gets them, tokens in the loss marked; without `pad_id` nothing is padded."""
     screen.title("The first rows of the run")
-    screen.line(caption(screen.is_coloured))
+    kinds, margins = batch.get("segment_kinds"), batch.get("margins")
+    screen.line(caption(screen.is_coloured, kinds is not None))
     positions = batch.get("position_ids")
     for row, (input_ids, labels) in enumerate(
         zip(batch["input_ids"].numpy(), batch["shift_labels"].numpy(), strict=True)
@@ -140,4 +141,8 @@ def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None)
         runs, padding = split_row(input_ids, labels, own, tokenizer.eos_token_id, pad_id)
         counted = int((labels != IGNORE_INDEX).sum())
         screen.title(f"row {row + 1}: {counted:,} of {len(labels):,} tokens count in the loss")
-        screen.line(show_row(runs, padding, tokenizer, screen.is_coloured))
+        answers: list[tuple[int, float]] = []
+        if kinds is not None:
+            better = [0.0] * kinds.shape[1] if margins is None else margins[row].tolist()
+            answers = list(zip(kinds[row].tolist(), better, strict=True))
+        screen.line(show_row(runs, padding, tokenizer, screen.is_coloured, answers))

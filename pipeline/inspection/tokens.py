@@ -5,7 +5,7 @@ A token counts where it is a target: where the label of the place before it is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 from pipeline.data.batches import IGNORE_INDEX
+from pipeline.data.preference_layouts import CHOSEN, KIND_NAMES, MISMATCHED, REJECTED
 from pipeline.errors import printable
 
 IN_LOSS, CONTEXT, MARK = "bold green", "dim", "cyan"
+OF_KIND = {CHOSEN: IN_LOSS, REJECTED: "bold red", MISMATCHED: "bold yellow"}
 OPEN, CLOSE = "⟦", "⟧"
 MOST_TOKENS = 2048  # of one row
 MOST_CHARACTERS = 600  # of one document
@@ -74,16 +76,33 @@ def split_row(
     return runs, padding
 
 
-def show_row(runs: list[Run], padding: int, tokenizer: Any, is_coloured: bool) -> Text:
-    """The row's text: tokens in the loss green, others dim; without colours the former in double brackets."""
+def show_row(
+    runs: list[Run],
+    padding: int,
+    tokenizer: Any,
+    is_coloured: bool,
+    answers: Sequence[tuple[int, float]] = (),
+) -> Text:
+    """The row's text: tokens in the loss green, others dim; without colours the former in double brackets.
+
+    Args:
+        answers: Of judged answers the kind of each document, which has its own colour, and its margin.
+    """
     text = Text()
     left = MOST_TOKENS
     for number, run in enumerate(runs):
-        if number and run.document != runs[number - 1].document:
+        kind, margin = answers[run.document - 1] if answers else (CHOSEN, 0.0)
+        is_new = number == 0 or run.document != runs[number - 1].document
+        if is_new and answers:
+            better = f", better by {margin:g}" if margin else ""
+            text.append(f"{chr(10) * (number > 0)}--- {KIND_NAMES[kind]}{better} ---\n", MARK)
+        elif is_new and number:
             text.append("\n--- next document ---\n", MARK)
         words = printable(tokenizer.decode(run.ids[:left]))
         bracketed = run.in_loss and not is_coloured
-        text.append(f"{OPEN}{words}{CLOSE}" if bracketed else words, IN_LOSS if run.in_loss else CONTEXT)
+        text.append(
+            f"{OPEN}{words}{CLOSE}" if bracketed else words, OF_KIND[kind] if run.in_loss else CONTEXT
+        )
         left -= len(run.ids)
         if left <= 0:
             rest = sum(len(other.ids) for other in runs) - MOST_TOKENS
@@ -94,8 +113,11 @@ def show_row(runs: list[Run], padding: int, tokenizer: Any, is_coloured: bool) -
     return text
 
 
-def caption(is_coloured: bool) -> Text:
+def caption(is_coloured: bool, are_answers: bool = False) -> Text:
     """How to read `show_row`."""
+    if is_coloured and are_answers:
+        named = [part for kind, name in KIND_NAMES.items() for part in ((name, OF_KIND[kind]), ", ")]
+        return Text.assemble("answers: ", *named, ("context", CONTEXT))
     if is_coloured:
         return Text.assemble(("in the loss", IN_LOSS), ", ", ("context", CONTEXT))
     return Text(f"in the loss: {OPEN}in double brackets{CLOSE}; the rest is context")

@@ -11,22 +11,31 @@ from pipeline.objectives.cross_entropies import CausalLM, Classification
 from pipeline.objectives.given_logits import FusedKernels
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.objectives.model_call import ModelCall
+from pipeline.objectives.of_answers import OfAnswers, build_of_answers
 from pipeline.objectives.output_head import HeadAlone
 from pipeline.objectives.own import Custom, ModelLoss
+from pipeline.objectives.recorded import Recorded
 from pipeline.objectives.router import refuse_router
+from pipeline.objectives.segments import SEGMENT_KEYS, BySegment
+from pipeline.objectives.sequence_group import ALONE, SequenceGroup, note_group
 from pipeline.objectives.vocabulary_part import VocabularyPart, note_part
 
 __all__ = [
+    "ALONE",
     "TARGET_KEYS",
     "Batch",
+    "BySegment",
     "CausalLM",
     "GlobalBatch",
     "HeadAlone",
     "LossSum",
     "Objective",
+    "Recorded",
+    "SequenceGroup",
     "VocabularyPart",
     "added",
     "build_objective",
+    "note_group",
     "note_part",
     "refuse_router",
 ]
@@ -51,6 +60,9 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
                 "objective.kind: with a model of your own say what is minimised: causal_lm, classification, "
                 "model_loss (the model returns its loss), or package.module:function"
             )
+    if isinstance(section, OfAnswers):
+        call = ModelCall(config.model.inputs, kept=SEGMENT_KEYS)
+        return build_of_answers(section, call, FusedKernels() if compiled else None)
     call = ModelCall(config.model.inputs, with_targets=kind == "model_loss")
     if kind == "classification":
         assert isinstance(section, AutoObjectiveConfig | ClassificationObjectiveConfig)

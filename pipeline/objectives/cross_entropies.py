@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.data.batches import IGNORE_INDEX, shown
 from pipeline.data.extents import first_wrong
 from pipeline.errors import ConfigError, DataError, ModelError
-from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
+from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum, token_losses
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels
 from pipeline.objectives.model_call import Caller, ModelCall
@@ -26,7 +26,62 @@ from pipeline.objectives.router import balance_sum, router_logits_of, router_of,
 LABELS = ("labels", "label", "targets", "target")
 
 
-class CausalLM(Caller):
+class OverVocabulary(Caller):
+    """The cross entropy of a language model's labels: what its objectives have in common.
+
+    Args:
+        kernels: For logits that are made; None: in blocks. See given_logits.py.
+    """
+
+    name = "causal_lm"
+
+    def __init__(self, call: ModelCall | None = None, kernels: FusedKernels | None = None):
+        super().__init__(call)
+        self._kernels = kernels
+        self._heads = OutputHeads()
+
+    def losses(self, model: Callable[..., Any], batch: Batch, of_tokens: bool = False) -> tuple[Tensor, Any]:
+        """Sum over the labels, or the loss of each token (B, T), in fp32; and what the model returned."""
+        labels_BT = self._labels(batch)
+        head = self._heads.of(model)
+        if head is not None:
+            self._check(batch, head.out_features)
+        with loss_in(head, labels_BT, of_tokens) as told:
+            output = self._call(model, batch)
+        if not told.is_taken:
+            losses = self._of_logits(batch, logits_of(output), of_tokens)
+        else:
+            losses = logits_of(output) if of_tokens else logits_of(output).sum()
+        return losses, output
+
+    def _of_logits(self, batch: Batch, logits_BTV: Tensor, of_tokens: bool) -> Tensor:
+        labels_BT = self._labels(batch)
+        if logits_BTV.shape[:-1] != labels_BT.shape:
+            raise ModelError(
+                f"objective {self.name} wants logits (samples, tokens, vocabulary): the model returned "
+                f"{tuple(logits_BTV.shape)} for labels {tuple(labels_BT.shape)}"
+            )
+        self._check(batch, logits_BTV.shape[-1])
+        given = logits_BTV.flatten(0, 1), labels_BT.flatten(), self._kernels
+        return token_losses(*given).view(labels_BT.shape) if of_tokens else cross_entropy_sum(*given)
+
+    @staticmethod
+    def _check(batch: Batch, vocabulary: int) -> None:
+        check_labels(batch, "shift_labels" if "shift_labels" in batch else "labels", vocabulary)
+
+    def _labels(self, batch: Batch) -> Tensor:
+        name = find_labels(batch, ("labels", "shift_labels"), self.name)
+        labels_BT: Tensor = batch.get("shift_labels", batch[name])
+        if labels_BT.dim() != 2:
+            raise DataError(
+                f"objective {self.name} wants a label for each token, (samples, tokens), and the batch has "
+                f"{shown(batch)}"
+            )
+        labels_BT = labels_BT.long()
+        return labels_BT if "shift_labels" in batch else F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+class CausalLM(OverVocabulary):
     """Next-token cross entropy over the labels that are not -100.
 
     A batch holds `input_ids` (B, T) and either `shift_labels` (B, T), where position t holds the token after
@@ -43,24 +98,16 @@ class CausalLM(Caller):
     means: Mapping[str, tuple[str, str]] = {"router_aux_loss": ("router_aux_loss", "routed_tokens")}
 
     def __init__(self, call: ModelCall | None = None, kernels: FusedKernels | None = None):
-        super().__init__(call)
-        self._kernels = kernels
+        super().__init__(call, kernels)
         self._told = FirstCount()
-        self._heads = OutputHeads()
         self._of_global_batch: Callable[[Tensor], Tensor] = lambda tokens_E: tokens_E
 
     def count(self, batch: Batch) -> Tensor:
         return self._told((self._labels(batch) != IGNORE_INDEX).sum(), "labels")
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        labels_BT = self._labels(batch)
-        head = self._heads.of(model)
-        if head is not None:
-            self._check(batch, head.out_features)
-        with loss_in(head, labels_BT) as told:
-            output = self._call(model, batch)
-        loss_sum = logits_of(output).sum() if told.is_taken else self._loss_sum(batch, output)
-        counted_BT = labels_BT != IGNORE_INDEX
+        loss_sum, output = self.losses(model, batch)
+        counted_BT = self._labels(batch) != IGNORE_INDEX
         count = counted_BT.sum()
         router, layers = router_of(model), router_logits_of(output)
         if router is None or not layers or not torch.is_grad_enabled():
@@ -69,20 +116,6 @@ class CausalLM(Caller):
         balance = balance_sum(layers, counted_BT, router, tokens_E)
         extras = {"router_aux_loss": balance.detach(), "routed_tokens": count}
         return LossSum(loss_sum, count, extras, router.coefficient * balance)
-
-    def _loss_sum(self, batch: Batch, output: Any) -> Tensor:
-        labels_BT, logits_BTV = self._labels(batch), logits_of(output)
-        if logits_BTV.shape[:-1] != labels_BT.shape:
-            raise ModelError(
-                f"objective causal_lm wants logits (samples, tokens, vocabulary): the model returned "
-                f"{tuple(logits_BTV.shape)} for labels {tuple(labels_BT.shape)}"
-            )
-        self._check(batch, logits_BTV.shape[-1])
-        return cross_entropy_sum(logits_BTV.flatten(0, 1), labels_BT.flatten(), self._kernels)
-
-    @staticmethod
-    def _check(batch: Batch, vocabulary: int) -> None:
-        check_labels(batch, "shift_labels" if "shift_labels" in batch else "labels", vocabulary)
 
     def prepare_step(self, batch: GlobalBatch) -> None:
         """See Objective.prepare_step: where a mixture's tokens go.
@@ -109,18 +142,6 @@ class CausalLM(Caller):
         assert tokens_E is not None
         total_E = batch.all_reduce_sum(tokens_E)
         self._of_global_batch = lambda _: total_E
-
-    @staticmethod
-    def _labels(batch: Batch) -> Tensor:
-        name = find_labels(batch, ("labels", "shift_labels"), "causal_lm")
-        labels_BT: Tensor = batch.get("shift_labels", batch[name])
-        if labels_BT.dim() != 2:
-            raise DataError(
-                f"objective causal_lm wants a label for each token, (samples, tokens), and the batch has "
-                f"{shown(batch)}"
-            )
-        labels_BT = labels_BT.long()
-        return labels_BT if "shift_labels" in batch else F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 class Classification(Caller):

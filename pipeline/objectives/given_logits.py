@@ -40,7 +40,7 @@ class FusedKernels:
         }
 
     def loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
-        """The sum; of each row its largest logit and the sum of exponentials over that. Empty: in blocks."""
+        """Of each row; its largest logit and the sum of exponentials over that. Empty: in blocks."""
         return self._call(_loss, logits_NV, labels_N) or ()
 
     def gradient(self, *of_loss: Tensor) -> Tensor | None:
@@ -64,7 +64,16 @@ class FusedKernels:
 
 
 def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None = None) -> Tensor:
-    """Sum over the labels that are not -100, in fp32.
+    """Sum over the labels that are not -100: see token_losses.
+
+    Returns:
+        A 0-dim fp32 tensor, as `F.cross_entropy(logits.float(), labels, reduction="sum")` gives.
+    """
+    return token_losses(logits_NV, labels_N, kernels).sum()
+
+
+def token_losses(logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None = None) -> Tensor:
+    """Of each token, in fp32; 0 where the label is -100.
 
     Args:
         logits_NV: (tokens, vocabulary), any floating dtype.
@@ -72,27 +81,28 @@ def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels
         kernels: None: in blocks.
 
     Returns:
-        A 0-dim fp32 tensor, as `F.cross_entropy(logits.float(), labels, reduction="sum")` gives.
+        (N,), as `F.cross_entropy(logits.float(), labels, reduction="none")` gives.
     """
-    total: Tensor = _CrossEntropy.apply(logits_NV, labels_N, kernels)
-    return total
+    losses_N: Tensor = _CrossEntropy.apply(logits_NV, labels_N, kernels)
+    return losses_N
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None) -> Tensor:
         fused = () if kernels is None else kernels.loss(logits_NV, labels_N)
-        total, *of_rows = fused or (_loss_in_blocks(logits_NV, labels_N),)
+        losses_N, *of_rows = fused or (_losses_in_blocks(logits_NV, labels_N),)
         ctx.save_for_backward(logits_NV, labels_N, *of_rows)
         ctx.kernels = kernels if of_rows else None
-        return total
+        return losses_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, labels_N, *of_rows = ctx.saved_tensors
-        grad_NV = ctx.kernels and ctx.kernels.gradient(logits_NV, labels_N, *of_rows, grad)
-        return _gradient_in_blocks(logits_NV, labels_N, grad) if grad_NV is None else grad_NV, None, None
+        grad_N = grad_N.contiguous()  # a sum's is one number, which would be compiled for by itself
+        grad_NV = ctx.kernels and ctx.kernels.gradient(logits_NV, labels_N, *of_rows, grad_N)
+        return _gradient_in_blocks(logits_NV, labels_N, grad_N) if grad_NV is None else grad_NV, None, None
 
 
 def _loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,29 +111,29 @@ def _loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sum_N = (z_NV - top_N[:, None]).exp().sum(1)
     label_N = logits_NV.gather(1, labels_N.clamp(min=0)[:, None])[:, 0].float()
     lost_N = (top_N - label_N) + sum_N.log()
-    return torch.where(labels_N == IGNORE_INDEX, 0.0, lost_N).sum(), top_N, sum_N
+    return torch.where(labels_N == IGNORE_INDEX, 0.0, lost_N), top_N, sum_N
 
 
-def _gradient(logits_NV: Tensor, labels_N: Tensor, top_N: Tensor, sum_N: Tensor, grad: Tensor) -> Tensor:
+def _gradient(logits_NV: Tensor, labels_N: Tensor, top_N: Tensor, sum_N: Tensor, grad_N: Tensor) -> Tensor:
     p_NV = (logits_NV.float() - top_N[:, None]).exp() / sum_N[:, None]
     is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
-    scale_N = torch.where(labels_N == IGNORE_INDEX, 0.0, grad)
+    scale_N = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_N)
     return ((p_NV - is_label_NV.float()) * scale_N[:, None]).to(logits_NV.dtype)
 
 
-def _loss_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
+def _losses_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    losses_N = torch.empty_like(labels_N, dtype=torch.float32)
     for block in blocks_of(logits_NV):
-        total += F.cross_entropy(
-            logits_NV[block].float(), labels_N[block], ignore_index=IGNORE_INDEX, reduction="sum"
+        losses_N[block] = F.cross_entropy(
+            logits_NV[block].float(), labels_N[block], ignore_index=IGNORE_INDEX, reduction="none"
         )
-    return total
+    return losses_N
 
 
-def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad: Tensor) -> Tensor:
+def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Tensor) -> Tensor:
     """d loss / d logit = (softmax - one-hot of the label) x the incoming gradient; 0 in ignored rows."""
     grad_NV = torch.empty_like(logits_NV)
-    scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad)[:, None]
+    scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_N)[:, None]
     target_N1 = labels_N.clamp(min=0)[:, None]
     minus_one = torch.full_like(scale_N1, -1.0)
     for block in blocks_of(logits_NV):

@@ -68,16 +68,25 @@ class GlobalBatch:
     to_device: Callable[[Batch], Batch]
     """Brings a micro-batch to the model's device."""
     all_reduce_sum: Callable[[Tensor], Tensor]
-    """The sum over the ranks that the batch is divided among."""
+    """The sum over the ranks that the batch is divided among, of a tensor on `device`."""
+    device: torch.device
 
 
 class Objective(Protocol):
     """What is minimised: the sum of `loss_sum` over the sum of `count`, both over the global batch."""
 
     unit: str
-    """What is counted: `tokens` or `samples`."""
+    """What is counted: `tokens`, `samples`, `pairs` or `examples`."""
     means: Mapping[str, tuple[str, str]]
     """Metric -> which of LossSum.extras is divided by which, both over the global batch."""
+    targets: Sequence[str]
+    """Entries of a batch that it reads and no model does."""
+    weighted: Mapping[str, float]
+    """Metric -> what its mean is multiplied by before it is added to an evaluation's loss: terms with a count
+    of their own. In training they are part of `loss_sum`, as `prepare_step` tells the global counts."""
+    ahead: Objective | None
+    """What an evaluation has to know of all held-out data before its first batch; its mean is told to
+    `hear`."""
 
     def count(self, batch: Batch) -> Tensor:
         """The micro-batch's count (0-dim), from the batch alone: it is needed before the first backward."""
@@ -95,4 +104,8 @@ class Objective(Protocol):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """Runs the model on a batch that is on its device."""
+        ...
+
+    def hear(self, mean: float) -> None:
+        """See `ahead`."""
         ...

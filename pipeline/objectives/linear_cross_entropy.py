@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
+from pipeline.objectives.added_products import add_product
 from pipeline.objectives.vocabulary_part import VocabularyPart
 
 # Bytes of a chunk's logits, and tokens where these are more: products are fast from a few hundred tokens on,
@@ -37,9 +39,6 @@ FP16_SCALE = 256.0
 # By kind of device, what a layer's words are filled up to a multiple of: tensor cores take rows of logits of
 # an odd length, such as 50,257 words', at a fraction of their rate.
 MULTIPLE = {"cuda": 64}
-# Elements of the weight's gradient that are added up at once on a CPU, 256 words or more: the product is
-# still cached, and neither it nor its fp32 copy is as large as the weight.
-CPU_PART = 1 << 19
 
 
 def linear_cross_entropy_sum(
@@ -85,23 +84,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         part: VocabularyPart | None,
     ) -> Tensor:
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        rows = _counted(labels_N)
-        x_ND, own_N = hidden_ND.to(dtype), labels_N
-        if rows is not None:
-            x_ND, own_N = x_ND[rows], labels_N[rows]
-        kind = _Sums if part is None else partial(_SumsOverRanks, part)
-        words = len(weight_VD)
-        layer = _filled_up(weight_VD.to(dtype)), None if bias_V is None else _filled_up(bias_V.to(dtype))
-        sums = kind(x_ND, *layer, words, needs)
-        sums.add(own_N)
-        grad_ND = sums.hidden_ND
-        if rows is not None and grad_ND is not None:
-            grad_ND = torch.zeros_like(hidden_ND, dtype=grad_ND.dtype).index_copy_(0, rows, grad_ND)
-        of_layer = (None if each is None else each[:words] for each in (sums.weight_VD, sums.bias_V))
-        ctx.save_for_backward(grad_ND, *of_layer)
+        sums, rows = sums_of(hidden_ND, weight_VD, bias_V, labels_N, dtype, part, needs)
+        ctx.save_for_backward(*sums.gradients(rows, len(hidden_ND)))
         ctx.scale, ctx.part = sums.scale, part
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden_ND, weight_VD, bias_V)]
-        return sums.loss
+        return sums.losses_N.sum()
 
     @staticmethod
     @once_differentiable
@@ -120,6 +107,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
+def sums_of(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    dtype: torch.dtype,
+    part: VocabularyPart | None,
+    needs: list[bool],
+    incoming_N: Tensor | None = None,
+) -> tuple[Sums, Tensor | None]:
+    """The losses of the tokens that count, and the gradients that are needed; rows of these tokens, None:
+    all.
+
+    Args:
+        needs: Which gradients of the first three arguments, which see linear_cross_entropy_sum.
+        incoming_N: Gradient of each loss; None: FP16_SCALE in fp16, else 1.
+    """
+    rows = _counted(labels_N)
+    x_ND = hidden_ND.to(dtype)
+    if rows is not None:
+        x_ND, labels_N = x_ND[rows], labels_N[rows]
+        incoming_N = None if incoming_N is None else incoming_N[rows]
+    kind = Sums if part is None else partial(_SumsOverRanks, part)
+    layer = _filled_up(weight_VD.to(dtype)), None if bias_V is None else _filled_up(bias_V.to(dtype))
+    sums = kind(x_ND, *layer, len(weight_VD), needs, incoming_N)
+    sums.add(labels_N)
+    return sums, rows
+
+
+def spread(values_N: Tensor, rows: Tensor | None, tokens: int) -> Tensor:
+    """Values of the tokens that count at the places of all of them; 0 elsewhere."""
+    if rows is None:
+        return values_N
+    return values_N.new_zeros(tokens, *values_N.shape[1:]).index_copy_(0, rows, values_N)
+
+
 def _counted(labels_N: Tensor) -> Tensor | None:
     """The rows that count, where some do not. On a GPU the host would wait to know how many: all stay."""
     if labels_N.device.type != "cpu":
@@ -134,17 +157,26 @@ def _filled_up(of_words: Tensor) -> Tensor:
     return F.pad(of_words, (0, 0) * (of_words.dim() - 1) + (0, further)) if further else of_words
 
 
-class _Sums:
-    """The loss and its gradients, added up chunk by chunk: fp32 where products are in half precision."""
+class Sums:
+    """Losses, and their gradients added up chunk by chunk: fp32 where products are in half precision."""
 
-    def __init__(self, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, words: int, needs: list[bool]):
+    def __init__(
+        self,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        words: int,
+        needs: list[bool],
+        incoming_N: Tensor | None,
+    ):
         """Words: those that there are; rows behind them only fill up."""
         self._words = words
         self._x_ND, self._weight_VD, self._bias_V = x_ND, weight_VD, bias_V
         self._dtype = torch.promote_types(x_ND.dtype, torch.float32)
         self._needs = any(needs)
         self.scale = FP16_SCALE if x_ND.dtype == torch.float16 else 1.0
-        self.loss = x_ND.new_zeros((), dtype=self._dtype)
+        self._incoming_N1 = None if incoming_N is None else incoming_N.to(self._dtype)[:, None]
+        self.losses_N = x_ND.new_zeros(len(x_ND), dtype=self._dtype)
         self.hidden_ND = torch.empty_like(x_ND) if needs[0] else None
         self.weight_VD = torch.zeros_like(weight_VD, dtype=self._dtype) if needs[1] else None
         self.bias_V = torch.zeros_like(weight_VD[:, 0], dtype=self._dtype) if needs[2] else None
@@ -165,21 +197,28 @@ class _Sums:
                 torch.addmm(self._bias_V, x_CD, self._weight_VD.t(), out=grad_CV)
             if words > self._words:
                 grad_CV[:, self._words :].fill_(-torch.inf)
-            self._loss_of(grad_CV, labels_C)
+            incoming_C1 = None if self._incoming_N1 is None else self._incoming_N1[chunk]
+            self.losses_N[chunk] = self._loss_of(grad_CV, labels_C, incoming_C1)[:, 0]
             if self.hidden_ND is not None and self.hidden_ND.dtype == grad_CV.dtype:
                 torch.mm(grad_CV, self._weight_VD, out=self.hidden_ND[chunk])
             elif self.hidden_ND is not None:
-                _add_product(self.hidden_ND[chunk], grad_CV, self._weight_VD)
+                add_product(self.hidden_ND[chunk], grad_CV, self._weight_VD)
             if self.weight_VD is not None:
-                _add_product(self.weight_VD, grad_CV.t(), x_CD)
+                add_product(self.weight_VD, grad_CV.t(), x_CD)
             if self.bias_V is not None:
                 self.bias_V += grad_CV.sum(0, dtype=self._dtype)
+
+    def gradients(self, rows: Tensor | None, tokens: int) -> tuple[Tensor | None, ...]:
+        """Of the hidden states of all tokens (see spread), the weight and the bias; None: not needed."""
+        hidden_ND = None if self.hidden_ND is None else spread(self.hidden_ND, rows, tokens)
+        of_layer = (None if each is None else each[: self._words] for each in (self.weight_VD, self.bias_V))
+        return hidden_ND, *of_layer
 
     def _most_words(self) -> int:
         return self._words
 
-    def _loss_of(self, logits_CV: Tensor, labels_C: Tensor) -> None:
-        """Adds the chunk's loss. Logits become gradients of it, where these are needed."""
+    def _loss_of(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
+        """The chunk's losses (C, 1). Logits become gradients of them, where these are needed."""
         on_cpu = labels_C.device.type == "cpu"
         size = min(len(labels_C), max(1, (CPU_BLOCK if on_cpu else GPU_BLOCK) // logits_CV.shape[1]))
         is_counted_C1 = (labels_C != IGNORE_INDEX)[:, None]
@@ -187,35 +226,30 @@ class _Sums:
         own_C1 = logits_CV.gather(1, label_C1).to(self._dtype)
         tops, largest, owns = [], [], []
         works = [logits_CV.new_empty(size, logits_CV.shape[1], dtype=self._dtype) for _ in range(2)]
-        for block_RV, label_R1 in zip(logits_CV.split(size), label_C1.split(size), strict=True):
+        factor: Tensor | float = self.scale if incoming_C1 is None else incoming_C1
+        factors = repeat(factor) if incoming_C1 is None else incoming_C1.split(size)
+        for block_RV, label_R1, by in zip(logits_CV.split(size), label_C1.split(size), factors, strict=False):
             z_RV, p_RV = (work[: len(block_RV)] for work in works)
             torch.softmax(z_RV.copy_(block_RV), 1, out=p_RV)
             tops.append(z_RV.amax(1, keepdim=True))
             largest.append(p_RV.amax(1, keepdim=True))
             if self._needs:
-                if self.scale != 1.0:
-                    p_RV.mul_(self.scale)
+                if isinstance(by, Tensor) or by != 1.0:
+                    p_RV.mul_(by)
                 owns.append(p_RV.gather(1, label_R1))
                 block_RV.copy_(p_RV)
         # The largest logit's probability is 1 / V or more, so its logarithm is exact.
         lost_C1 = torch.cat(tops) - torch.cat(largest).log() - own_C1
-        self.loss += torch.where(is_counted_C1, lost_C1, 0.0).sum()
         if self._needs:
             # Not scatter_: of half precision it makes an fp32 copy of all logits, on a CPU.
             row_C1 = torch.arange(len(labels_C), device=labels_C.device)[:, None]
-            logits_CV[row_C1, label_C1] = (torch.cat(owns) - self.scale).to(logits_CV.dtype)
+            logits_CV[row_C1, label_C1] = (torch.cat(owns) - factor).to(logits_CV.dtype)
             if not on_cpu:  # there all of them count
                 logits_CV.mul_(is_counted_C1)
-
-    def _keep(self, gradient_RV: Tensor, block_RV: Tensor, is_counted_R1: Tensor) -> None:
-        if block_RV.device.type != "cpu":  # there all of them count
-            gradient_RV.mul_(is_counted_R1)
-        if self.scale != 1.0:
-            gradient_RV.mul_(self.scale)
-        block_RV.copy_(gradient_RV)
+        return torch.where(is_counted_C1, lost_C1, 0.0)
 
 
-class _SumsOverRanks(_Sums):
+class _SumsOverRanks(Sums):
     """The loss over the words of all ranks; gradients of this rank's, and its share of the hidden states'."""
 
     def __init__(self, part: VocabularyPart, *arguments: Any):
@@ -227,7 +261,7 @@ class _SumsOverRanks(_Sums):
     def _most_words(self) -> int:
         return self._part.largest
 
-    def _loss_of(self, logits_CV: Tensor, labels_C: Tensor) -> None:
+    def _loss_of(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
         own_C = labels_C - self._part.start
         is_own_C1 = ((own_C >= 0) & (own_C < self._words))[:, None]  # -100 is nobody's
         own_C1 = own_C.clamp(0, self._words - 1)[:, None]
@@ -243,14 +277,19 @@ class _SumsOverRanks(_Sums):
         top_C1 = tops_PC1.amax(0)
         sum_C1 = ((tops_PC1 - top_C1).exp() * sums_PC1).sum(0)
         is_counted_C1 = (labels_C != IGNORE_INDEX)[:, None]
-        self.loss += torch.where(is_counted_C1, top_C1 + sum_C1.log() - labels_PC1.sum(0), 0.0).sum()
+        lost_C1 = torch.where(is_counted_C1, top_C1 + sum_C1.log() - labels_PC1.sum(0), 0.0)
         if not self._needs:
-            return
+            return lost_C1
         minus_one_C1 = is_own_C1.to(self._dtype).neg_()
         for block in blocks_of(logits_CV):
             p_RV = logits_CV[block].to(self._dtype).sub_(top_C1[block]).exp_().div_(sum_C1[block])
             p_RV.scatter_add_(1, own_C1[block], minus_one_C1[block])
-            self._keep(p_RV, logits_CV[block], is_counted_C1[block])
+            if p_RV.device.type != "cpu":  # there all of them count
+                p_RV.mul_(is_counted_C1[block])
+            if incoming_C1 is not None or self.scale != 1.0:
+                p_RV.mul_(self.scale if incoming_C1 is None else incoming_C1[block])
+            logits_CV[block].copy_(p_RV)
+        return lost_C1
 
 
 def blocks_of(logits_NV: Tensor) -> Iterator[slice]:
@@ -259,20 +298,3 @@ def blocks_of(logits_NV: Tensor) -> Iterator[slice]:
     rows = max(1, elements // logits_NV.shape[1])
     for start in range(0, logits_NV.shape[0], rows):
         yield slice(start, start + rows)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, added up in the total's dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif total.device.type == "cuda" and torch.version.hip is None:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # a sum over tokens may be too large for it
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-    elif total.device.type == "cpu" and len(total) > (size := max(256, CPU_PART // b.shape[1])):
-        half, whole = (b.new_empty(size, b.shape[1], dtype=dtype) for dtype in (b.dtype, total.dtype))
-        for part, rows in zip(total.split(size), a.split(size), strict=True):
-            product = torch.mm(rows, b, out=half[: len(rows)])
-            part.add_(whole[: len(rows)].copy_(product))  # the sum of two types would allocate the copy
-    else:
-        total += a @ b

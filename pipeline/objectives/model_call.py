@@ -17,7 +17,7 @@ from pipeline.errors import DataError, ModelError
 from pipeline.models.document_attention import BOUNDS
 from pipeline.models.of_transformers import is_model
 from pipeline.objectives.first_calls import FirstCalls
-from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch
+from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, Objective
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -52,10 +52,14 @@ class ModelCall:
             others by position, in this order.
         with_targets: The model computes its own loss: targets go in as well, under a name of the forward's
             that means the same, or behind the inputs.
+        kept: Further entries that no model is given.
     """
 
-    def __init__(self, stated: Sequence[str] | None = None, *, with_targets: bool = False) -> None:
+    def __init__(
+        self, stated: Sequence[str] | None = None, *, with_targets: bool = False, kept: Sequence[str] = ()
+    ) -> None:
         self._stated = tuple(stated) if stated is not None else None
+        self._kept = (BOUNDS, *kept)
         self._with_targets = with_targets
         self._known: WeakKeyDictionary[nn.Module, dict[Any, Call]] = WeakKeyDictionary()
         self._checked = FirstCalls()
@@ -96,7 +100,7 @@ class ModelCall:
             signature = inspect.signature(forward)
         except ValueError:  # written in C
             signature = inspect.signature(lambda *values, **named: None)
-        of_rows = {key: kind for key, kind in kinds.items() if key != BOUNDS}
+        of_rows = {key: kind for key, kind in kinds.items() if key not in self._kept}
         plan = _Plan(signature, of_rows, self._with_targets)
         if self._stated is not None:
             if absent := [key for key in self._stated if key not in kinds]:
@@ -165,6 +169,9 @@ class Caller:
     """What all objectives have: the way to the model."""
 
     means: Mapping[str, tuple[str, str]] = {}
+    targets: Sequence[str] = TARGET_KEYS
+    weighted: Mapping[str, float] = {}
+    ahead: Objective | None = None
 
     def __init__(self, call: ModelCall | None = None) -> None:
         self._call = call or ModelCall()
@@ -175,6 +182,9 @@ class Caller:
 
     def prepare_step(self, batch: GlobalBatch) -> None:
         """See Objective.prepare_step: nothing."""
+
+    def hear(self, mean: float) -> None:
+        """See Objective.hear: nothing."""
 
 
 class _Plan:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.models.of_transformers import is_model
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
+from pipeline.objectives.linear_token_losses import linear_token_losses
 from pipeline.objectives.model_call import unwrapped
 from pipeline.objectives.vocabulary_part import part_of_vocabulary
 
@@ -70,12 +71,16 @@ class LossInHead:
     """What became of the labels that were handed to the layer."""
 
     is_taken = False
-    """Whether the model's logits are the loss, (1,)."""
+    """Whether the model's logits are the loss."""
 
 
 @contextmanager
-def loss_in(head: nn.Linear | None, labels_BT: Tensor) -> Iterator[LossInHead]:
-    """Inside, the layer returns the loss sum, (1,), of hidden states that fit the labels, and else logits."""
+def loss_in(head: nn.Linear | None, labels_BT: Tensor, of_tokens: bool = False) -> Iterator[LossInHead]:
+    """Inside, the layer returns the loss sum, (1,), of hidden states that fit the labels, and else logits.
+
+    Args:
+        of_tokens: The losses of all tokens, (B, T), in place of their sum.
+    """
     told = LossInHead()
     if head is None:
         yield told
@@ -92,6 +97,9 @@ def loss_in(head: nn.Linear | None, labels_BT: Tensor) -> Iterator[LossInHead]:
         told.is_taken = True
         hidden_ND = hidden_BTD.flatten(0, 1)
         labels_N, part = labels_BT.flatten(), part_of_vocabulary(head)
+        if of_tokens:
+            losses_N = linear_token_losses(hidden_ND, weight_VD, head.bias, labels_N, dtype, part)
+            return losses_N.view(labels_BT.shape)
         return linear_cross_entropy_sum(hidden_ND, weight_VD, head.bias, labels_N, dtype, part)[None]
 
     head.forward = forward  # type: ignore[method-assign]

@@ -26,6 +26,11 @@ LONGEST_END = 5.0  # seconds that the report of a run that ends may take: some 3
 PANELS = {
     "Loss": ("train/loss", "eval/loss"),
     "Accuracy": ("train/accuracy", "eval/accuracy"),
+    "Rewards of answers": tuple(
+        f"{part}/rewards/{side}" for part in ("train", "eval") for side in ("chosen", "rejected")
+    ),
+    "Margin of rewards": ("train/rewards/margin", "eval/rewards/margin"),
+    "Share of pairs with a margin": ("train/rewards/accuracy", "eval/rewards/accuracy"),
     "Gradient norm, before clipping": ("train/grad_norm",),
     "Learning rate": ("train/learning_rate",),
     "Throughput, tokens/s": ("perf/tokens_per_second",),

@@ -42,6 +42,7 @@ EXAMPLES = [
     (2, {SEQUENCE: 2, KV: 3, "model.num_heads": 6, "model.hidden_size": 96}, {KV: 1}),
     (2, {SEQUENCE: 2, "data.sequence_length": 63}, {"data.sequence_length": 64}),
     (2, {SEQUENCE: 2, "model.attention": "eager"}, {"model.attention": "auto"}),
+    (2, {STAGES: 2, STAGE: 1, "objective.kind": "kto", "data.kind": "preference"}, {STAGES: 1}),
     (8, {STAGES: 8, STAGE: 1}, {STAGES: 4}),
     (1, {ACCUMULATION: "fp32", BF16: True, STAGE: 0}, {STAGE: 1}),
     (2, {ACCUMULATION: "fp32", BF16: True, STAGE: 1, SEQUENCE: 2}, {STAGE: 2}),
@@ -87,7 +88,7 @@ def dry_run(capsys, tmp_path, ranks, choice):
         "model": {"kind": choice.pop("model.kind", "causal_lm")},
         "data": {"kind": choice.pop("data.kind", "text")},
     }
-    if sections["data"]["kind"] == "text":
+    if sections["data"]["kind"] in ("text", "preference"):
         sections["model"]["architecture"], sections["data"]["paths"] = "llama", ["notes"]
     recipe.write_text(json.dumps({"max_steps": 1, **sections}))
     overrides = [f"{key}={json.dumps(value)}" for key, value in choice.items()]

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.preferences import answers_bundle, group_of, tree_of
 from support.tiny import VOCABULARY, deepspeed_json, recipe, resolve, token_bundle
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -62,6 +63,30 @@ SPLITS = {
     **{f"tensor, ZeRO {stage}": deepspeed_json(stage, "bf16") | TENSOR_2 for stage in (1, 3)},
     "sequence": deepspeed_json(2, "bf16") | {"sequence_parallel_size": 2},
 }
+
+
+def most_rows_of_answers(job: Job, splits) -> dict[str, int]:
+    """As most_rows, of a loss that takes each token's log-probability, over a head that is not trained."""
+    tree = tree_of("dpo", 4)
+    tree["model"] = tree["model"] | {"freeze": ["lm_head.*"]}
+    data, found = answers_bundle(), {}
+    for name, split in splits.items():
+        config, resolved = resolve(tree, split, job.ranks.world_size)
+        engine, objective = build_engine(config, resolved, job, data), build_objective(config)
+        group = group_of(data.train, 0, resolved.plan, engine.dp_rank, engine.dp_world_size)
+        with patch.object(linear_cross_entropy, "CPU_CHUNK", (ROWS * VOCABULARY * 2, 1)), Rows() as rows:
+            engine.train_step(group, objective, 1e-3, 0)
+            engine.eval_step(group[0], objective)
+        found[name] = rows.most
+        engine.close()
+    return found
+
+
+def test_no_logits_of_answers_on_two_ranks(ranks):
+    names = ("ZeRO 2", "ZeRO 3", "sequence", "stages")
+    by_rank = ranks(2).run(most_rows_of_answers, {name: SPLITS[name] for name in names})
+    for name in names:
+        assert 0 < max(found[name] for found in by_rank) <= ROWS, name
 
 
 def test_no_logits_on_two_ranks(ranks):

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from parity.activations import activation_table
+from parity.answers import answers_table
 from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import STEPS, cases
 from support.ranks import RankPool
@@ -72,7 +73,12 @@ def parity_table() -> str:
 
 def main() -> None:
     """Replaces the blocks, each as soon as it is known."""
-    blocks = {"rules": as_markdown, "activation checkpointing": activation_table, "parity": parity_table}
+    blocks = {
+        "rules": as_markdown,
+        "activation checkpointing": activation_table,
+        "answers": answers_table,
+        "parity": parity_table,
+    }
     for name in sys.argv[1:] or blocks:
         block = blocks[name]()
         DOCUMENT.write_text(replace_block(DOCUMENT.read_text(), name, block))

@@ -32,11 +32,16 @@ class Document:
         ids: (n,) unsigned integers, the end-of-document token included.
         loss_mask: (n,) bool, which tokens count in the loss; None: all.
         key: What its hash is made of, by which it is held out and duplicates are found.
+        segments: (1 or 2, 3) int32, where answers were judged: of each its kind (preference_layouts.py), the
+            tokens of its prompt, and all its tokens. None: one text.
+        margin: By how much the first is better, where that is known.
     """
 
     ids: NDArray[Any]
     loss_mask: NDArray[np.bool_] | None
     key: bytes
+    segments: NDArray[np.int32] | None = None
+    margin: float | None = None
 
 
 # Tokenises a batch of records; what it leaves out, or changes, is counted in the tally.

@@ -32,6 +32,7 @@ from pipeline.errors import DataError
 FORMAT_VERSION = 1  # part of every key: raise it when the files would come out differently
 INDEX = "part.json"
 SPLITS = ("train", "eval")
+MOST_SEGMENTS = 2  # of a document
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
@@ -92,22 +93,28 @@ class PartWriter:
     """Fills the folder of a part: `append` batches, then `finish`, or `abandon` at any time.
 
     `tokens` are ids, `ends` int64 the offset behind each document, `hashes` uint64, `learned` uint8
-    the loss mask, which has kept the name that it has on disks.
+    the loss mask, which has kept the name that it has on disks. Of judged answers `segments` int32, and
+    `margins` float32 (NaN: not known), see Document.
 
     Args:
         folder: Where the part will be; its lock is held.
         dtype: Of the ids.
         has_loss_mask: There is a file `learned` too.
+        has_segments: There are files `segments` and `margins` too.
     """
 
-    def __init__(self, folder: Path, dtype: np.dtype[Any], has_loss_mask: bool) -> None:
+    def __init__(
+        self, folder: Path, dtype: np.dtype[Any], has_loss_mask: bool, has_segments: bool = False
+    ) -> None:
         self._folder = folder
         self._dtype = dtype
         self._has_loss_mask = has_loss_mask
+        self._has_segments = has_segments
         self._temporary = begin_folder(folder)
         self._documents = dict.fromkeys(SPLITS, 0)
         self._tokens = dict.fromkeys(SPLITS, 0)
         arrays = ["tokens", "ends", "hashes"] + ["learned"] * has_loss_mask
+        arrays += ["segments", "margins"] * has_segments
         self._files: dict[str, _File] = {}
         for name in (f"{split}.{array}" for split in SPLITS for array in arrays):
             self._files[name] = _File(self._temporary / name)
@@ -133,8 +140,19 @@ class PartWriter:
                 for document in documents
             ]
             self._files[f"{split}.learned"].append(np.concatenate(each).astype(np.uint8, copy=False))
+        if self._has_segments:
+            self._append_segments(split, documents)
         self._documents[split] += len(documents)
         self._tokens[split] += len(tokens)
+
+    def _append_segments(self, split: str, documents: list[Document]) -> None:
+        table = np.zeros((len(documents), MOST_SEGMENTS, 3), dtype="<i4")
+        for row, document in zip(table, documents, strict=True):
+            assert document.segments is not None
+            row[: len(document.segments)] = document.segments
+        margins = [np.nan if document.margin is None else document.margin for document in documents]
+        self._files[f"{split}.segments"].append(table.reshape(-1))
+        self._files[f"{split}.margins"].append(np.array(margins, dtype="<f4"))
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Puts the folder in its place, with counts, checksums and `facts` in its index."""
@@ -199,6 +217,17 @@ class TokenPart:
     def loss_mask(self) -> NDArray[np.uint8] | None:
         """(n,) 1 where a token counts in the loss; None: all count."""
         return self._map("learned", np.dtype("u1"), self.num_tokens) if self.has_loss_mask else None
+
+    @property
+    def segments(self) -> NDArray[np.int32]:
+        """(documents, MOST_SEGMENTS, 3): kind, tokens of the prompt, and tokens; kind 0: there is none."""
+        shape = (self.num_documents, MOST_SEGMENTS, 3)
+        return self._map("segments", np.dtype("<i4"), math.prod(shape)).reshape(shape)
+
+    @property
+    def margins(self) -> NDArray[np.float32]:
+        """(documents,) NaN: not known."""
+        return self._map("margins", np.dtype("<f4"), self.num_documents)
 
     def _map(self, name: str, dtype: np.dtype[Any], length: int) -> NDArray[Any]:
         path = self.folder / f"{self.split}.{name}"

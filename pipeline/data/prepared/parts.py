@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.data_schema import ChatDataConfig
+from pipeline.config.data_schema import ConversationsConfig, PreferenceDataConfig
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.documents.records import BAD_RECORDS, Record
 from pipeline.data.prepared.encoder import Document, Encoder, EncoderSettings, Records
@@ -89,11 +89,12 @@ def prepare_part(
 
 
 def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report) -> None:
-    is_chat = isinstance(settings.config, ChatDataConfig)
+    has_rows = isinstance(settings.config, ConversationsConfig)
+    has_segments = isinstance(settings.config, PreferenceDataConfig)
     tally: Counter[str] = Counter()
-    records = read_records(task.part, tally) if is_chat else read_texts(task.part, tally)
+    records = read_records(task.part, tally) if has_rows else read_texts(task.part, tally)
     with writing_to(task.cache_dir, task.label):
-        writer = PartWriter(task.folder, settings.dtype, has_loss_mask=is_chat)
+        writer = PartWriter(task.folder, settings.dtype, has_rows, has_segments)
     try:
         size = 0
         for batch in _batches(records):

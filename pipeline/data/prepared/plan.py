@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, SourceConfig
+from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, PreferenceDataConfig, SourceConfig
 from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.part import Part, find_parts
 from pipeline.data.prepared.part_files import FORMAT_VERSION, is_prepared
@@ -97,6 +97,15 @@ def plan_tasks(
 
 def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
     """What decides a document's ids besides its record and the tokenizer."""
+    if isinstance(config, PreferenceDataConfig):
+        return {
+            "kind": "preference",
+            "layout": config.layout,
+            "unpaired": config.is_unpaired,
+            "too_long": config.too_long,
+            "sequence_length": config.sequence_length,
+            "chat_template": hash_of(tokenizer.tokenizer.chat_template),
+        }
     if not isinstance(config, ChatDataConfig):
         return {"kind": "text"}
     return {

@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from pipeline.config.data_schema import ChatDataConfig
+from pipeline.config.data_schema import ChatDataConfig, PreferenceDataConfig
 from pipeline.data.prepared.encoder import Encoder, EncoderSettings, TextEncoder
 from pipeline.data.prepared.parts import Advance, PartTask, prepare_part
 from pipeline.data.prepared.progress_bar import PrepareProgress
@@ -51,6 +51,10 @@ def build_encoder(settings: EncoderSettings) -> Encoder:
         from pipeline.data.prepared.chat_encoder import ChatEncoder
 
         return ChatEncoder(settings)
+    if isinstance(settings.config, PreferenceDataConfig):
+        from pipeline.data.prepared.preference_encoder import PreferenceEncoder
+
+        return PreferenceEncoder(settings)
     return TextEncoder(settings)
 
 

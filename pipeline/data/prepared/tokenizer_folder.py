@@ -12,11 +12,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig
-from pipeline.data.chat_layouts import read_conversation
+from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig, PreferenceDataConfig
+from pipeline.data.chat_layouts import Conversation, read_conversation
 from pipeline.data.chat_template import find_template, special_tokens_of
 from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import Part, read_records, read_texts
+from pipeline.data.preference_layouts import Example, read_example
 from pipeline.data.prepared.folders import (
     abandon_folder,
     begin_folder,
@@ -63,37 +64,45 @@ class TokenizerFolder:
 
 
 def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Path) -> TokenizerFolder:
-    """The recipe's tokenizer: loaded, or trained on the training split of `parts`. For chat with a template.
+    """The recipe's tokenizer: loaded, or trained on the training split of `parts`. Where there may be
+    conversations, with a template.
 
     One process trains it; others that need the same one wait.
 
     Raises:
-        DataError: the pretrained one cannot be used, there is no chat template, a document cannot be read,
-            or the cache not be written.
+        DataError: the pretrained one cannot be used, there is no chat template for chat data, a document
+            cannot be read, or the cache not be written.
     """
-    chat = config if isinstance(config, ChatDataConfig) else None
+    spoken = config if isinstance(config, ConversationsConfig) else None
     if config.tokenizer.pretrained is not None:
         tokenizer = load_pretrained(config.tokenizer.pretrained)
-        if chat is not None:
-            tokenizer.chat_template = find_template(chat, tokenizer.chat_template)
+        if spoken is not None:
+            tokenizer.chat_template = _template(spoken, tokenizer.chat_template)
         digest = digest_tokenizer(tokenizer)
         path = _keep(cache_dir, hash_of([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
     else:
         content: list[Any] = [
             TRAINING_VERSION,
-            "text" if chat is None else "chat",
+            "text" if spoken is None else spoken.kind,
             config.tokenizer.vocab_size,
             config.eval_fraction,
             sorted(part.digest for part in parts),
         ]
-        template = find_template(chat, None) if chat is not None else None  # fails before the training
-        if chat is not None:
-            content.append([chat.layout, *special_tokens_of(chat)])
+        template = _template(spoken, None) if spoken is not None else None  # fails before the training
+        if spoken is not None:
+            content.append([spoken.layout, *special_tokens_of(spoken)])
         path = _keep(cache_dir, hash_of(content), lambda: _train(config, parts))
         tokenizer = read_tokenizer(path / "tokenizer.json")
         tokenizer.chat_template = template
         digest = digest_tokenizer(tokenizer)
     return TokenizerFolder(path, tokenizer, digest, token_ids_end(tokenizer))
+
+
+def _template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str | None:
+    """The Jinja text; None where rows may do without and there is none."""
+    if isinstance(config, PreferenceDataConfig) and config.chat_template is None and not own:
+        return None
+    return find_template(config, own)
 
 
 def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
@@ -141,7 +150,7 @@ def _train(config: DocumentsConfig, parts: Sequence[Part]) -> PreTrainedTokenize
     log.info("training the tokenizer on %.1f MB", size / 1e6)
     start = time.perf_counter()
     documents = _training_documents(config, parts)
-    special_tokens = special_tokens_of(config) if isinstance(config, ChatDataConfig) else ()
+    special_tokens = special_tokens_of(config) if isinstance(config, ConversationsConfig) else ()
     tokenizer = train_tokenizer(documents, config.tokenizer.vocab_size, special_tokens)
     log.info("trained a tokenizer of %d entries in %.1f s", len(tokenizer), time.perf_counter() - start)
     return tokenizer
@@ -165,14 +174,18 @@ def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Itera
 
 def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes, str]]:
     """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
-    if not isinstance(config, ChatDataConfig):
+    if not isinstance(config, ConversationsConfig):
         yield from ((text.encode(), text) for _, text in read_texts(part, Counter()))
         return
     for where, record in read_records(part, Counter()):
         try:
-            conversation = read_conversation(where, record, config.layout)
+            said: Conversation | Example
+            if isinstance(config, PreferenceDataConfig):
+                said = read_example(where, record, config.layout, unpaired=config.is_unpaired)
+            else:
+                said = read_conversation(where, record, config.layout)
         except DataError:
             if not part.skip_bad_records:
                 raise
             continue
-        yield conversation.key, "\n".join(turn["content"] for turn in conversation.turns)
+        yield said.key, "\n".join(said.texts())

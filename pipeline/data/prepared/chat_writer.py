@@ -1,0 +1,187 @@
+"""Conversations -> tokens, by the tokenizer's own chat template, and where in them the assistant speaks.
+
+A special token that somebody wrote in a conversation is text, as a user could else open the assistant's turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.config.data_schema import ConversationsConfig
+from pipeline.data.chat_layouts import Conversation
+from pipeline.data.chat_template import BEGIN, END, Spans, find_template
+from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
+from pipeline.data.template_process import TemplateProcess
+
+MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|[{BEGIN}{END}]")
+Tokens = tuple[NDArray[Any], NDArray[np.bool_] | None]  # (n,) ids, and which of them count; None: all
+
+
+@dataclass(frozen=True)
+class Written:
+    """A conversation as its template writes it, and the tokens of that.
+
+    Attributes:
+        conversation: With special tokens in it marked.
+        text: n characters.
+        ids: (m,) of the text alone.
+        offsets: (m,) pairs: which of its characters each token stands for.
+    """
+
+    where: str
+    conversation: Conversation
+    text: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+    @property
+    def is_escaped(self) -> bool:
+        """Whether somebody wrote a special token."""
+        return BEGIN in self.text
+
+
+class ConversationWriter:
+    """Writes conversations as tokens: the template's, and the end-of-document token where they do not end so.
+
+    Args:
+        settings: Of data with conversations.
+    """
+
+    def __init__(self, settings: EncoderSettings) -> None:
+        assert isinstance(settings.config, ConversationsConfig)
+        self._settings = settings
+        self._config = settings.config
+        self._core = plain_text_tokenizer(settings.tokenizer)
+        self._core.encode_special_tokens = False  # unlike plain text, a template writes them as tokens
+        self._core.post_processor = None  # it adds no special tokens here, but may cut spaces off the offsets
+        added = self._core.get_added_tokens_decoder().values()
+        special = (token.content for token in added if token.special)
+        self._special_tokens = sorted(special, key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+
+    @cached_property
+    def template(self) -> TemplateProcess:
+        """Raises DataError where there is no chat template, or it is no Jinja."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
+        template = find_template(self._config, tokenizer.chat_template)
+        return TemplateProcess(template, dict(tokenizer.special_tokens_map), self._special_tokens)
+
+    def escape(self, conversation: Conversation) -> Conversation:
+        """With marks around the special tokens that somebody wrote."""
+
+        def escape(value: Any) -> Any:
+            if isinstance(value, str):
+                return self.special.sub(f"{BEGIN}\\g<0>{END}", value)
+            if isinstance(value, dict):
+                return {key: escape(each) for key, each in value.items()}
+            return [escape(each) for each in value] if isinstance(value, list) else value
+
+        escaped = Conversation(escape(conversation.turns), escape(conversation.tools))
+        return conversation if escaped == conversation else escaped
+
+    @cached_property
+    def plain(self) -> Any:
+        """The tokenizer that knows no special tokens; most conversations need none."""
+        core = plain_text_tokenizer(self._settings.tokenizer)
+        core.post_processor = None
+        return core
+
+    def find_answers(self, written: Sequence[Written]) -> list[Spans]:
+        """Where the assistant speaks in the text of each.
+
+        Raises:
+            ConfigError: the template does not show it.
+        """
+        return self.template.find_answers([(each.where, each.conversation, each.text) for each in written])
+
+    def write(self, given: Sequence[tuple[str, Conversation]]) -> list[Written]:
+        """Each (where, conversation that `escape` gave) as the template has it.
+
+        Raises:
+            DataError: the template refuses one.
+        """
+        texts = self.template.write(given)
+        clean = [text for text in texts if BEGIN not in text and END not in text]
+        encodings = iter(self._core.encode_batch(clean, add_special_tokens=False))
+        written = []
+        for (where, conversation), text in zip(given, texts, strict=True):
+            if BEGIN in text or END in text:
+                ids, offsets = self._encode_marked(text)
+            else:
+                encoding = next(encodings)
+                ids, offsets = encoding.ids, encoding.offsets
+            written.append(Written(where, conversation, text, ids, offsets))
+        return written
+
+    def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and offsets of a text with marks: what is marked as plain text, the marks not at all."""
+        pieces = []
+        done = 0
+        for found in MARKED.finditer(text):
+            pieces.append((self._core, done, found.start()))
+            if found.group(1):
+                pieces.append((self.plain, *found.span(1)))
+            done = found.end()
+        pieces.append((self._core, done, len(text)))
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for core, start, end in pieces:
+            if start < end:
+                lead = "\n" if start else ""  # some tokenizers put a space before the first word of a text
+                encoding = core.encode(lead + text[start:end], add_special_tokens=False)
+                skip = len(self._newline) if lead else 0
+                if encoding.ids[:skip] != self._newline[:skip]:
+                    lead, skip = "", 0
+                    encoding = core.encode(text[start:end], add_special_tokens=False)
+                base = start - len(lead)
+                ids += encoding.ids[skip:]
+                offsets += [(base + first, base + last) for first, last in encoding.offsets[skip:]]
+        return ids, offsets
+
+    @cached_property
+    def _newline(self) -> list[int]:
+        ids: list[int] = self._core.encode("\n", add_special_tokens=False).ids
+        return ids
+
+    def is_ended(self, written: Written) -> bool:
+        """Whether the end-of-document token stands behind all but white space."""
+        for token, (start, end) in zip(reversed(written.ids), reversed(written.offsets), strict=True):
+            if token == self._settings.end_of_document:
+                return True
+            if written.text[start:end].strip():
+                return False
+        return False
+
+    def length(self, written: Written) -> int:
+        """Tokens, the end-of-document token included."""
+        return len(written.ids) + (not self.is_ended(written))
+
+    def tokens(self, written: Written, spans: Spans | None) -> Tokens:
+        """What counts is in `spans` of the text; None: all of it.
+
+        The end counts with the last answer it follows, and so does white space between the two: a model whose
+        turns have no end of their own learns to stop.
+        """
+        is_ended = self.is_ended(written)
+        ids = written.ids if is_ended else [*written.ids, self._settings.end_of_document]
+        row = np.array(ids, dtype=self._settings.dtype)
+        if spans is None:
+            return row, None
+        starts, ends = np.array(written.offsets, dtype=np.int64).reshape(-1, 2).T
+        loss_mask = np.zeros(len(row), dtype=np.bool_)
+        behind = 0
+        for start, end in spans:  # a token that is partly in the answer is the answer's
+            first, behind = int(ends.searchsorted(start, "right")), int(starts.searchsorted(end, "left"))
+            loss_mask[first:behind] = True
+        if not is_ended and not written.text[spans[-1][1] :].strip():
+            loss_mask[behind:] = True
+        return row, loss_mask

@@ -1,0 +1,182 @@
+"""Judged answers -> tokens: each behind its own copy of the prompt, and counted from there to its end.
+
+Answers of a row are kept together and whole, or left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipeline.config.data_schema import PreferenceDataConfig
+from pipeline.data.preference_layouts import KIND_NAMES, Answer, Example, read_example
+from pipeline.data.prepared.chat_writer import ConversationWriter, Tokens
+from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
+from pipeline.errors import ConfigError, DataError
+
+TOO_LONG = "examples dropped: their answers do not fit in a sequence together"
+ESCAPED = "examples with a special token read as text"
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """An answer of an example, and where it stands."""
+
+    where: str
+    example: Example
+    answer: Answer
+
+
+class PreferenceEncoder:
+    """Records with judged answers -> documents of a segment each.
+
+    A segment is the prompt and an answer. Conversations are written as chat data are; of them the turns
+    behind the prompt count, where the assistant speaks. Plain text is the prompt, the answer and the
+    end-of-document token, behind what the tokenizer begins every text with; a token that is in part the
+    answer's is the answer's.
+
+    A row without an example is a bad record. Counted in the tally: TOO_LONG and ESCAPED.
+
+    Args:
+        settings: Of preference data.
+    """
+
+    def __init__(self, settings: EncoderSettings) -> None:
+        assert isinstance(settings.config, PreferenceDataConfig)
+        self._settings = settings
+        self._config = settings.config
+        self._writer = ConversationWriter(settings)
+
+    def __call__(self, records: Records, tally: Counter[str]) -> list[Document]:
+        """A document for each example that is kept, in order.
+
+        Raises:
+            DataError: a record holds no example, or one whose answers have no difference in tokens.
+            ConfigError: an example is too long, which the recipe forbids; there is no chat template, or it
+                does not show what the assistant says.
+        """
+        layout, unpaired = self._config.layout, self._config.is_unpaired
+        examples = [
+            (where, read_example(where, record, layout, unpaired=unpaired)) for where, record in records
+        ]
+        judged = [
+            _Judged(where, example, answer) for where, example in examples for answer in example.answers
+        ]
+        are_plain = [isinstance(each.example.prompt, str) for each in judged]
+        plain = self._write_plain(
+            [each for each, is_plain in zip(judged, are_plain, strict=True) if is_plain]
+        )
+        turns = self._write_turns(
+            [each for each, is_plain in zip(judged, are_plain, strict=True) if not is_plain]
+        )
+        tokens = iter([next(plain if is_plain else turns) for is_plain in are_plain])
+        documents = []
+        for where, example in examples:
+            segments = [next(tokens) for _ in example.answers]
+            document = self._document(where, example, segments)
+            if document is None:
+                tally[TOO_LONG] += 1
+                continue
+            documents.append(document)
+            if any(map(self._writer.special.search, example.texts())):
+                tally[ESCAPED] += 1
+        return documents
+
+    def _write_plain(self, judged: list[_Judged]) -> Iterator[Tokens]:
+        texts, answers_begin = [], []
+        for each in judged:
+            prompt, said = each.example.prompt, each.answer.said
+            assert isinstance(prompt, str)
+            assert isinstance(said, str)
+            texts.append(prompt + said.removesuffix(self._end_text))
+            answers_begin.append(len(prompt))
+        encodings = self._writer.plain.encode_batch(texts, add_special_tokens=False)
+        for encoding, begin in zip(encodings, answers_begin, strict=True):
+            ids = [*self._opening, *encoding.ids, self._settings.end_of_document]
+            ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
+            loss_mask = np.zeros(len(ids), dtype=np.bool_)
+            loss_mask[len(self._opening) + int(ends.searchsorted(begin, "right")) :] = True
+            yield np.array(ids, dtype=self._settings.dtype), loss_mask
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """What the tokenizer puts before every text, such as Llama's token for its beginning."""
+        ids: list[int] = self._tokenizer("")["input_ids"]
+        return ids[: ids[:1] == [self._tokenizer.bos_token_id]]
+
+    @cached_property
+    def _end_text(self) -> str:
+        """How the end of a document is written: rows may have it behind an answer."""
+        return str(self._tokenizer.eos_token)
+
+    @cached_property
+    def _tokenizer(self):  # type: ignore[no-untyped-def]
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
+
+    def _write_turns(self, judged: list[_Judged]) -> Iterator[Tokens]:
+        if not judged:
+            return
+        try:
+            _ = self._writer.template
+        except DataError as error:  # of every record: none is to blame
+            raise ConfigError(
+                f"{judged[0].where}: its turns are written by a chat template: {error}"
+            ) from None
+        conversations = [each.example.conversation(each.answer) for each in judged]
+        written = self._writer.write(
+            [
+                (each.where, self._writer.escape(conversation))
+                for each, conversation in zip(judged, conversations, strict=True)
+            ]
+        )
+        answers = self._writer.find_answers(written)
+        for each, conversation, text, spans in zip(judged, conversations, written, answers, strict=True):
+            prompt = len(each.example.prompt)
+            own = [number for number in conversation.answers if number >= prompt]
+            yield self._writer.tokens(text, spans[-len(own) :])
+
+    def _document(self, where: str, example: Example, segments: list[Tokens]) -> Document | None:
+        """None: it does not fit."""
+        masks = []
+        for answer, (_, mask) in zip(example.answers, segments, strict=True):
+            assert mask is not None  # some of it is the prompt's
+            if not mask.any() or mask[0]:
+                side = KIND_NAMES[answer.kind]
+                missing = (
+                    "answer has no token"
+                    if not mask.any()
+                    else "answer's first token has no prompt before it"
+                )
+                raise DataError(f"{where}: the {side} {missing}, as the chat template writes it")
+            masks.append(mask)
+        if len(segments) == 2 and np.array_equal(segments[0][0], segments[1][0]):
+            raise DataError(f"{where}: the chosen and the rejected answer have the same tokens")
+        sizes = [len(ids) for ids, _ in segments]
+        room = self._config.sequence_length
+        if self._config.is_unpaired:  # each prompt once more, with a token at least of another's answer
+            room -= sum(int(mask.argmax()) + 1 for mask in masks)
+        if sum(sizes) > room:
+            if self._config.too_long == "drop":
+                return None
+            raise ConfigError(
+                f"{where}: the answers, each with its prompt, have {' + '.join(map(str, sizes))} tokens, and "
+                f"a sequence {self._config.sequence_length:,}; raise data.sequence_length, or set "
+                "data.too_long: drop"
+            )
+        table = [
+            (answer.kind, int(mask.argmax()), size)
+            for answer, mask, size in zip(example.answers, masks, sizes, strict=True)
+        ]
+        return Document(
+            np.concatenate([ids for ids, _ in segments]),
+            np.concatenate(masks),
+            example.key,
+            np.array(table, dtype=np.int32),
+            example.margin,
+        )

@@ -1,0 +1,225 @@
+"""Log-probabilities under the model that a run starts from: computed once, before step 1, by the run's own
+engine under its own split, over all training and held-out rows. No second model is in memory.
+
+They lie in the run's directory, and beside the prepared data for further runs from the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from pipeline.data.bundle import DataBundle
+from pipeline.data.eval_loader import EvalLoader
+from pipeline.data.reference import Keys, ReferenceTable, WithReference, keys_of
+from pipeline.distributed.process_group import Job
+from pipeline.durable import synchronise, write_durably
+from pipeline.engine.interface import Engine
+from pipeline.errors import CheckpointError, PipelineError
+from pipeline.objectives import BySegment, Recorded
+from pipeline.shards import WEIGHT
+
+log = logging.getLogger(__name__)
+
+FILE = "reference_logps.safetensors"
+EVERY_SECONDS = 10.0  # between two lines on how far it is
+# What answers that are computed again may differ by where a table of another run is used: of the largest.
+SAME = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All that a run reads."""
+
+    data: DataBundle
+    micro_batch_size: int
+    num_workers: int
+
+
+def with_reference(data: DataBundle, directory: Path, job: Job) -> DataBundle:
+    """Data of a run that has begun: its batches have `reference_logps`. Collective.
+
+    Raises:
+        CheckpointError: the run's directory does not have them any more.
+    """
+
+    def read() -> ReferenceTable:
+        table = _read(directory / FILE)
+        if table is None:
+            raise CheckpointError(
+                f"{directory / FILE} is gone or damaged, and what the run began with cannot be computed from "
+                "what it has trained since; bring it back, or start a new run"
+            )
+        return table
+
+    return _joined(data, _of_main(read, job))
+
+
+def compute_reference(
+    rows: Rows, engine: Engine, objective: BySegment, directory: Path, cache: Path | None, job: Job, key: Any
+) -> DataBundle:
+    """Data of a run that begins: its batches have `reference_logps`, which the run's directory then has too.
+    Collective.
+
+    Args:
+        cache: Folder of such files of all runs; None: there is none.
+        key: JSON values that decide the numbers besides weights and data.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    kept = None if cache is None else cache / f"{_digest(engine, rows.data, job, key)}.safetensors"
+    table = _of_main(lambda: None if kept is None else _read(kept), job)
+    if table is not None and not _holds(table, rows, engine, objective, job):
+        table = None
+    is_new = table is None
+    table = table or _computed(rows, engine, objective, job)
+
+    def write() -> None:
+        for file in [directory / FILE, *([kept] if is_new and kept is not None else [])]:
+            _write(file, table)
+
+    _of_main(write, job)
+    if not is_new and job.ranks.is_main_process:
+        log.info("reference: log-probabilities of %d answers are from %s", len(table.keys), kept)
+    return _joined(rows.data, table)
+
+
+def _joined(data: DataBundle, table: ReferenceTable) -> DataBundle:
+    return replace(data, collate=WithReference(data.collate, table))
+
+
+def _of_main(function: Callable[[], Any], job: Job) -> Any:
+    """What rank 0 gets of it, on every rank; what it raises, too. Collective."""
+    answer: Any = None
+    if job.ranks.is_main_process:
+        try:
+            answer = function()
+        except PipelineError as error:
+            answer = error
+    answer = job.broadcast_object(answer)
+    if isinstance(answer, PipelineError):
+        raise answer
+    return answer
+
+
+def _batches(rows: Rows, engine: Engine) -> EvalLoader:
+    """This rank's part: the training rows first."""
+    data = rows.data
+    return EvalLoader(
+        {"training rows": data.train, **data.eval, **data.eval_sets},
+        data.collate,
+        total=(),
+        micro_batch_size=rows.micro_batch_size,
+        dp_rank=engine.dp_rank,
+        dp_world_size=engine.dp_world_size,
+        max_samples=None,
+        num_workers=rows.num_workers,
+        pin_memory=engine.device.type == "cuda",
+    )
+
+
+def _said(
+    batches: Iterable[Any], engine: Engine, objective: BySegment, job: Job
+) -> Iterator[tuple[Keys, np.ndarray[Any, Any]]]:
+    """Keys and log-probabilities of each batch that this rank knows them of. Collective."""
+    recorded = Recorded(objective)
+    for _, batch, is_real in batches:
+        job.progress.at("evaluation")
+        recorded.logps_BS = None
+        engine.eval_step(batch, recorded)
+        if is_real and recorded.logps_BS is not None:
+            yield keys_of(batch).ravel(), recorded.logps_BS.float().cpu().numpy().ravel()
+        else:
+            yield np.zeros(0, np.uint64), np.zeros(0, np.float32)
+
+
+def _computed(rows: Rows, engine: Engine, objective: BySegment, job: Job) -> ReferenceTable:
+    batches = _batches(rows, engine)
+    data, started, told = rows.data, time.monotonic(), time.monotonic()
+    sets: list[Any] = [data.train, *data.eval.values(), *data.eval_sets.values()]
+    step = rows.micro_batch_size * engine.dp_world_size
+    total = sum(-(-len(each) // step) for each in sets)
+    found = []
+    for number, said in enumerate(_said(batches, engine, objective, job), start=1):
+        found.append(said)
+        if job.ranks.is_main_process and time.monotonic() - told > EVERY_SECONDS:
+            told = time.monotonic()
+            left = (told - started) / number * (total - number)
+            log.info("reference: %d of %d batches, %.0f s left", number, total, left)
+    own = tuple(np.concatenate(each) for each in zip(*found, strict=True))
+    keys, logps = (np.concatenate(each) for each in zip(*job.gather_object(own), strict=True))
+    table = ReferenceTable.of(keys, logps)
+    if job.ranks.is_main_process:
+        seconds = time.monotonic() - started
+        log.info("reference: log-probabilities of %d answers in %.1f s", len(table.keys), seconds)
+    return table
+
+
+def _holds(table: ReferenceTable, rows: Rows, engine: Engine, objective: BySegment, job: Job) -> bool:
+    """Whether the table says of the first batch what the model does: frozen weights are in no digest.
+    Collective.
+    """
+    worst = 0.0
+    for keys, logps in _said(islice(_batches(rows, engine), 1), engine, objective, job):
+        known, is_answer = table.look_up(keys), keys != 0
+        if is_answer.any():
+            largest = float(np.abs(logps[is_answer]).max())
+            worst = float(np.abs(known - logps)[is_answer].max()) / largest
+    allowed = SAME[engine.precision]
+    return all(each <= allowed for each in job.gather_object(worst))
+
+
+def _digest(engine: Engine, data: DataBundle, job: Job, key: Any) -> str:
+    """Of the weights that the engine keeps, the data, and `key`, whatever the split. Collective."""
+    views = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    own: dict[str, int] = {}
+    for shard in engine.shards():
+        if shard.kind == WEIGHT and shard.values is not None:
+            words = shard.values.detach().view(views[shard.values.element_size()])
+            own[shard.name] = own.get(shard.name, 0) + int(words.sum(dtype=torch.int64))
+    sums: dict[str, int] = {}
+    for each in job.gather_object(own):
+        for name, value in each.items():
+            sums[name] = (sums.get(name, 0) + value) % 2**64
+    sets = {**data.eval, **data.eval_sets}
+    sizes = {name: len(each) for name, each in sets.items()}  # type: ignore[arg-type]
+    known = [sorted(sums.items()), data.fingerprint, sizes, engine.precision, key]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(file: Path) -> ReferenceTable | None:
+    try:
+        found = load(file.read_bytes())
+        keys, logps = found["keys"], found["logps"]
+    except (OSError, SafetensorError, KeyError):
+        return None
+    is_table = keys.dtype == np.uint64 and logps.dtype == np.float32 and keys.shape == logps.shape
+    return ReferenceTable(keys, logps) if is_table and keys.ndim == 1 else None
+
+
+def _write(file: Path, table: ReferenceTable) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        write_durably(partial, save({"keys": table.keys, "logps": table.logps}))
+        partial.replace(file)
+        synchronise(file.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{file} cannot be written: {error.strerror or error}; make room, or use another folder"
+        ) from None

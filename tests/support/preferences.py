@@ -1,0 +1,150 @@
+"""Answers to compare, made by hand as `data.kind: preference` gives them, and the curve they train under any
+split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.tiny import VOCABULARY, recipe, resolve, settings
+from torch import Tensor
+
+from pipeline.assemble import build_eval_loader
+from pipeline.build_engine import build_engine
+from pipeline.build_meters import build_meters
+from pipeline.config.batch import BatchPlan
+from pipeline.data.batches import Batch, as_batch
+from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.random_numbers import seed_step
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.evaluation import evaluate
+from pipeline.objectives import build_objective
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+LENGTH = 24  # of a pair, at the most
+STEPS = 3
+LOSSES: dict[str, dict[str, Any]] = {
+    "dpo": {"kind": "dpo"},
+    "dpo smoothed": {"kind": "dpo", "label_smoothing": 0.2},
+    "dpo hinge": {"kind": "dpo", "loss_type": "hinge", "beta": 0.5},
+    "dpo ipo": {"kind": "dpo", "loss_type": "ipo"},
+    "dpo robust": {"kind": "dpo", "loss_type": "robust", "label_smoothing": 0.1},
+    "dpo of means, sft": {"kind": "dpo", "length_normalised": True, "sft_weight": 0.3, "beta": 1.0},
+    "kto": {"kind": "kto", "desirable_weight": 1.3, "undesirable_weight": 0.8},
+    "orpo": {"kind": "orpo"},
+    "simpo": {"kind": "simpo"},
+    "cpo": {"kind": "cpo"},
+}
+
+
+@dataclass
+class Answers:
+    """Rows of pairs (or of a desirable or undesirable answer and a mismatched one), their lengths uneven.
+
+    Args:
+        in_row: Pairs in a row; rows of more are those of fewer, put together.
+    """
+
+    examples: bool = False
+    number: int = 24
+    in_row: int = 1
+    seed: int = 0
+    is_deterministic: bool = field(default=True, init=False)
+
+    def __len__(self) -> int:
+        return self.number // self.in_row
+
+    def pair(self, index: int) -> list[tuple[int, Tensor, Tensor, float]]:
+        """(kind, tokens, whether each is of the answer, reference) of both segments."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + index)
+
+        def whole(low: int, high: int) -> int:
+            return int(torch.randint(low, high, (), generator=generator))
+
+        def drawn(size: int) -> Tensor:
+            return torch.randint(0, VOCABULARY, (size,), generator=generator)
+
+        prompt = drawn(whole(1, 6))
+        kinds = (1 + whole(0, 2), 3) if self.examples else (1, 2)
+        found = []
+        for kind in kinds:
+            answer = drawn(whole(2, 8))
+            mask = torch.cat([torch.zeros(len(prompt)), torch.ones(len(answer))]).bool()
+            reference = -5.5 * len(answer) + 2 * float(torch.rand((), generator=generator)) - 3 * (kind == 3)
+            found.append((kind, torch.cat([prompt, answer]), mask, reference))
+        return found
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        places, length = 2 * self.in_row, LENGTH * self.in_row
+        row = {
+            "input_ids": torch.zeros(length, dtype=torch.long),
+            "shift_labels": torch.full((length,), -100),
+            "position_ids": torch.arange(length),
+            "segments": torch.full((length,), -1),
+            "segment_kinds": torch.zeros(places, dtype=torch.long),
+            "reference_logps": torch.zeros(places),
+        }
+        at = segment = 0
+        for number in range(self.in_row):
+            for kind, tokens, mask, reference in self.pair(index * self.in_row + number):
+                place = slice(at, at + len(tokens))
+                row["input_ids"][place] = tokens
+                row["shift_labels"][at : at + len(tokens) - 1] = torch.where(mask, tokens, -100)[1:]
+                row["position_ids"][place] = torch.arange(len(tokens))
+                row["segments"][place] = segment
+                row["segment_kinds"][segment], row["reference_logps"][segment] = kind, reference
+                at, segment = at + len(tokens), segment + 1
+        row["position_ids"][at:] = torch.arange(length - at)
+        return row
+
+
+def answers_bundle(examples: bool = False, in_row: int = 1) -> DataBundle:
+    held_out = {"held out": Answers(examples, 12, in_row, seed=1)}
+    return DataBundle(
+        Answers(examples, 24, in_row), held_out, collate_items, None, VOCABULARY, None, "answers"
+    )
+
+
+def tree_of(loss: str, micro_batch_size: int = 8, in_row: int = 1) -> dict[str, Any]:
+    """A step takes 8 pairs (or examples), however many stand in a row."""
+    tree = recipe(
+        batch={"micro_batch_size": micro_batch_size, "global_batch_size": 8 // in_row},
+        objective=LOSSES[loss],
+        optimizer={"learning_rate": 1e-3, "max_grad_norm": 0.5},
+    )
+    tree["model"] = tree["model"] | {"max_sequence_length": 4 * LENGTH, "num_key_value_heads": 2}
+    return tree
+
+
+def group_of(rows: Answers, step: int, plan: BatchPlan, dp_rank: int, dp_world_size: int) -> list[Batch]:
+    """A rank's micro-batches of a step: the same pairs at any number of them in a row."""
+    micro = plan.micro_batch_size
+    firsts = (
+        step * plan.global_batch_size + (number * dp_world_size + dp_rank) * micro
+        for number in range(plan.gradient_accumulation_steps)
+    )
+    return [as_batch(collate_items([rows[first + at] for at in range(micro)])) for first in firsts]
+
+
+def train_answers(
+    job: Job, tree: dict[str, Any], split: dict[str, Any] | None, in_row: int = 1
+) -> list[dict[str, float]]:
+    """What a run logs of each step, and of an evaluation after them. Collective."""
+    data = answers_bundle(tree["objective"]["kind"] == "kto", in_row)
+    config, resolved = resolve(tree, split, job.ranks.world_size)
+    engine = build_engine(config, resolved, job, data)
+    objective = build_objective(settings(tree, split).config)
+    meters = build_meters(config, resolved, engine, objective, job, Path())
+    rows = []
+    for step in range(STEPS):
+        seed_step(config.seed, step, engine.seed_rank)
+        group = group_of(data.train, step, resolved.plan, engine.dp_rank, engine.dp_world_size)
+        result = engine.train_step(group, meters.timed(objective), 1e-3, 0)
+        meters.observe(result)
+        rows.append({key: value for key, value in meters.summary().read().row.items() if key[:6] == "train/"})
+    rows.append(evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), job))
+    engine.close()
+    return rows

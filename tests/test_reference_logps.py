@@ -1,0 +1,127 @@
+"""Reference log-probabilities: of the run's own first weights, the same under every split and packing;
+kept."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from parity.splits import zero
+from support.preferences import ALONE, answers_bundle, tree_of
+from support.tiny import resolve
+
+from pipeline.build_engine import build_engine
+from pipeline.data.batches import as_batch
+from pipeline.data.bundle import collate_items
+from pipeline.data.reference import ReferenceTable, WithReference, keys_of
+from pipeline.distributed.process_group import Job
+from pipeline.errors import CheckpointError, DataError
+from pipeline.objectives import Recorded, build_objective
+from pipeline.reference_logps import FILE, Rows, compute_reference, with_reference
+
+
+def computed(job: Job, split, folder: Path, in_row: int = 1, seed: int = 0, cache: Path | None = None):
+    """(keys, log-probabilities) that a run of this split begins with. Collective."""
+    tree = tree_of("dpo", 2, in_row) | {"seed": seed}
+    data = answers_bundle(in_row=in_row)
+    config, resolved = resolve(tree, split, job.ranks.world_size)
+    engine, objective = build_engine(config, resolved, job, data), build_objective(config)
+    rows = Rows(data, resolved.plan.micro_batch_size, 0)
+    compute_reference(rows, engine, objective, folder, cache, job, "key")
+    engine.close()
+    table = with_reference(data, folder, job).collate._table
+    return table.keys, table.logps
+
+
+def hold(found, expected) -> None:
+    assert np.array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Of one process."""
+    return computed(ALONE, None, tmp_path_factory.mktemp("alone"))
+
+
+def test_it_is_what_the_model_says_of_each_answer(whole, tmp_path):
+    data = answers_bundle()
+    config, resolved = resolve(tree_of("dpo"), None, 1)
+    engine = build_engine(config, resolved, ALONE, data)
+    recorded = Recorded(build_objective(config))
+    rows = [*range(len(data.train))]
+    batch = as_batch(collate_items([data.train[row] for row in rows]))
+    engine.eval_step(batch, recorded)
+    found = WithReference(collate_items, ReferenceTable(*whole))([data.train[row] for row in rows])
+    torch.testing.assert_close(found["reference_logps"], recorded.logps_BS.float())
+
+
+@pytest.mark.parametrize("in_row", [2, 4])
+def test_it_is_known_by_the_answer_however_many_share_a_row(whole, tmp_path, in_row):
+    hold(computed(ALONE, None, tmp_path, in_row), whole)
+
+
+SPLITS = {
+    "ZeRO 3": zero(3),
+    "tensor 2": zero(1) | {"tensor_parallel": {"autotp_size": 2}},
+    "sequence 2": zero(2) | {"sequence_parallel_size": 2},
+    "stages 2": zero(1) | {"pipeline": {"stages": 2}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_it_is_the_same_under_every_split(ranks, whole, tmp_path, split):
+    found = ranks(2).run(computed, SPLITS[split], tmp_path)
+    for rank in found:
+        hold(rank, whole)
+
+
+def test_a_further_run_from_the_same_weights_takes_it_over(whole, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    cache = tmp_path / "cache"
+    first = computed(ALONE, None, tmp_path / "a", cache=cache)
+    (kept,) = cache.iterdir()
+    hold(computed(ALONE, None, tmp_path / "b", cache=cache), first)
+    assert f"are from {kept}" in caplog.text
+    caplog.clear()
+    other = computed(ALONE, None, tmp_path / "c", seed=1, cache=cache)
+    assert "are from" not in caplog.text
+    assert not np.allclose(other[1], first[1], rtol=1e-3)
+
+
+def test_one_that_says_something_else_is_computed_anew(tmp_path, caplog):
+    """As of a base that is frozen, and in no digest of what is trained."""
+    caplog.set_level(logging.INFO)
+    cache = tmp_path / "cache"
+    first = computed(ALONE, None, tmp_path / "a", cache=cache)
+    (kept,) = cache.iterdir()
+    from safetensors.numpy import save_file
+
+    save_file({"keys": first[0], "logps": first[1] * 1.01}, kept)
+    hold(computed(ALONE, None, tmp_path / "b", cache=cache), first)
+    assert "are from" not in caplog.text
+
+
+def test_a_run_that_lost_it_says_so(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=f"{FILE} is gone or damaged, .*; bring it back, or start a new run"
+    ):
+        with_reference(answers_bundle(), tmp_path, ALONE)
+    (tmp_path / FILE).write_bytes(b"no table")
+    with pytest.raises(CheckpointError, match="is gone or damaged"):
+        with_reference(answers_bundle(), tmp_path, ALONE)
+
+
+def test_an_answer_that_was_not_there_is_an_error(whole):
+    data = answers_bundle()
+    batch = as_batch(collate_items([data.train[0], data.train[1]]))
+    few = ReferenceTable.of(keys_of(batch).ravel(), np.zeros(4, np.float32))
+    collate = WithReference(collate_items, few)
+    assert collate([data.train[1]])["reference_logps"].shape == (1, 2)
+    with pytest.raises(DataError, match=r"nothing of an answer \(segment 0 of row 1 of a batch\)"):
+        replace(data, collate=collate).collate([data.train[1], data.train[2]])
