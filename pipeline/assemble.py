@@ -11,7 +11,9 @@ from typing import Any
 
 from pipeline.build_engine import build_engine
 from pipeline.build_meters import build_meters
+from pipeline.checkpoint import adapters
 from pipeline.checkpoint.catalog import Retention
+from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
@@ -52,6 +54,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
     job.progress.at("starting")
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
+    adapter = adapters.described(config, engine.module, job, open_checkpoint)
     data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint)
     loader = build_loader(config, resolved.plan, data, engine)
     max_steps = config.max_steps or math.ceil(epochs_in_samples(config, loader) / loader.global_batch_size)
@@ -60,6 +63,8 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     if job.ranks.is_main_process:
         write_description(engine.module, data.tokenizer, directory / "model")
     job.progress.at("resuming")
+    if checkpoint is not None:
+        adapters.refuse_other_base(checkpoint.state, adapter, directory)
     start, remembered = go_on(checkpoints, checkpoint, engine, loader, max_steps)
     job.progress.at("starting")
     held_out = build_eval_loader(config, resolved.plan, data, engine)
@@ -94,6 +99,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         save=Cadence(config.checkpoint.every, max_steps),
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,
+        adapter=adapter,
         histograms=HistogramMeter(engine, job, every) if (every := config.wandb.histograms_every) else None,
         tell_sample=writer_of_samples(config, data, engine, sinks),
     )

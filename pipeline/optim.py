@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.patterns import matching
-from pipeline.config.schema import OptimizerConfig
 from pipeline.errors import ConfigError, ModelError
 
 START = 0.0  # the rate an optimizer is made with; set_learning_rate is called before each step

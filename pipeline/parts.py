@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.config.schema import ScheduleConfig
+from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.loader import BatchSource
 from pipeline.distributed.process_group import Job
@@ -117,6 +117,8 @@ class Parts:
     """Between checkpoints, besides those of `save`; 0: only those."""
     grace_seconds: float | None
     """Between a signal to stop and the kill."""
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    """What checkpoints say of an adapter and its base, see checkpoint.adapters."""
     histograms: HistogramMeter | None = None
     """Of weights and gradients; None: not asked for."""
     tell_sample: Callable[[int], None] | None = None

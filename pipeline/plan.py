@@ -12,7 +12,7 @@ import torch
 
 from pipeline.config.half_masters import has_half_masters, has_half_states
 from pipeline.config.loading import get_dotted
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.machine import available_memory, memory_now
 from pipeline.parts import Parts

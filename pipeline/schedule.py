@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.config.schema import ScheduleConfig
+from pipeline.config.optimizer_schema import ScheduleConfig
 
 
 def remark(config: ScheduleConfig, max_steps: int) -> str | None:

@@ -289,6 +289,7 @@ class Loop:
             "eval_loss": row["eval/loss"] if row is not None else None,
             "safeguard": self._parts.safeguard.state_dict(),
             "watchers": state_of(self._parts.watchers),
+            **self._parts.adapter,
             **self._parts.meters.remembered(),
             **self._parts.loader.state_dict(),
         }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.engine.guard import clip_and_guard
 from pipeline.errors import ConfigError, ModelError
 from pipeline.optim import at_rest, build_torch_optimizer, parameter_groups, set_learning_rate

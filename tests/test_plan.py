@@ -15,7 +15,7 @@ from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.cli import build_parser
 from pipeline.closing import lines_of, summed_up
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.launching.environment import split_arguments
 from pipeline.logs import log_to_console

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.schema import ScheduleConfig
+from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.schedule import multiplier, remark
 
 KINDS = ("cosine", "linear", "constant", "wsd")

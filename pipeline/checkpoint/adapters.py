@@ -22,7 +22,7 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
-from pipeline.models.adapter_files import WEIGHTS, of_peft
+from pipeline.models.adapter_files import of_peft
 from pipeline.models.adapters import NAME, adapted
 from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile, open_hub, open_weights
 from pipeline.models.weights import matched
@@ -32,7 +32,9 @@ KEY = "adapter"  # in the state of a checkpoint
 _FIRST = 1 << 20  # bytes of a tensor that go into the digest
 
 
-def described(config: RunConfig, model: nn.Module, job: Job, open_checkpoint: OpenCheckpoint) -> dict[str, Any]:
+def described(
+    config: RunConfig, model: nn.Module, job: Job, open_checkpoint: OpenCheckpoint
+) -> dict[str, Any]:
     """What a run's checkpoints say of its adapter; nothing of a run without one. Collective.
 
     Raises:
@@ -92,7 +94,8 @@ def _base(config: RunConfig, open_checkpoint: OpenCheckpoint) -> dict[str, Any]:
             entry = file.entries[name]
             digest.update(f"{name} {list(entry.shape)} {entry.dtype}".encode())
             values = file.read(name).flatten()
-            digest.update(values[: _FIRST // max(1, values.element_size())].contiguous().view(torch.uint8).numpy())
+            first = values[: _FIRST // values.element_size()].contiguous().view(torch.uint8)
+            digest.update(bytes(first.numpy().data))
         return base | {"digest": digest.hexdigest()}
     finally:
         file.close()
@@ -119,7 +122,9 @@ class _Drawn:
         torch.manual_seed(base["seed"])
         draw_weights(model, Whole(), draws=True)
         self._tensors = {name: p.detach() for name, p in model.named_parameters()}
-        self.entries: Mapping[str, Entry] = {n: Entry(tuple(t.shape), t.dtype) for n, t in self._tensors.items()}
+        self.entries: Mapping[str, Entry] = {
+            n: Entry(tuple(t.shape), t.dtype) for n, t in self._tensors.items()
+        }
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -143,7 +148,9 @@ class MergedWeights:
         run, base = manifest.folder.parent.parent, self._about["base"]
         self._reader = CheckpointReader(manifest)
         shapes = {name: shape for (name, kind), shape in self._reader.names().items() if kind == WEIGHT}
-        self._layers = {n.removesuffix(f".lora_A.{NAME}.weight") for n in shapes if n.endswith(f".lora_A.{NAME}.weight")}
+        self._layers = {
+            n.removesuffix(f".lora_A.{NAME}.weight") for n in shapes if n.endswith(f".lora_A.{NAME}.weight")
+        }
         self._whole = {name: shape for name, shape in shapes.items() if of_peft(name).count(".lora_") == 0}
         try:
             if base["weights"] or base["pretrained"]:
@@ -156,7 +163,9 @@ class MergedWeights:
         wanted = {f"{layer}.weight" for layer in self._layers}
         self._keys = matched(keys, wanted | set(self._whole))
         if missing := sorted(wanted - set(self._keys)):
-            raise ModelError(f"{manifest.folder} is an adapter, and {_where(base)}, its base, has no {missing[0]}")
+            raise ModelError(
+                f"{manifest.folder} is an adapter, and {_where(base)}, its base, has no {missing[0]}"
+            )
         given = {key: name for name, key in self._keys.items()}
         self._names = {given.get(key, key): key for key in keys}
         self.entries: Mapping[str, Entry] = {
@@ -190,6 +199,17 @@ class MergedWeights:
     def close(self) -> None:
         self._reader.close()
         self._base.close()
+
+
+def dtype_of(entry: Entry) -> torch.dtype:
+    """Of what can be trained over.
+
+    Raises:
+        ModelError: it is none of a model's weights.
+    """
+    if not isinstance(entry.dtype, torch.dtype):
+        raise ModelError(f"the base holds {entry.dtype}, into which no adapter can be merged")
+    return entry.dtype
 
 
 def write_peft_config(manifest: Manifest, folder: Path) -> None:
@@ -227,11 +247,3 @@ def _is_tied(config: Path) -> bool:
         return bool(json.loads(config.read_text("utf-8")).get("tie_word_embeddings"))
     except (OSError, ValueError):
         return False
-
-
-def file_names(manifest: Manifest) -> dict[str, str]:
-    """Name in the checkpoint -> name in peft's file, which is WEIGHTS."""
-    return {name: of_peft(name) for name, kind in manifest.table.shapes if kind == WEIGHT}
-
-
-__all__ = ["KEY", "WEIGHTS", "MergedWeights", "described", "file_names", "refuse_other_base", "write_peft_config"]

@@ -10,28 +10,33 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from pipeline import foreign
+from pipeline.checkpoint import adapters
 from pipeline.checkpoint.find import find_checkpoint
+from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.reader import CheckpointReader, stretches
+from pipeline.checkpoint.reader import KINDS, CheckpointReader, stretches, weights_of
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, header_of, opened
-from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
 from pipeline.device_failures import explained, of_files
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
-from pipeline.shards import BUFFER, WEIGHT
+from pipeline.models import adapter_files
+from pipeline.shards import WEIGHT, Region
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000  # as transformers cuts its own
-KINDS = (WEIGHT, BUFFER)
+SINGLE = "model.safetensors"
+OF_A_MODEL = ("config.json", "generation_config.json")  # beside an adapter transformers would take it for one
+Wanted = tuple[str, tuple[int, ...], torch.dtype]  # kind, shape, dtype
 DESCRIPTION = "model"  # folder of a run directory with config.json and the tokenizer
 
 
@@ -42,6 +47,9 @@ class Exported:
     files: list[Path]
     num_bytes: int
     is_transformers: bool
+    """transformers opens it as a model."""
+    is_adapter: bool
+    """peft opens it, over its base."""
 
 
 @explained(torch.device("cpu"), of_files)
@@ -51,16 +59,19 @@ def export(
     *,
     step: str | int = "last",
     dtype: str = "fp32",
+    merge: bool = False,
     advance: Callable[[int], object] = lambda count: None,
 ) -> Exported:
     """Writes a checkpoint's weights, whatever its split, to a folder. transformers opens it where the model
-    is one of its own. By one process; needs neither a GPU nor the run's machines.
+    is one of its own, and peft where it is an adapter. By one process; needs neither a GPU nor the run's
+    machines.
 
     Args:
         run: Run directory, or one of its checkpoints.
         out: Must not exist, or be empty.
         step: Which checkpoint of the run: a step, `last` or `best`.
         dtype: Of the weights: `fp32`, `bf16` or `fp16`. Buffers stay what they are.
+        merge: An adapter and its base become one model; the base must lie where the run had it.
         advance: Called with the number of values done: each is read once to verify it, once to write it.
 
     Raises:
@@ -70,7 +81,9 @@ def export(
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
-    return write_export(directory, manifest, Path(out), dtype, advance)
+    if merge and adapters.KEY not in manifest.state:
+        raise CheckpointError(f"{run} is no adapter: its checkpoints hold the whole model; leave merge out")
+    return write_export(directory, manifest, Path(out), dtype, advance, merge=merge)
 
 
 def write_export(
@@ -80,6 +93,7 @@ def write_export(
     dtype: str,
     advance: Callable[[int], object],
     shard_bytes: int = SHARD_BYTES,
+    merge: bool = False,
 ) -> Exported:
     """As `export`, of a checkpoint that was found: beside `out` first, and then under its name.
 
@@ -94,11 +108,17 @@ def write_export(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        is_transformers = _copy_description(run / DESCRIPTION, partial, dtype)
+        is_adapter = adapters.KEY in manifest.state and not merge
+        is_transformers = _copy_description(run / DESCRIPTION, partial, dtype) and not is_adapter
         (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
-        with CheckpointReader(manifest) as reader:
-            most = shard_bytes if is_transformers else None
-            files = _write_weights(reader, partial, DTYPES[dtype], most, advance)
+        most = shard_bytes if is_transformers else None
+        if is_adapter:
+            for name in OF_A_MODEL:
+                (partial / name).unlink(missing_ok=True)
+            adapters.write_peft_config(manifest, partial)
+        with _opened(manifest, is_adapter, merge) as source:
+            single = adapter_files.WEIGHTS if is_adapter else SINGLE
+            files = _write_weights(source, partial, DTYPES[dtype], most, advance, single)
         for path in [*partial.iterdir(), partial]:
             synchronise(path)
         sizes = [(partial / file).stat().st_size for file in files]
@@ -108,16 +128,54 @@ def write_export(
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}; choose another") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported([out / file for file in files], sum(sizes), is_transformers)
+    return Exported([out / file for file in files], sum(sizes), is_transformers, is_adapter)
 
 
-def weights_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
-    """name -> (kind, shape, dtype as saved) of what a state dict would hold."""
-    return {
-        name: (kind, shape, SAVED_DTYPES[dtype])
-        for name, kind, dtype, shape in manifest.table.entries
-        if kind in KINDS
-    }
+class _Source(Protocol):
+    """Tensors to write."""
+
+    wanted: Mapping[str, Wanted]
+    """By the names they will have."""
+
+    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None: ...
+
+
+class _Saved:
+    """See _Source: a checkpoint's own."""
+
+    def __init__(self, reader: CheckpointReader, rename: Callable[[str], str]):
+        self._reader = reader
+        weights = weights_of(reader.manifest)
+        self._names = {rename(name): name for name in weights}
+        self.wanted: Mapping[str, Wanted] = {new: weights[name] for new, name in self._names.items()}
+
+    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
+        self._reader.read(self._names[name], kind, region, out)
+
+
+class _Merged:
+    """See _Source: of an adapter with its base, one tensor at a time."""
+
+    def __init__(self, weights: adapters.MergedWeights):
+        self._weights = weights
+        self._name, self._values = "", torch.empty(0)
+        entries = weights.entries.items()
+        self.wanted: Mapping[str, Wanted] = {name: (WEIGHT, entry.shape, adapters.dtype_of(entry)) for name, entry in entries}
+
+    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
+        if name != self._name:
+            self._name, self._values = name, self._weights.read(name).flatten()
+        out.copy_(self._values[region.start : region.start + region.length])
+
+
+@contextmanager
+def _opened(manifest: Manifest, is_adapter: bool, merge: bool) -> Iterator[_Source]:
+    if merge:
+        with closing(adapters.MergedWeights(manifest, open_checkpoint)) as weights:
+            yield _Merged(weights)
+        return
+    with CheckpointReader(manifest) as reader:
+        yield _Saved(reader, adapter_files.of_peft if is_adapter else str)
 
 
 def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:
@@ -151,16 +209,17 @@ def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:
 
 
 def _write_weights(
-    reader: CheckpointReader,
+    source: _Source,
     folder: Path,
     dtype: torch.dtype,
     most: int | None,
     advance: Callable[[int], object],
+    single: str,
 ) -> list[str]:
     """The files: one, or several and their index, by the names that transformers looks for."""
     wanted = {
         name: (kind, shape, dtype if kind == WEIGHT else saved)
-        for name, (kind, shape, saved) in weights_of(reader.manifest).items()
+        for name, (kind, shape, saved) in source.wanted.items()
     }
     sizes = {name: math.prod(shape) * of.itemsize for name, (_, shape, of) in wanted.items()}
     total, free = sum(sizes.values()), shutil.disk_usage(folder).free
@@ -174,21 +233,21 @@ def _write_weights(
             filled = 0
         shards[-1].append(name)
         filled += size
-    files = ["model.safetensors"]
+    files = [single]
     if len(shards) > 1:
         files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
     for file, names in zip(files, shards, strict=True):
-        _write_shard(reader, folder / file, {name: wanted[name] for name in names}, advance)
+        _write_shard(source, folder / file, {name: wanted[name] for name in names}, advance)
     return files
 
 
 def _write_shard(
-    reader: CheckpointReader,
+    source: _Source,
     path: Path,
-    wanted: Mapping[str, tuple[str, tuple[int, ...], torch.dtype]],
+    wanted: Mapping[str, Wanted],
     advance: Callable[[int], object],
 ) -> None:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -202,7 +261,7 @@ def _write_shard(
         for name, (kind, shape, dtype) in wanted.items():
             for region in stretches(shape):
                 values = torch.empty(region.length, dtype=dtype)
-                reader.read(name, kind, region, values)
+                source.read(name, kind, region, values)
                 if dtype == torch.float16 and not values.isfinite().all():
                     raise CheckpointError(f"{name} has values that fp16 cannot hold; export bf16 or fp32")
                 file.write(as_bytes(values).numpy().data)

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint import adapters
 from pipeline.checkpoint.catalog import named_in, steps_in
-from pipeline.checkpoint.export import weights_of
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
-from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.reader import CheckpointReader, weights_of
 from pipeline.checkpoint.verify import check_content, check_sizes, look
 from pipeline.errors import CheckpointError, ModelError
-from pipeline.models.weight_files import Entry, refusal
+from pipeline.models.weight_files import Entry, WeightFile, refusal
 from pipeline.shards import Region
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class CheckpointWeights:
         self._reader.close()
 
 
-def open_checkpoint(folder: Path) -> CheckpointWeights | None:
+def open_checkpoint(folder: Path) -> WeightFile | None:
     """The weights of a checkpoint, or of a run directory's newest one that verifies; None: it is neither.
 
     Raises:
@@ -58,7 +58,7 @@ def open_checkpoint(folder: Path) -> CheckpointWeights | None:
     return None
 
 
-def _open_newest(folder: Path, newest_first: list[Path]) -> CheckpointWeights:
+def _open_newest(folder: Path, newest_first: list[Path]) -> WeightFile:
     problems = []
     for path in newest_first:
         try:
@@ -71,7 +71,7 @@ def _open_newest(folder: Path, newest_first: list[Path]) -> CheckpointWeights:
     raise refusal(folder, f"holds no whole checkpoint; the newest: {problems[0]}")
 
 
-def _open(folder: Path) -> CheckpointWeights:
+def _open(folder: Path) -> WeightFile:
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -81,4 +81,6 @@ def _open(folder: Path) -> CheckpointWeights:
     if absent := look(manifest)[1]:
         elsewhere = next(file for file in manifest.files if file.name in absent)
         raise refusal(folder, f"lacks {elsewhere.name}, which was written on {elsewhere.host}; bring it here")
+    if adapters.KEY in manifest.state:
+        return adapters.MergedWeights(manifest, open_checkpoint)
     return CheckpointWeights(CheckpointReader(manifest))

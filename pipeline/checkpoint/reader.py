@@ -18,12 +18,23 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.manifest import FileRecord, Manifest
+from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
 from pipeline.checkpoint.shard_file import as_bytes, open_plain, read_exactly
 from pipeline.errors import CheckpointError
-from pipeline.shards import Integers, Region, Shard, copy_runs, overlap
+from pipeline.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
 
 MAX_OPEN = 64
+KINDS = (WEIGHT, BUFFER)  # of what a state dict would hold
 VALUES_AT_ONCE = 1 << 22
+
+
+def weights_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
+    """name -> (kind, shape, dtype as saved) of what a state dict would hold."""
+    return {
+        name: (kind, shape, SAVED_DTYPES[dtype])
+        for name, kind, dtype, shape in manifest.table.entries
+        if kind in KINDS
+    }
 
 
 class CheckpointReader:

@@ -21,10 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights (default: fp32)"
     )
 
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of an adapter: write it and its base as one model, not as a folder of peft's",
+    )
+
 
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
-    from pipeline.checkpoint.export import export, weights_of
+    from pipeline.checkpoint.export import export
+    from pipeline.checkpoint.reader import weights_of
     from pipeline.inspection.screen import Screen
 
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
@@ -32,9 +39,15 @@ def run(arguments: argparse.Namespace) -> None:
     total = sum(math.prod(shape) for _, shape, _ in weights_of(manifest).values())
     screen = Screen(no_color=True)
     with screen.progress("exporting", 2 * total) as advance:
-        done = export(checkpoint, arguments.out, dtype=arguments.dtype, advance=advance)
+        done = export(
+            checkpoint, arguments.out, dtype=arguments.dtype, merge=arguments.merge, advance=advance
+        )
     files = len(done.files)
     size = f"{total:,} values, {done.num_bytes / 1e6:,.1f} MB in {files} file{'s' * (files > 1)}"
     print(f"{checkpoint.name} of {directory}: {size}: {arguments.out}")
+    if done.is_adapter:
+        print(
+            f'PeftModel.from_pretrained(model, "{arguments.out}") opens it; --merge writes one model instead'
+        )
     if done.is_transformers:
         print(f'AutoModelForCausalLM.from_pretrained("{arguments.out}") opens it')

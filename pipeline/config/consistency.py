@@ -15,7 +15,8 @@ from pipeline.config.data_schema import (
 )
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig
-from pipeline.config.schema import OptimizerConfig, RunConfig, ScheduleConfig
+from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
+from pipeline.config.schema import RunConfig
 
 Contradiction = tuple[tuple[str, ...], str]
 """The dotted keys, the one that the message is about first, and the message."""

@@ -13,6 +13,7 @@ from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.data_schema import DataConfig
 from pipeline.config.model_schema import Closed, ModelConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfig
+from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
 from pipeline.config.watching_schema import NotifyConfig, ProfileConfig, SinkConfig, WatchConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -60,68 +61,6 @@ class BatchConfig(Closed):
     """Micro-batches a rank adds up before the optimizer steps. Default where nothing else decides it: 1."""
     global_batch_size: int | None = Field(None, gt=0, le=MOST_SAMPLES_A_STEP)
     """Samples an optimizer step sees: micro x accumulation x data-parallel size."""
-
-
-class ParameterGroupConfig(Closed):
-    """Parameters with a learning rate, a weight decay or an optimizer of their own. One that several groups
-    match belongs to the first of them; all others have the optimizer's numbers."""
-
-    patterns: list[str] = Field(min_length=1)
-    """Shell patterns of names of the whole model's parameters, the same under every split: `*` stands for any
-    text, dots too. `*.embed_tokens.*`, `model.layers.[01].*`. Each must match a parameter that is trained."""
-    learning_rate_factor: float = Field(1.0, gt=0)
-    """The learning rate of these parameters, as a multiple of the schedule's."""
-    weight_decay: float | None = Field(None, ge=0)
-    """Weight decay of all of these, vectors too. Default: `optimizer.weight_decay`, matrices only."""
-    kind: Literal["adamw", "sgd", "adafactor", "muon"] | None = None
-    """What steps these, where it is not `optimizer.kind`; for plain PyTorch and ZeRO 0. `muon` (Jordan et al.
-    2024; torch's, Nesterov momentum 0.95) takes matrices, and makes each update orthogonal and as large as
-    AdamW's would be: for the weights of the blocks, not for embeddings or the head. With several kinds a run
-    waits for the device in every step."""
-
-
-class OptimizerConfig(Closed):
-    """AdamW (Loshchilov & Hutter 2019), SGD with momentum or Adafactor (Shazeer & Stern 2018): torch's, the
-    same under every split."""
-
-    kind: Literal["adamw", "sgd", "adafactor"] = "adamw"
-    """What is kept beside the weights: with `adamw` two numbers a parameter, with `sgd` one, with `adafactor`
-    one for each row and column of a matrix. `adafactor` needs whole matrices (plain PyTorch, ZeRO 0), and
-    waits for the device in every step."""
-    learning_rate: float | None = Field(3e-4, gt=0)
-    """Peak learning rate. Default with an `adapter`: by the model's width, 5e-4 x (2000 / hidden_size)^0.781,
-    for Qwen's models ^0.0775 (Thinking Machines' fit to 27 models, 2025)."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square (`adamw`)."""
-    eps: float = Field(1e-8, gt=0)
-    """Added to the denominator (`adamw`)."""
-    momentum: float = Field(0.9, ge=0, lt=1)
-    """Share of the last update that goes into the next (`sgd`); 0: none, and nothing is kept."""
-    weight_decay: float = Field(0.1, ge=0)
-    """Weight decay; matrices only (biases, norms and other vectors are left alone). Decoupled, but with `sgd`
-    it is added to the gradient, after clipping."""
-    max_grad_norm: float = Field(1.0, ge=0)
-    """Clip the global gradient norm to this; 0 turns clipping off."""
-    groups: list[ParameterGroupConfig] | None = None
-    """Parameters with a learning rate, a weight decay or an optimizer of their own, chosen by name."""
-
-    @field_validator("betas", mode="before")
-    @classmethod
-    def _pair(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value  # YAML and JSON have no tuples
-
-
-class ScheduleConfig(Closed):
-    """Learning rate over the run: a linear warm-up, then the chosen shape."""
-
-    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape after warm-up. `wsd`: stable, then a linear decay over the last `decay_steps`."""
-    warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps of the linear warm-up."""
-    decay_steps: int | None = Field(None, gt=0)
-    """Steps of the final decay (`wsd` only). Default: a fifth of the run."""
-    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
-    """Learning rate at the end, as a share of the peak."""
 
 
 class EngineConfig(Closed):

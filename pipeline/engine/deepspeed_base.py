@@ -20,7 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor, nn
 
 from pipeline.config.half_masters import has_half_states
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job

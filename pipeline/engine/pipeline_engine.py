@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
@@ -34,10 +34,10 @@ from pipeline.engine.replicas import Replicas
 from pipeline.engine.stages import Stages, named, stage_groups
 from pipeline.engine.state import Place, State
 from pipeline.errors import DataError
+from pipeline.models.adapters import is_base
 from pipeline.models.document_attention import BOUNDS
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.staging import Layer, LayeredModel, model_output
-from pipeline.models.adapters import is_base
 from pipeline.objectives import Batch, GlobalBatch, HeadAlone, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_torch_optimizer, set_learning_rate
 

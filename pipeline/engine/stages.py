@@ -19,7 +19,7 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import Tensor, nn
 
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule

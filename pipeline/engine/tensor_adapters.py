@@ -17,9 +17,9 @@ from deepspeed.utils import groups
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
-from pipeline.engine.state import Box
 from pipeline.engine.tensor_parallel import part_of
 from pipeline.models.adapters import NAME, adapted
+from pipeline.shards import Box
 
 
 @contextmanager
@@ -49,7 +49,10 @@ def _cut(layer: Any) -> None:
     magnitude = layer.lora_magnitude_vector[NAME] if NAME in layer.lora_magnitude_vector else None
     if dim == len(view) - 1:  # by inputs
         rank = len(narrow.weight)
-        _keep_part(narrow, told | {"original_shape": (rank, inputs), "logical_shape": (rank, inputs), "partition_dim": 1})
+        _keep_part(
+            narrow,
+            told | {"original_shape": (rank, inputs), "logical_shape": (rank, inputs), "partition_dim": 1},
+        )
         narrow.register_forward_hook(lambda _, __, output: _Summed.apply(output, group, True))
         if magnitude is not None:
             magnitude.__class__ = _DividedByInputs
@@ -98,7 +101,7 @@ class _Summed(torch.autograd.Function):
         return _sum(values, group) if in_forward else values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient if ctx.in_forward else _sum(gradient, ctx.group), None, None
 
 
@@ -108,10 +111,12 @@ def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-class _DividedByInputs(DoraLinearLayer):  # type: ignore[misc] # peft has no types
+class _DividedByInputs(DoraLinearLayer):
     """DoRA of a layer whose rows lie on several ranks: their lengths are of all parts together."""
 
-    def get_lora_weight(self, lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None) -> Tensor:
+    def get_lora_weight(
+        self, lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None
+    ) -> Tensor:
         """This rank's columns (outputs, inputs of the rank)."""
         product: Tensor = lora_B.weight @ lora_A.weight  # type: ignore[operator]
         return product

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.config.schema import EngineConfig, OptimizerConfig
+from pipeline.config.optimizer_schema import OptimizerConfig
+from pipeline.config.schema import EngineConfig
 from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job

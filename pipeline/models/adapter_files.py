@@ -105,7 +105,9 @@ class PeftFolder:
         """
         values = self.tensors.get(of_peft(name))
         if values is None:
-            raise ModelError(f"adapter.weights: {self.path} lacks {of_peft(name)}, which adapter.targets asks for")
+            raise ModelError(
+                f"adapter.weights: {self.path} lacks {of_peft(name)}, which adapter.targets asks for"
+            )
         if tuple(values.shape) != shape:
             raise ModelError(
                 f"adapter.weights: {self.path} is an adapter of another model: {of_peft(name)} is "

@@ -161,7 +161,9 @@ def _targets(config: AdapterConfig, model: nn.Module, linears: Mapping[str, Any]
 
 
 def _trained_whole(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]:
-    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    names = [
+        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    ]
     found = []
     for pattern in config.modules_to_save or ():
         for name in _matching(pattern, names, "adapter.modules_to_save", "module"):

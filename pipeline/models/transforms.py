@@ -55,7 +55,6 @@ class Placement:
     """What is trained in place of the model."""
 
 
-
 Transform = Callable[[nn.Module, ModelConfig, Placement], nn.Module]
 
 

@@ -187,6 +187,24 @@ def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
     return _open_files({path: None})
 
 
+def open_hub(name: str) -> WeightFile:
+    """The safetensors of a hub repository that this machine has fetched.
+
+    Raises:
+        ModelError: it has not.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["*.safetensors"], local_files_only=True))
+    except Exception as error:  # of the hub's client, a dozen kinds
+        raise ModelError(f"{name} is not in the hub's cache here: {_first_sentence(error)}") from None
+    files = sorted(folder.glob("*.safetensors"))  # links into the cache's own folder of blobs
+    if not files:
+        raise ModelError(f"{name} has no safetensors in the hub's cache here")
+    return Safetensors(dict.fromkeys(files))
+
+
 def tokenizer_beside(path: Path) -> Path | None:
     """The tokenizer.json of these weights: in their folder, or in the run they are of; None: neither has."""
     folder = path if path.is_dir() else path.parent

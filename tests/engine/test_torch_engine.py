@@ -17,7 +17,8 @@ from torch import nn
 
 from pipeline.assemble import build_eval_loader
 from pipeline.config.batch import plan_batch
-from pipeline.config.schema import EngineConfig, OptimizerConfig
+from pipeline.config.optimizer_schema import OptimizerConfig
+from pipeline.config.schema import EngineConfig
 from pipeline.config.split import Split
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job

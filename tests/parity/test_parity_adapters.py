@@ -9,7 +9,6 @@ import pytest
 from parity.measure import differences, oracle, train
 from parity.splits import (
     CPU,
-    LLAMA,
     SEQUENCE_2,
     SHORT,
     STEPS,
@@ -46,7 +45,9 @@ def splits(kind: str) -> list[Split]:
     model = recomputed("full")
     several = ("tensor 2, ZeRO 1", "sequence 2, ZeRO 3", "pipeline 2, ZeRO 1")
     return [
-        Split(f"{kind}, {name}", json, (2, 4) if name in several else (1, 2, 4), ("fp32",), model, adapter(kind))
+        Split(
+            f"{kind}, {name}", json, (2, 4) if name in several else (1, 2, 4), ("fp32",), model, adapter(kind)
+        )
         for name, json in WAYS.items()
     ]
 
