@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,7 @@ def described(
     """
     if config.adapter is None:
         return {}
-    layers = (layer for _, layer in adapted(model))
-    own = next(({"alpha": x.lora_alpha[NAME], "dora": bool(x.use_dora[NAME]), "rslora": bool(x.use_rslora[NAME]),
-                 "transposed": bool(x.fan_in_fan_out)} for x in layers), None)  # fmt: skip
+    own = next((_computed(layer) for _, layer in adapted(model)), None)
     computed = next(each for each in job.gather_object(own) if each is not None)  # a stage may have none
     answer: dict[str, Any] | PipelineError | None = None
     if job.ranks.is_main_process:
@@ -58,6 +56,16 @@ def described(
     return {KEY: computed | {"base": answer}}
 
 
+def _computed(layer: Any) -> dict[str, Any]:
+    """What all layers of peft's in a model have in common."""
+    return {
+        "alpha": layer.lora_alpha[NAME],
+        "dora": bool(layer.use_dora[NAME]),
+        "rslora": bool(layer.use_rslora[NAME]),
+        "transposed": bool(layer.fan_in_fan_out),
+    }
+
+
 def refuse_other_base(then: Mapping[str, Any], now: Mapping[str, Any], run: Path) -> None:
     """Of a run that goes on.
 
@@ -67,8 +75,8 @@ def refuse_other_base(then: Mapping[str, Any], now: Mapping[str, Any], run: Path
     before, after = (each.get(KEY, {}).get("base", {}) for each in (then, now))
     if before.get("digest") != after.get("digest"):
         raise CheckpointError(
-            f"{run}: its adapter was trained over other weights than {_where(after)} holds now; bring back those "
-            f"of {_where(before)}, or start a new run"
+            f"{run}: its adapter was trained over other weights than {_where(after)} holds now; bring "
+            f"back those of {_where(before)}, or start a new run"
         )
 
 
@@ -134,8 +142,8 @@ class _Drawn:
 
 
 class MergedWeights:
-    """See WeightFile: what the adapter of a checkpoint and its base come to together, in the base's precision but
-    worked out in fp32, tensor by tensor.
+    """See WeightFile: what the adapter of a checkpoint and its base come to together, tensor by tensor: in the
+    base's precision, worked out in fp32.
     """
 
     def __init__(self, manifest: Manifest, open_checkpoint: OpenCheckpoint):
@@ -148,9 +156,7 @@ class MergedWeights:
         run, base = manifest.folder.parent.parent, self._about["base"]
         self._reader = CheckpointReader(manifest)
         shapes = {name: shape for (name, kind), shape in self._reader.names().items() if kind == WEIGHT}
-        self._layers = {
-            n.removesuffix(f".lora_A.{NAME}.weight") for n in shapes if n.endswith(f".lora_A.{NAME}.weight")
-        }
+        self._layers = set(_layers(shapes))
         self._whole = {name: shape for name, shape in shapes.items() if of_peft(name).count(".lora_") == 0}
         try:
             if base["weights"] or base["pretrained"]:
@@ -201,6 +207,12 @@ class MergedWeights:
         self._base.close()
 
 
+def _layers(names: Iterable[str]) -> list[str]:
+    """Those that have an adapter, of a checkpoint's names."""
+    end = f".lora_A.{NAME}.weight"
+    return [name.removesuffix(end) for name in names if name.endswith(end)]
+
+
 def dtype_of(entry: Entry) -> torch.dtype:
     """Of what can be trained over.
 
@@ -222,7 +234,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
 
     about, shapes = manifest.state[KEY], manifest.table.shapes
     names = [name for name, kind in shapes if kind == WEIGHT]
-    layers = [n.removesuffix(f".lora_A.{NAME}.weight") for n in names if n.endswith(f".lora_A.{NAME}.weight")]
+    layers = _layers(names)
     if not layers:
         raise CheckpointError(f"{manifest.folder} holds no adapter")
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})

@@ -5,38 +5,33 @@ Beside them what transformers needs to open the folder, where the run had a tran
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from pipeline import foreign
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.reader import KINDS, CheckpointReader, stretches, weights_of
-from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, header_of, opened
+from pipeline.checkpoint.reader import KINDS, weights_of
+from pipeline.checkpoint.shard_file import hash_stretch, opened
+from pipeline.checkpoint.weight_writer import SINGLE, source_of, write_weights
 from pipeline.device_failures import explained, of_files
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
 from pipeline.models import adapter_files
-from pipeline.shards import WEIGHT, Region
+from pipeline.shards import WEIGHT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000  # as transformers cuts its own
-SINGLE = "model.safetensors"
 OF_A_MODEL = ("config.json", "generation_config.json")  # beside an adapter transformers would take it for one
-Wanted = tuple[str, tuple[int, ...], torch.dtype]  # kind, shape, dtype
 DESCRIPTION = "model"  # folder of a run directory with config.json and the tokenizer
 
 
@@ -116,9 +111,9 @@ def write_export(
             for name in OF_A_MODEL:
                 (partial / name).unlink(missing_ok=True)
             adapters.write_peft_config(manifest, partial)
-        with _opened(manifest, is_adapter, merge) as source:
+        with source_of(manifest, is_adapter, merge) as source:
             single = adapter_files.WEIGHTS if is_adapter else SINGLE
-            files = _write_weights(source, partial, DTYPES[dtype], most, advance, single)
+            files = write_weights(source, partial, DTYPES[dtype], most, advance, single)
         for path in [*partial.iterdir(), partial]:
             synchronise(path)
         sizes = [(partial / file).stat().st_size for file in files]
@@ -129,53 +124,6 @@ def write_export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Exported([out / file for file in files], sum(sizes), is_transformers, is_adapter)
-
-
-class _Source(Protocol):
-    """Tensors to write."""
-
-    wanted: Mapping[str, Wanted]
-    """By the names they will have."""
-
-    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None: ...
-
-
-class _Saved:
-    """See _Source: a checkpoint's own."""
-
-    def __init__(self, reader: CheckpointReader, rename: Callable[[str], str]):
-        self._reader = reader
-        weights = weights_of(reader.manifest)
-        self._names = {rename(name): name for name in weights}
-        self.wanted: Mapping[str, Wanted] = {new: weights[name] for new, name in self._names.items()}
-
-    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
-        self._reader.read(self._names[name], kind, region, out)
-
-
-class _Merged:
-    """See _Source: of an adapter with its base, one tensor at a time."""
-
-    def __init__(self, weights: adapters.MergedWeights):
-        self._weights = weights
-        self._name, self._values = "", torch.empty(0)
-        entries = weights.entries.items()
-        self.wanted: Mapping[str, Wanted] = {name: (WEIGHT, entry.shape, adapters.dtype_of(entry)) for name, entry in entries}
-
-    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
-        if name != self._name:
-            self._name, self._values = name, self._weights.read(name).flatten()
-        out.copy_(self._values[region.start : region.start + region.length])
-
-
-@contextmanager
-def _opened(manifest: Manifest, is_adapter: bool, merge: bool) -> Iterator[_Source]:
-    if merge:
-        with closing(adapters.MergedWeights(manifest, open_checkpoint)) as weights:
-            yield _Merged(weights)
-        return
-    with CheckpointReader(manifest) as reader:
-        yield _Saved(reader, adapter_files.of_peft if is_adapter else str)
 
 
 def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:
@@ -206,66 +154,6 @@ def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:
             raise CheckpointError(
                 f"{path} cannot be read: {error.strerror or error}; {about}; bring it here"
             ) from None
-
-
-def _write_weights(
-    source: _Source,
-    folder: Path,
-    dtype: torch.dtype,
-    most: int | None,
-    advance: Callable[[int], object],
-    single: str,
-) -> list[str]:
-    """The files: one, or several and their index, by the names that transformers looks for."""
-    wanted = {
-        name: (kind, shape, dtype if kind == WEIGHT else saved)
-        for name, (kind, shape, saved) in source.wanted.items()
-    }
-    sizes = {name: math.prod(shape) * of.itemsize for name, (_, shape, of) in wanted.items()}
-    total, free = sum(sizes.values()), shutil.disk_usage(folder).free
-    if total > free:
-        raise OSError(errno.ENOSPC, f"{total / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free")
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if most is not None and filled and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    files = [single]
-    if len(shards) > 1:
-        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
-    for file, names in zip(files, shards, strict=True):
-        _write_shard(source, folder / file, {name: wanted[name] for name in names}, advance)
-    return files
-
-
-def _write_shard(
-    source: _Source,
-    path: Path,
-    wanted: Mapping[str, Wanted],
-    advance: Callable[[int], object],
-) -> None:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (_, shape, dtype) in wanted.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        entries[name] = entry
-    with path.open("wb") as file:
-        file.write(header_of(entries))
-        for name, (kind, shape, dtype) in wanted.items():
-            for region in stretches(shape):
-                values = torch.empty(region.length, dtype=dtype)
-                source.read(name, kind, region, values)
-                if dtype == torch.float16 and not values.isfinite().all():
-                    raise CheckpointError(f"{name} has values that fp16 cannot hold; export bf16 or fp32")
-                file.write(as_bytes(values).numpy().data)
-                advance(region.length)
 
 
 def _copy_description(source: Path, folder: Path, dtype: str) -> bool:

@@ -31,10 +31,11 @@ class AdapterConfig(Closed):
     """Modules that are trained whole beside the adapters, by names or shell patterns (`lm_head`). An
     embedding that grew (`model.grow_vocabulary`), and its output layer, always are."""
     init: Literal["uniform", "gaussian"] = "uniform"
-    """First values of the matrix next to the input: as peft's default, or normal with a deviation of 1 / rank.
-    The other is 0, so that training starts from the model as it is."""
+    """First values of the matrix next to the input: as peft's default, or normal with a deviation of
+    1 / rank. The other is 0, so that training starts from the model as it is."""
     weights: str | None = None
-    """Adapter to start from: a folder of peft's, or what `export` wrote of a run. It must be of this model."""
+    """Adapter to start from: a folder of peft's, or what `export` wrote of a run. It must be of this
+    model."""
 
     @model_validator(mode="before")
     @classmethod

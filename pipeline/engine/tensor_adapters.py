@@ -1,7 +1,7 @@
 """Adapters where AutoTP cuts the layers beneath: their narrow matrices are cut with them.
 
-A layer that is cut by outputs cuts B by rows, and the gradient of what A gives it is summed over the ranks. One
-that is cut by inputs cuts A by columns, and what A gives is summed. The other matrix is whole on each rank.
+A layer that is cut by outputs cuts B by rows, and the gradient of what A gives it is summed over the ranks.
+One that is cut by inputs cuts A by columns, and what A gives is summed. The other matrix is whole.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipeline.shards import Box
 
 @contextmanager
 def adapters_aside(model: nn.Module) -> Iterator[None]:
-    """Inside it the model has its own layers under their own names, to be cut; after it each adapter is back, and
-    cut as its layer is.
+    """Inside it the model has its own layers under their own names, to be cut; after it each adapter is back,
+    and cut as its layer is.
     """
     layers = list(adapted(model))
     for name, layer in layers:

@@ -128,8 +128,8 @@ class PeftFolder:
         there = {PREFIX + name for name in self._names()} - {PREFIX + name for name in self.whole()}
         if others := sorted(there - {of_peft(name) for name in taken}):
             raise ModelError(
-                f"adapter.weights: {self.path} has {listed(others)}, of which this model has no layer; it is an "
-                "adapter of another model, or adapter.targets leaves them out"
+                f"adapter.weights: {self.path} has {listed(others)}, of which this model has no layer; it is "
+                "an adapter of another model, or adapter.targets leaves them out"
             )
 
     def _names(self) -> Iterator[str]:

@@ -38,8 +38,8 @@ def is_base(parameter: Tensor) -> bool:
 
 
 def learning_rate_for(model: nn.Module) -> float:
-    """Thinking Machines' fit of the best rate for adapters on 27 models (tinker-cookbook, 2025): it depends on
-    the width of the model and its family, and not on the rank.
+    """Thinking Machines' fit of the best rate for adapters on 27 models (tinker-cookbook, 2025): it depends
+    on the width of the model and its family, and not on the rank.
     """
     config = getattr(model, "config", None)
     width = getattr(config, "hidden_size", None) or 2000
