@@ -33,16 +33,7 @@ def build_engine(
     Args:
         resumes: Its weights will be a checkpoint's; those that a new run starts from are not read.
     """
-    split = resolved.split
-    # transformers' language models are written for parameters in half precision, other modules for fp32.
-    is_half = resolved.deepspeed is not None and split.precision != "fp32"
-    placement = Placement(
-        job.device,
-        split.dp_world_size,
-        is_autocast=is_half and not isinstance(config.model, CausalLMConfig),
-        separate_documents=getattr(config.data, "separate_documents", False),
-        dtype=DTYPES[split.precision],
-    )
+    split, placement = resolved.split, placement_of(config, resolved, job)
     starts = not resumes or config.adapter is not None  # checkpoints of an adapter have no base
     # Weights from elsewhere fill every tensor, where `strict` is set.
     draws = starts and (config.model.weights is None or not config.model.strict)
@@ -89,6 +80,20 @@ def build_engine(
     engine.closing.callback(swap.close)
     weakref.finalize(engine, swap.close)  # of an engine that nobody closes
     return engine
+
+
+def placement_of(config: RunConfig, resolved: Resolved, job: Job) -> Placement:
+    """What the steps between weights and compilation may know, but for an adapter's."""
+    split = resolved.split
+    # transformers' language models are written for parameters in half precision, other modules for fp32.
+    is_half = resolved.deepspeed is not None and split.precision != "fp32"
+    return Placement(
+        job.device,
+        split.dp_world_size,
+        is_autocast=is_half and not isinstance(config.model, CausalLMConfig),
+        separate_documents=getattr(config.data, "separate_documents", False),
+        dtype=DTYPES[split.precision],
+    )
 
 
 def ids_trained_here(config: RunConfig, data: DataBundle) -> dict[str, int] | None:

@@ -142,8 +142,8 @@ class _Drawn:
 
 
 class MergedWeights:
-    """See WeightFile: what the adapter of a checkpoint and its base come to together, tensor by tensor: in the
-    base's precision, worked out in fp32.
+    """See WeightFile: what the adapter of a checkpoint and its base come to together, tensor by tensor, in
+    the base's precision, worked out in fp32.
     """
 
     def __init__(self, manifest: Manifest, open_checkpoint: OpenCheckpoint):

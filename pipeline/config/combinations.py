@@ -129,6 +129,12 @@ RULES = [
         lambda c: c.multiplies_in_fp8 and c.split.tensor_parallel > 1,
     ),
     Rule(
+        "`model.fp8` with an adapter",
+        "torchao would multiply in fp8 by narrow matrices too, and by a base that peft holds",
+        "model.fp8: none",
+        lambda c: c.multiplies_in_fp8 and c.config.adapter is not None,
+    ),
+    Rule(
         "`offload_param` without ZeRO 3",
         "below it every rank needs every parameter on its device at all times",
         "zero_optimization.stage 3, or offload_optimizer alone",

@@ -156,7 +156,8 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:
     section: type[BaseModel] | None = None
     annotation: Any = RunConfig
     for item in loc:
-        section = annotation if hasattr(annotation, "model_fields") else None
+        sections = (each for each in (annotation, *get_args(annotation)) if hasattr(each, "model_fields"))
+        section = next(sections, None)  # that of a section that may be left out, too
         members = _members(annotation)
         if item in members:
             annotation = members[item]

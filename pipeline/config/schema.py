@@ -215,6 +215,7 @@ class RunConfig(Closed):
     """Passes over the training data."""
     model: ModelConfig
     adapter: AdapterConfig | None = None
+    """Train low-rank adapters in place of the model's own weights: `lora`, or a section."""
     data: DataConfig
     loader: LoaderConfig = LoaderConfig()
     objective: ObjectiveConfig = AutoObjectiveConfig()

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
-from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
 from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
@@ -30,6 +29,7 @@ from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import Limits, StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import kept_buffers
+from pipeline.engine.profile import measured_instructions
 from pipeline.engine.replicas import Replicas
 from pipeline.engine.stages import Stages, named, stage_groups
 from pipeline.engine.state import Place, State
@@ -87,7 +87,7 @@ class PipelineEngine(DeepSpeedBase):
         else:
             self._refuse_steps()
         have_a_norm_of_nothing(self._zero_optimizer, self.device)
-        self._engine._INSTRUCTION_MAP = _measured(self._engine._INSTRUCTION_MAP, self.phases)
+        self._engine._INSTRUCTION_MAP = measured_instructions(self._engine._INSTRUCTION_MAP, self.phases)
         self._shapes: Any = None
         self._look: Callable[[], None] = lambda: None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
@@ -259,30 +259,6 @@ class _LastStage:
             loss = self._objective(self.head, self.coming.popleft())
         self.losses.append(loss.detached())
         return loss.minimised * self._scale
-
-
-# Instructions of a schedule that compute; the others send, receive and reduce.
-_PHASES = {
-    "LoadMicroBatch": "data",
-    "ForwardPass": "forward",
-    "BackwardPass": "backward",
-    "OptimizerStep": "optimizer",
-}
-
-
-def _measured(instructions: dict[type, Callable[..., Any]], phases: Phases) -> dict[type, Callable[..., Any]]:
-    """DeepSpeed's methods for the instructions of a schedule, each in its phase."""
-
-    def measured(kind: type, execute: Callable[..., Any]) -> Callable[..., Any]:
-        phase = _PHASES.get(kind.__name__, "communication")
-
-        def around(engine: Any, **named: Any) -> None:
-            with phases.measured(phase):
-                execute(engine, **named)
-
-        return around
-
-    return {kind: measured(kind, execute) for kind, execute in instructions.items()}
 
 
 def _for_stages(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:

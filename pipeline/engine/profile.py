@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from pipeline.distributed.phases import Phases
 from pipeline.distributed.span import Span
 
 log = logging.getLogger(__name__)
@@ -188,3 +189,29 @@ def _measured(method: Callable[..., Any], span: Span) -> Callable[..., Any]:
             return method(*arguments, **named)
 
     return around
+
+
+# Instructions of a schedule that compute; the others send, receive and reduce.
+_PHASES = {
+    "LoadMicroBatch": "data",
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "OptimizerStep": "optimizer",
+}
+
+
+def measured_instructions(
+    instructions: dict[type, Callable[..., Any]], phases: Phases
+) -> dict[type, Callable[..., Any]]:
+    """DeepSpeed's methods for the instructions of a schedule, each in its phase."""
+
+    def measured(kind: type, execute: Callable[..., Any]) -> Callable[..., Any]:
+        phase = _PHASES.get(kind.__name__, "communication")
+
+        def around(engine: Any, **named: Any) -> None:
+            with phases.measured(phase):
+                execute(engine, **named)
+
+        return around
+
+    return {kind: measured(kind, execute) for kind, execute in instructions.items()}

@@ -46,7 +46,7 @@ def _cut(layer: Any) -> None:
     narrow, wide = layer.lora_A[NAME], layer.lora_B[NAME]
     outputs, inputs = told["original_shape"]
     view, dim = told["logical_shape"], told["partition_dim"]
-    magnitude = layer.lora_magnitude_vector[NAME] if NAME in layer.lora_magnitude_vector else None
+    magnitude = dict(layer.lora_magnitude_vector).get(NAME)  # DoRA alone has one
     if dim == len(view) - 1:  # by inputs
         rank = len(narrow.weight)
         _keep_part(

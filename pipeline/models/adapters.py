@@ -235,7 +235,8 @@ def _first(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Te
     """As peft has them: of A uniform within 1 / sqrt(inputs), or normal; of B 0."""
     if ".lora_B." in f".{name}":
         return torch.zeros(shape)
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    # Of a seed torch takes 32 bits.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     values = torch.empty(shape)
     if config.init == "gaussian":
         return values.normal_(0.0, 1 / shape[0], generator=generator)

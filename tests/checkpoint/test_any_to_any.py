@@ -70,23 +70,50 @@ def go_on(job, recipe, json, folder):
 
 @pytest.fixture(scope="module")
 def saved_by(ranks, tmp_path_factory):
-    """`saved_by(name)`: (folder with the checkpoint, the unbroken run's losses)."""
+    """`saved_by(name, recipe)`: (folder with the checkpoint, the unbroken run's losses)."""
     found = {}
 
-    def saved(name):
-        if name not in found:
+    def saved(name, recipe):
+        key = name, "adapter" in recipe
+        if key not in found:
             folder = str(tmp_path_factory.mktemp("saved"))
-            found[name] = folder, run_on(ranks, SPLITS[name], save, tree(LLAMA), folder)[0]
-        return found[name]
+            found[key] = folder, run_on(ranks, SPLITS[name], save, recipe, folder)[0]
+        return found[key]
 
     return saved
+
+
+# An adapter's: of the base nothing is in a checkpoint.
+ADAPTED = ("plain", "DDP x 2", "ZeRO 0 x 2", "ZeRO 2 x 2", "ZeRO 3 x 2", "tensor 2 x 2", "pipeline 2 x 2")
+ADAPTED_DAILY = (
+    ("ZeRO 3 x 2", "tensor 2 x 2"),
+    ("tensor 2 x 2", "pipeline 2 x 2"),
+    ("pipeline 2 x 2", "ZeRO 3 x 2"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        pytest.param(a, b, marks=[] if (a, b) in ADAPTED_DAILY else [pytest.mark.nightly], id=f"{a} to {b}")
+        for a in ADAPTED
+        for b in ADAPTED
+    ],
+)
+def test_losses_of_an_adapter_are_those_of_the_unbroken_run(ranks, saved_by, saved, resumed):
+    recipe = tree(LLAMA) | {"adapter": {"kind": "dora", "rank": 4, "modules_to_save": ["lm_head"]}}
+    folder, unbroken = saved_by(saved, recipe)
+    losses = run_on(ranks, SPLITS[resumed], go_on, recipe, folder)[0]
+    assert losses == (unbroken[HALF:] if saved == resumed else pytest.approx(unbroken[HALF:], rel=BAND))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("saved", "resumed"), pairs())
 def test_losses_are_those_of_the_unbroken_run(ranks, saved_by, saved, resumed):
-    folder, unbroken = saved_by(saved)
+    folder, unbroken = saved_by(saved, tree(LLAMA))
     losses = run_on(ranks, SPLITS[resumed], go_on, tree(LLAMA), folder)[0]
     if saved == resumed:
         assert losses == unbroken[HALF:]

@@ -53,6 +53,7 @@ EXAMPLES = [
         {COMPILE: "auto"},
     ),
     (2, {"model.fp8": "tensorwise", TENSOR: 2, STAGE: 1}, {TENSOR: 1, STAGE: 3}),
+    (2, {"model.fp8": "tensorwise", "adapter": "lora", STAGE: 1}, {"model.fp8": "none"}),
     (1, {PARAMETERS: "cpu", STAGE: 2}, {STAGE: 3}),
     (1, {OPTIMIZER: "cpu", STAGE: 0}, {STAGE: 1}),
     (1, {**NVME, STAGE: 2}, {OPTIMIZER: "cpu"}),

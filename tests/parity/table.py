@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from parity.activations import activation_table
+from parity.adapters import adapters_table
 from parity.answers import answers_table
 from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import STEPS, cases
@@ -76,6 +77,7 @@ def main() -> None:
     blocks = {
         "rules": as_markdown,
         "activation checkpointing": activation_table,
+        "adapters": adapters_table,
         "answers": answers_table,
         "parity": parity_table,
     }

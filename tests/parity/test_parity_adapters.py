@@ -1,58 +1,14 @@
-"""Adapters on the one curve: every kind under every way to split, against one process of plain PyTorch.
-
-The activations of all blocks are recomputed (non-reentrant), and a module is trained whole beside them.
-"""
+"""Adapters on the one curve: every kind under every way to split, against one process of plain PyTorch."""
 
 from __future__ import annotations
 
 import pytest
+from parity.adapters import CASES, WAYS
 from parity.measure import differences, oracle, train
-from parity.splits import (
-    CPU,
-    SEQUENCE_2,
-    SHORT,
-    STEPS,
-    TENSOR_2,
-    TWO_STAGES,
-    Split,
-    cases,
-    recomputed,
-    zero,
-)
+from parity.splits import SHORT, STEPS
 
-KINDS = ("lora", "rslora", "dora")
-WAYS = {
-    "DistributedDataParallel": {"torch": {"parallel": "ddp"}},
-    "ZeRO 0": zero(0),
-    "ZeRO 1": zero(1),
-    "ZeRO 2": zero(2),
-    "ZeRO 3": zero(3, stage3_param_persistence_threshold=0),
-    "ZeRO 3, all on CPU": zero(3, offload_optimizer=CPU, offload_param=CPU),
-    "tensor 2, ZeRO 1": zero(1) | TENSOR_2,
-    "sequence 2, ZeRO 3": zero(3) | SEQUENCE_2,
-    "pipeline 2, ZeRO 1": zero(1) | TWO_STAGES,
-}
-DAILY = {"lora": set(WAYS), "rslora": {"ZeRO 2"}, "dora": set(WAYS)}
-# In fp32. A band of rounding: Adam's steps are of equal length however small a gradient is.
+DAILY = {"lora": set(WAYS) - {"ZeRO 0", "ZeRO 1"}, "rslora": {"ZeRO 2"}, "dora": {*WAYS} - {"ZeRO 0", "ZeRO 1"}}
 BAND = 1e-6
-
-
-def adapter(kind: str) -> dict[str, object]:
-    return {"kind": kind, "rank": 4, "alpha": 8.0}
-
-
-def splits(kind: str) -> list[Split]:
-    model = recomputed("full")
-    several = ("tensor 2, ZeRO 1", "sequence 2, ZeRO 3", "pipeline 2, ZeRO 1")
-    return [
-        Split(
-            f"{kind}, {name}", json, (2, 4) if name in several else (1, 2, 4), ("fp32",), model, adapter(kind)
-        )
-        for name, json in WAYS.items()
-    ]
-
-
-ALL = [case for kind in KINDS for case in cases(splits(kind))]
 
 
 def marks(case):
@@ -61,7 +17,7 @@ def marks(case):
     return (pytest.mark.slow, *([] if is_daily else [pytest.mark.nightly]))
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in ALL])
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in CASES])
 def test_an_adapters_curve_is_the_oracles(ranks, case, pytestconfig):
     steps = SHORT if pytestconfig.option.markexpr else STEPS
     results = ranks(case.world_size).run(train, case.recipe, case.json, steps, timeout=300)

@@ -1,0 +1,148 @@
+"""An adapter's run: what its checkpoints hold, peft and transformers open it, and others start from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from support.base_model import write_base_model
+from transformers import AutoModelForCausalLM
+
+import pipeline
+from pipeline.errors import CheckpointError, ModelError
+
+IDS = torch.arange(1, 25)[None]
+TEXT = "The sky is blue and the grass is green, snow is white. " * 40
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base_model(tmp_path_factory.mktemp("base"))
+
+
+def settings(folder: Path, name: str, model: dict, adapter: dict | None, tokenizer: Path, steps: int = 4):
+    (folder / "text.txt").write_text(TEXT)
+    recipe = {
+        "run_dir": str(folder / name),
+        "max_steps": steps,
+        "model": {"kind": "causal_lm", **model},
+        "adapter": adapter,
+        "data": {
+            "kind": "text",
+            "paths": [str(folder / "text.txt")],
+            "eval_sets": {"same": {"paths": [str(folder / "text.txt")]}},
+            "eval_fraction": 0.0,
+            "sequence_length": 16,
+            "tokenizer": {"pretrained": str(tokenizer)},
+            "cache_dir": str(folder / "cache"),
+            "prepare_workers": 1,
+        },
+        "batch": {"micro_batch_size": 4},
+        "optimizer": {"learning_rate": 0.02},
+        "wandb": {"mode": "disabled"},
+        "sample": {"max_new_tokens": 0},
+    }
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
+    return pipeline.load_settings(path)
+
+
+def trained(asked) -> torch.Tensor:
+    """Logits (1, T, V) of the run's model after its last step."""
+    with pipeline.Run(asked) as run:
+        run.train()
+        with torch.no_grad():
+            return run._parts.engine.module.eval()(IDS).logits
+
+
+@torch.no_grad()
+def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"kind": "lora", "rank": 4},
+        {"kind": "rslora", "rank": 4, "targets": ["q_proj", "model.layers.1.mlp.*"], "init": "gaussian"},
+        {"kind": "dora", "rank": 4, "modules_to_save": ["lm_head"]},
+    ],
+    ids=["lora", "rslora", "dora"],
+)
+def test_what_is_saved_opens_anywhere(tmp_path, base, adapter):
+    expected = trained(settings(tmp_path, "run", {"pretrained": str(base)}, adapter, base))
+    assert not torch.allclose(expected, logits_of(base), atol=1e-3), "nothing was trained"
+    exported = pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    assert exported.is_adapter
+    assert not exported.is_transformers
+    torch.testing.assert_close(logits_of(base, tmp_path / "adapter"), expected, rtol=1e-6, atol=2e-6)
+    pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-5, atol=1e-5)
+    trained_values = sum(t.numel() for t in load_file(exported.files[0]).values())
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert sum(file.stat().st_size for file in checkpoint.iterdir()) < 16 * trained_values + 1e6
+    # A stage after it begins where it ended: over the same base, or with both in one.
+    begun = {"kind": adapter["kind"], "weights": str(tmp_path / "adapter")}
+    stacked = settings(tmp_path, "stacked", {"pretrained": str(base)}, begun, base)
+    merged = settings(
+        tmp_path, "onto", {"architecture": "llama", **SIZES, "weights": str(tmp_path / "run")}, None, base
+    )
+    evaluated = pipeline.evaluate(tmp_path / "run")["eval/loss"]
+    for asked in (stacked, merged):
+        with pipeline.Run(asked) as run:
+            assert run.evaluate()["eval/loss"] == pytest.approx(evaluated, rel=1e-5)
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_sequence_length": 128,
+}
+
+
+def test_a_base_that_is_another_one_now_is_refused(tmp_path, base):
+    own = tmp_path / "base"
+    own.mkdir()
+    for file in base.iterdir():
+        (own / file.name).write_bytes(file.read_bytes())
+    given = {"pretrained": str(own)}
+    trained(settings(tmp_path, "run", given, {"rank": 2}, own, steps=2))
+    weights = load_file(own / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
+    save_file(weights, own / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"its adapter was trained over other weights than .*bring back"
+    ):
+        trained(settings(tmp_path, "run", given, {"rank": 2}, own, steps=3))
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path, base):
+    given = {"pretrained": str(base)}
+    trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=1))
+    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    weights = {"weights": str(tmp_path / "adapter")}
+    new = {"architecture": "llama", **SIZES, "vocab_size": 512}
+    for model, match in (
+        (
+            new | {"num_layers": 1},
+            "an adapter of another model, or adapter.targets leaves them out|matches no linear",
+        ),
+        (
+            new | {"intermediate_size": 48},
+            r"is an adapter of another model: .* is \[64, 2\] there, and \[48, 2\]",
+        ),
+    ):
+        with pytest.raises(pipeline.PipelineError, match=match):
+            trained(settings(tmp_path, "other", model, weights, base))
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(ModelError, match="a pickle, which is not opened"):
+        trained(settings(tmp_path, "pickled", given, weights, base))

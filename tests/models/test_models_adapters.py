@@ -1,0 +1,109 @@
+"""Adapters against peft itself, and where they go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity.measure import ALONE
+from support.tiny import make_engine, recipe, resolve, token_bundle
+
+from pipeline.assemble import build_loader
+from pipeline.errors import ConfigError
+from pipeline.models.adapters import NAME, adapted, learning_rate_for
+from pipeline.objectives import build_objective
+from pipeline.optim import parameter_groups
+
+PLAIN = {"torch": {"parallel": "single"}}
+
+
+def asked(**adapter):
+    return recipe(adapter={"rank": 4, "alpha": 8.0} | adapter)
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+def test_a_step_is_that_of_a_loop_over_pefts_own_model(kind):
+    from peft import LoraConfig, get_peft_model
+
+    tree, data = asked(kind=kind, dropout=0.0), token_bundle()
+    config, resolved = resolve(tree, PLAIN, 1)
+    engine = make_engine(ALONE, tree, PLAIN, data)
+    base = make_engine(ALONE, {k: v for k, v in tree.items() if k != "adapter"}, PLAIN, data).module
+    targets = [name for name, _ in adapted(engine.module)]
+    assert len(targets) == 14
+    given = LoraConfig(
+        r=4, lora_alpha=8, target_modules=targets, use_rslora=kind == "rslora", use_dora=kind == "dora"
+    )
+    model = get_peft_model(base, given)
+    theirs = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
+    ours = dict(engine.module.named_parameters())
+    assert {n for n, p in theirs.items() if p.requires_grad} == {
+        n for n, p in ours.items() if p.requires_grad
+    }
+    with torch.no_grad():
+        for name, p in theirs.items():
+            p.copy_(ours[name])
+    optimizer = torch.optim.AdamW(
+        parameter_groups(theirs.items(), config.optimizer), lr=1e-2, betas=(0.9, 0.95), eps=1e-8
+    )
+    loader, objective = build_loader(config, resolved.plan, data, engine), build_objective(config)
+    for _ in range(4):
+        group = loader.next_group()
+        result = engine.train_step(group, objective, 1e-2, False)
+        losses, count = [], sum(int((batch["shift_labels"] != -100).sum()) for batch in group)
+        optimizer.zero_grad()
+        for batch in group:
+            logits = model(input_ids=batch["input_ids"]).logits.flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, batch["shift_labels"].flatten(), reduction="sum")
+            (loss / count).backward()
+            losses.append(loss.item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        assert float(result.loss_sum) == pytest.approx(sum(losses), rel=1e-6)
+        assert float(result.grad_norm) == pytest.approx(float(norm), rel=2e-6)
+
+
+def test_only_what_is_named_is_trained_and_the_rest_is_in_no_checkpoint():
+    tree = asked(targets=["q_proj", "*.mlp.down_proj"], modules_to_save=["lm_head"])
+    engine = make_engine(ALONE, tree, PLAIN, token_bundle())
+    names = {shard.name for shard in engine.shards()}
+    kept = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+    assert names == kept
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in names} == {"q_proj", "down_proj", "weight"}
+    assert "lm_head.weight" in names
+
+
+def test_first_values_follow_from_seed_and_name_alone():
+    def first(**changes):
+        engine = make_engine(ALONE, asked() | changes, PLAIN, token_bundle())
+        return {name: layer.lora_A[NAME].weight.detach() for name, layer in adapted(engine.module)}
+
+    one, fewer, other = first(), first(adapter={"rank": 4, "targets": ["v_proj"]}), first(seed=1)
+    assert all(torch.equal(one[name], values) for name, values in fewer.items())
+    assert not any(torch.equal(one[name], values) for name, values in other.items())
+    assert len({float(values.flatten()[0]) for values in one.values()}) == len(one)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "match"),
+    [
+        (
+            {"targets": ["q_prj"]},
+            r"adapter.targets: 'q_prj' matches no linear layer of the model; nearest: q_proj",
+        ),
+        ({"rank": 33}, r"adapter.rank is 33, and model.layers.0.self_attn.q_proj is a matrix of 32 x 32"),
+        ({"targets": ["lm_head"]}, r"the output layer, which gets no adapter; adapter.modules_to_save"),
+        ({"modules_to_save": ["lm_haed"]}, r"'lm_haed' matches no module of the model; nearest: lm_head"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_line(adapter, match):
+    with pytest.raises(ConfigError, match=match):
+        make_engine(ALONE, asked(**adapter), PLAIN, token_bundle())
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "rate"), [("llama", 4096, 2.858e-4), ("qwen3", 4096, 4.730e-4), ("llama", 2000, 5e-4)]
+)
+def test_the_default_rate_is_the_published_formula(family, width, rate):
+    model = torch.nn.Module()
+    model.config = type("Config", (), {"hidden_size": width, "model_type": family})()
+    assert learning_rate_for(model) == pytest.approx(rate, rel=1e-3)
