@@ -15,6 +15,7 @@ from pipeline.config.loading import get_dotted
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.machine import available_memory, memory_now
+from pipeline.models.adapters import more_than_it_holds
 from pipeline.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,13 @@ def announce(settings: Settings, resolved: Resolved, parts: Parts, directory: Pa
     """A line of the log each; their first words stand under each other."""
     for name, text in plan(settings, resolved, parts, directory):
         log.info("%s", f"{name:<10}  {text}")
+    length, split = getattr(settings.config.data, "sequence_length", None), resolved.split
+    if settings.config.adapter is not None and length is not None:
+        samples = parts.max_steps * resolved.plan.global_batch_size
+        tokens = min(samples, getattr(parts.loader, "samples_per_epoch", 0)) * length
+        cut = split.pipeline_stages * split.tensor_parallel
+        if (told := more_than_it_holds(parts.engine.module, cut, tokens)) is not None:
+            log.warning("%s", told)
 
 
 def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) -> Iterator[tuple[str, str]]:
@@ -38,6 +46,10 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     model = settings.config.model
     name = getattr(model, "architecture", None) or getattr(model, "pretrained", None) or model.kind
     yield "model", f"{name}, {engine.num_parameters:,} parameters{frozen}"
+    if settings.config.adapter is not None:
+        whence = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
+        rate = f"learning rate {parts.peak_learning_rate:.2e}{whence}"
+        yield "adapter", f"{settings.config.adapter.kind}; {rate}"
     file = f" ({settings.split_path})" if settings.split_path is not None else ""
     ranks = f"{job.ranks.world_size} rank{'s' * (job.ranks.world_size > 1)} on {job.device.type}"
     yield "split", f"{resolved.split}{file}; {ranks}"

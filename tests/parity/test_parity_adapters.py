@@ -7,7 +7,11 @@ from parity.adapters import CASES, WAYS
 from parity.measure import differences, oracle, train
 from parity.splits import SHORT, STEPS
 
-DAILY = {"lora": set(WAYS) - {"ZeRO 0", "ZeRO 1"}, "rslora": {"ZeRO 2"}, "dora": {*WAYS} - {"ZeRO 0", "ZeRO 1"}}
+DAILY = {
+    "lora": set(WAYS) - {"ZeRO 0", "ZeRO 1"},
+    "rslora": {"ZeRO 2"},
+    "dora": {*WAYS} - {"ZeRO 0", "ZeRO 1"},
+}
 BAND = 1e-6
 
 
