@@ -244,7 +244,7 @@ def _first(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Te
     return values.uniform_(-limit, limit, generator=generator)
 
 
-# An adapter stores about two bits a parameter, and text has about one bit a token (LoRA Without Regret, 2025).
+# An adapter stores about two bits a parameter, text has about one bit a token (LoRA Without Regret, 2025).
 BITS_A_PARAMETER, BITS_A_TOKEN = 2.0, 1.0
 
 
@@ -253,15 +253,14 @@ def more_than_it_holds(model: nn.Module, parts: int, num_tokens: int) -> str | N
 
     Args:
         parts: Into which the model is cut; `model` is one of them.
-        num_tokens: Different ones of the training data, context and padding too.
+        num_tokens: Different ones that are trained on, context and padding too.
     """
-    trained = parts * sum(
-        int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad
-    )
-    if num_tokens * BITS_A_TOKEN <= trained * BITS_A_PARAMETER:
+    own = (int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad)
+    trained = parts * sum(own)
+    room = int(trained * BITS_A_PARAMETER / BITS_A_TOKEN)
+    if num_tokens <= room:
         return None
     return (
-        f"the training data has up to {num_tokens:,} tokens, and {trained:,} trained parameters hold what about "
-        f"{int(trained * BITS_A_PARAMETER / BITS_A_TOKEN):,} tokens have in them: if the loss stays behind that "
-        "of training all weights, raise adapter.rank"
+        f"the training data has up to {num_tokens:,} tokens, and {trained:,} trained parameters hold what is in "
+        f"about {room:,}: if the loss stays behind that of training all weights, raise adapter.rank"
     )

@@ -10,7 +10,7 @@ import platform
 from datetime import date
 
 from parity.measure import differences, oracle, train
-from parity.splits import CPU, SEQUENCE_2, STEPS, TENSOR_2, TWO_STAGES, Split, cases, recomputed, zero
+from parity.splits import ALL, CPU, SEQUENCE_2, STEPS, TENSOR_2, TWO_STAGES, Split, cases, recomputed, zero
 from support.ranks import RankPool
 
 KINDS = ("lora", "rslora", "dora")
@@ -37,7 +37,7 @@ def splits(kind: str) -> list[Split]:
             f"{kind}, {name}",
             json,
             worlds=(2, 4) if name in SEVERAL else (1, 2, 4),
-            precisions=("fp32",),
+            precisions=("fp32", "bf16") if "torch" in json else ALL,
             model=recomputed("full"),
             adapter=adapter,
         )
@@ -54,7 +54,7 @@ def adapters_table() -> str:
     for world_size in (1, 2, 4):
         with RankPool(world_size) as pool:
             for case in CASES:
-                if case.world_size == world_size:
+                if case.world_size == world_size and case.precision == "fp32":
                     got = pool.run(train, case.recipe, case.json, STEPS, timeout=900)[0]
                     found.setdefault(case.split.name, []).append(differences(got, oracle(case)))
                     print(case, found[case.split.name][-1], flush=True)
