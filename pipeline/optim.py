@@ -18,7 +18,7 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.patterns import matching
 from pipeline.errors import ConfigError, ModelError
 
-START = 0.0  # the rate an optimizer is made with; set_learning_rate is called before each step
+START = 0.0  # of an optimizer whose rate follows from the model: set_learning_rate is called before each step
 
 GroupKey = tuple[int, bool]
 """(0, or the number of the group in optimizer.groups from 1 on; whether it is what of it does not decay)."""
@@ -131,16 +131,17 @@ class SeveralOptimizers(Optimizer):
 
 
 def _build(kind: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    rate = config.learning_rate or START
     if kind == "muon":
-        return torch.optim.Muon(groups, lr=START, adjust_lr_fn="match_rms_adamw")
+        return torch.optim.Muon(groups, lr=rate, adjust_lr_fn="match_rms_adamw")
     if kind == "sgd":
-        sgd = torch.optim.SGD(groups, lr=START, momentum=config.momentum, fused=True)
+        sgd = torch.optim.SGD(groups, lr=rate, momentum=config.momentum, fused=True)
         if config.momentum:
             sgd.register_step_pre_hook(_start_at_rest)
         return sgd
     if kind == "adafactor":
-        return torch.optim.Adafactor(groups, lr=START)
-    return torch.optim.AdamW(groups, lr=START, betas=config.betas, eps=config.eps, fused=True)
+        return torch.optim.Adafactor(groups, lr=rate)
+    return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:

@@ -121,7 +121,9 @@ def _paragraph(text: str) -> str:
 
 def _sections(field: Schema) -> list[str]:
     """The section a field holds, or the alternatives where its `kind` chooses one; empty for a value."""
-    return [each["$ref"].rpartition("/")[2] for each in field.get("oneOf", [field]) if "$ref" in each]
+    return [
+        each["$ref"].rpartition("/")[2] for each in field.get("oneOf", _alternatives(field)) if "$ref" in each
+    ]
 
 
 def _alternatives(field: Schema) -> list[Schema]:

@@ -75,7 +75,7 @@ def build_optimizer(
     if CPU_ADAM in needed_ops(config):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(
             groups,
-            lr=START,
+            lr=optimizer.learning_rate or START,
             betas=optimizer.betas,
             eps=optimizer.eps,
             adamw_mode=True,

@@ -261,6 +261,6 @@ def more_than_it_holds(model: nn.Module, parts: int, num_tokens: int) -> str | N
     if num_tokens <= room:
         return None
     return (
-        f"the training data has up to {num_tokens:,} tokens, and {trained:,} trained parameters hold what is in "
-        f"about {room:,}: if the loss stays behind that of training all weights, raise adapter.rank"
+        f"the training data has up to {num_tokens:,} tokens, and {trained:,} trained parameters hold what is "
+        f"in about {room:,}: if the loss stays behind that of training all weights, raise adapter.rank"
     )
