@@ -55,7 +55,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     job.progress.at("starting")
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
     adapter = adapters.described(config, engine.module, job, open_checkpoint)
-    data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint)
+    data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint, adapter)
     loader = build_loader(config, resolved.plan, data, engine)
     max_steps = config.max_steps or math.ceil(epochs_in_samples(config, loader) / loader.global_batch_size)
     tell_of_precision(resolved, job)
@@ -114,6 +114,7 @@ def with_its_reference(
     engine: Engine,
     objective: Objective,
     checkpoint: Manifest | None,
+    adapter: Mapping[str, Any],
 ) -> DataBundle:
     """The data, with what the model that the run began with says of its answers where the objective asks for
     it. Collective.
@@ -125,7 +126,7 @@ def with_its_reference(
     folder: str | None = getattr(config.data, "cache_dir", None)
     cache = Path(folder).expanduser() / "reference" if folder is not None else None
     rows = Rows(data, resolved.plan.micro_batch_size, config.loader.num_workers)
-    key = config.model.model_dump(mode="json")
+    key = {**config.model.model_dump(mode="json"), **adapter}  # whose base the engine's weights do not show
     return compute_reference(rows, engine, objective, directory, cache, job, key)
 
 

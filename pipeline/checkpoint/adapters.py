@@ -29,6 +29,7 @@ from pipeline.models.weights import matched
 from pipeline.shards import WEIGHT, Region
 
 KEY = "adapter"  # in the state of a checkpoint
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # by transformers' names
 _FIRST = 1 << 20  # bytes of a tensor that go into the digest
 
 
@@ -213,6 +214,19 @@ def _layers(names: Iterable[str]) -> list[str]:
     return [name.removesuffix(end) for name in names if name.endswith(end)]
 
 
+def peft_names(manifest: Manifest) -> dict[str, str]:
+    """Name in a file of peft's -> name in the checkpoint. An embedding that is the output layer too has both
+    names there.
+    """
+    names = [name for name, kind in manifest.table.shapes if kind == WEIGHT]
+    found = {of_peft(name): name for name in names}
+    if _is_tied(manifest):
+        embedding = next((name for name in names if name.endswith(EMBEDDINGS)), None)
+        if embedding is not None:
+            found[of_peft("lm_head.weight")] = embedding
+    return found
+
+
 def dtype_of(entry: Entry) -> torch.dtype:
     """Of what can be trained over.
 
@@ -250,11 +264,12 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         base_model_name_or_path=_where(about["base"]),
         task_type="CAUSAL_LM",
         inference_mode=True,
-        ensure_weight_tying=_is_tied(manifest.folder.parent.parent / "model" / "config.json"),
+        ensure_weight_tying=_is_tied(manifest),
     ).save_pretrained(str(folder))
 
 
-def _is_tied(config: Path) -> bool:
+def _is_tied(manifest: Manifest) -> bool:
+    config = manifest.folder.parent.parent / "model" / "config.json"
     try:
         return bool(json.loads(config.read_text("utf-8")).get("tie_word_embeddings"))
     except (OSError, ValueError):

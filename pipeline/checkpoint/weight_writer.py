@@ -20,7 +20,6 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader, stretches, weights_of
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, header_of
 from pipeline.errors import CheckpointError
-from pipeline.models import adapter_files
 from pipeline.shards import WEIGHT, Region
 
 SINGLE = "model.safetensors"
@@ -39,10 +38,14 @@ class Source(Protocol):
 class Saved:
     """See Source: a checkpoint's own."""
 
-    def __init__(self, reader: CheckpointReader, rename: Callable[[str], str]):
+    def __init__(self, reader: CheckpointReader, names: Mapping[str, str] | None = None):
+        """
+        Args:
+            names: Name to write -> name in the checkpoint; None: they are the same.
+        """
         self._reader = reader
         weights = weights_of(reader.manifest)
-        self._names = {rename(name): name for name in weights}
+        self._names = names or {name: name for name in weights}
         self.wanted: Mapping[str, Wanted] = {new: weights[name] for new, name in self._names.items()}
 
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
@@ -73,7 +76,7 @@ def source_of(manifest: Manifest, is_adapter: bool, merge: bool) -> Iterator[Sou
             yield Merged(weights)
         return
     with CheckpointReader(manifest) as reader:
-        yield Saved(reader, adapter_files.of_peft if is_adapter else str)
+        yield Saved(reader, adapters.peft_names(manifest) if is_adapter else None)
 
 
 def write_weights(

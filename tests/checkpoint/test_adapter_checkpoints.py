@@ -10,9 +10,10 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.base_model import write_base_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pipeline
+from pipeline.checkpoint.manifest import read_manifest
 from pipeline.errors import CheckpointError, ModelError
 
 IDS = torch.arange(1, 25)[None]
@@ -98,6 +99,37 @@ def test_what_is_saved_opens_anywhere(tmp_path, base, adapter):
     for asked in (stacked, merged):
         with pipeline.Run(asked) as run:
             assert run.evaluate()["eval/loss"] == pytest.approx(evaluated, rel=1e-5)
+
+
+def tied_copy(base: Path, folder: Path, tied: bool = True) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, tie_word_embeddings=tied)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_peft_opens_an_embedding_that_is_the_output_layer_too(tmp_path, base):
+    own = tied_copy(base, tmp_path / "tied")
+    adapter = {"rank": 2, "modules_to_save": ["embed_tokens"]}
+    expected = trained(settings(tmp_path, "run", {"pretrained": str(own)}, adapter, base))
+    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(own, tmp_path / "adapter"), expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_new_tokens_are_trained(tmp_path, base, tied):
+    own = tied_copy(base, tmp_path / "own", tied)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["green", "grass"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    given = {"pretrained": str(own), "grow_vocabulary": True}
+    expected = trained(settings(tmp_path, "run", given, {"rank": 2}, tmp_path / "tokenizer", steps=2))
+    assert expected.shape[-1] == len(tokenizer) > logits_of(own).shape[-1]
+    pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-5, atol=1e-5)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    names = {name for name, _ in read_manifest(checkpoint).table.shapes if ".lora_" not in name}
+    assert names == {"model.embed_tokens.weight"} | ({"lm_head.weight"} if not tied else set())
 
 
 SIZES = {
