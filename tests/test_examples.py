@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from support.launch import TORCHRUN, TRAIN, launch, numbers, run_python, write_recipe
+from support.launch import ROOT, TORCHRUN, TRAIN, launch, numbers, run_python, write_recipe
 
 OFFLINE = "wandb.mode=disabled"
 
@@ -25,6 +25,38 @@ def test_the_cnn_reads_over_95_percent_of_held_out_digits(tmp_path, split):
     result = launch("--config", recipe, *split, f"run_dir={tmp_path}", OFFLINE)
     assert result.returncode == 0, result.stderr
     assert last(tmp_path, "eval/accuracy") > 0.95
+
+
+def run_recipes(folder: Path, steps: dict[str, list[str]]) -> None:
+    """The recipes of fine-tuning, each from what the one before left, in a folder of the user's."""
+    (folder / "launch").symlink_to(ROOT / "launch")
+    made = run_python("launch/recipes/make_data.py", "data", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    for name, changes in steps.items():
+        recipe = str(folder / "launch" / "recipes" / f"{name}.yaml")
+        done = run_python(str(TRAIN), "--config", recipe, OFFLINE, *changes, cwd=folder)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
+    few = ["max_steps=2", "eval.max_samples=8", "sample.max_new_tokens=0"]
+    some = ["max_steps=15", "schedule.warmup_steps=0", *few[1:]]
+    run_recipes(tmp_path, {"sft": some, "lora": few, "dpo": few})
+    begun = next(row for row in numbers(tmp_path / "runs" / "lora") if "eval/loss" in row)["eval/loss"]
+    assert begun < math.log(2048) - 0.3, "it did not start from the model of sft"
+    assert last(tmp_path / "runs" / "dpo", "eval/rewards/margin") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_recipes_of_fine_tuning_do_what_they_say(tmp_path):
+    run_recipes(tmp_path, {"sft": [], "lora": [], "dpo": []})
+    for name in ("sft", "lora"):
+        losses = [row["eval/loss"] for row in numbers(tmp_path / "runs" / name) if "eval/loss" in row]
+        assert losses[-1] < losses[0] - 3
+    assert last(tmp_path / "runs" / "dpo", "eval/rewards/margin") > 5
+    assert last(tmp_path / "runs" / "dpo", "eval/rewards/accuracy") > 0.95
 
 
 @pytest.mark.slow
