@@ -33,7 +33,9 @@ def launch_in_terminal(words: Sequence[str], **extra: str) -> str:
         process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     else:
         process = Program(words, environment, Path(os.ttyname(theirs)))
-        select.select([ours], [], [])  # it has opened its end
+        opened = select.poll()  # which takes descriptors above 1,023, as a long session of tests has them
+        opened.register(ours, select.POLLIN)
+        opened.poll()
     return _written(process, ours, theirs)
 
 
