@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from pipeline.data.reference import Keys, ReferenceTable, WithReference, keys_of
 from pipeline.distributed.process_group import Job
 from pipeline.durable import synchronise, write_durably
 from pipeline.engine.interface import Engine
-from pipeline.errors import CheckpointError, PipelineError
+from pipeline.errors import CheckpointError
 from pipeline.objectives import BySegment, Recorded
 from pipeline.shards import WEIGHT
 
@@ -64,7 +64,7 @@ def with_reference(data: DataBundle, directory: Path, job: Job) -> DataBundle:
             )
         return table
 
-    return _joined(data, _of_main(read, job))
+    return _joined(data, job.on_main(read))
 
 
 def compute_reference(
@@ -81,7 +81,7 @@ def compute_reference(
         CheckpointError: the directory cannot be written.
     """
     kept = None if cache is None else cache / f"{_digest(engine, rows.data, job, key)}.safetensors"
-    table = _of_main(lambda: None if kept is None else _read(kept), job)
+    table = job.on_main(lambda: None if kept is None else _read(kept))
     if table is not None and not _holds(table, rows, engine, objective, job):
         table = None
     is_new = table is None
@@ -91,7 +91,7 @@ def compute_reference(
         for file in [directory / FILE, *([kept] if is_new and kept is not None else [])]:
             _write(file, table)
 
-    _of_main(write, job)
+    job.on_main(write)
     if not is_new and job.ranks.is_main_process:
         log.info("reference: log-probabilities of %d answers are from %s", len(table.keys), kept)
     return _joined(rows.data, table)
@@ -99,20 +99,6 @@ def compute_reference(
 
 def _joined(data: DataBundle, table: ReferenceTable) -> DataBundle:
     return replace(data, collate=WithReference(data.collate, table))
-
-
-def _of_main(function: Callable[[], Any], job: Job) -> Any:
-    """What rank 0 gets of it, on every rank; what it raises, too. Collective."""
-    answer: Any = None
-    if job.ranks.is_main_process:
-        try:
-            answer = function()
-        except PipelineError as error:
-            answer = error
-    answer = job.broadcast_object(answer)
-    if isinstance(answer, PipelineError):
-        raise answer
-    return answer
 
 
 def _batches(rows: Rows, engine: Engine) -> EvalLoader:

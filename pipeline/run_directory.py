@@ -22,7 +22,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
 from pipeline.distributed.process_group import Job
 from pipeline.durable import replace_text
-from pipeline.errors import CheckpointError, ConfigError, PipelineError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
 from pipeline.run_lock import LOCK_FILE
 from pipeline.sinks.jsonl import METRICS_FILE
@@ -56,18 +56,15 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
 
 def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> tuple[Path, FileLock | None]:
     """As open_run_directory: rank 0 chooses and has the lock; the others are told, or told why not."""
-    lock = None
-    answer: Path | PipelineError | None = None
-    if job.ranks.is_main_process:
-        try:
-            answer, lock = open_run_directory(config, split)
-        except PipelineError as error:
-            answer = error
-    answer = job.broadcast_object(answer)
-    if isinstance(answer, PipelineError):
-        raise answer
-    assert answer is not None
-    return answer, lock
+    locks: list[FileLock] = []
+
+    def open_and_keep() -> Path:
+        path, lock = open_run_directory(config, split)
+        locks.append(lock)
+        return path
+
+    path = job.on_main(open_and_keep)
+    return path, locks[0] if locks else None
 
 
 def _open(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:

@@ -45,16 +45,7 @@ def described(
         return {}
     own = next((_computed(layer) for _, layer in adapted(model)), None)
     computed = next(each for each in job.gather_object(own) if each is not None)  # a stage may have none
-    answer: dict[str, Any] | PipelineError | None = None
-    if job.ranks.is_main_process:
-        try:
-            answer = _base(config, open_checkpoint)
-        except PipelineError as error:
-            answer = error
-    answer = job.broadcast_object(answer)
-    if isinstance(answer, PipelineError):
-        raise answer
-    return {KEY: computed | {"base": answer}}
+    return {KEY: computed | {"base": job.on_main(lambda: _base(config, open_checkpoint))}}
 
 
 def _computed(layer: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
 from pipeline.distributed.rendezvous import rendezvous
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.distributed.watchdog_store import Failure, claim
+from pipeline.errors import PipelineError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -53,6 +56,20 @@ class Job:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """What rank 0 gets of it, on every rank; a PipelineError that it raises, too. Collective."""
+        answer: Any = None
+        if self.ranks.is_main_process:
+            try:
+                answer = function()
+            except PipelineError as error:
+                answer = error
+        answer = self.broadcast_object(answer)
+        if isinstance(answer, PipelineError):
+            raise answer
+        found: T = answer
+        return found
 
     def gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank. Collective."""

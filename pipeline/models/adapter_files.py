@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pipeline import foreign
 from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.errors import ConfigError, ModelError, PipelineError, listed
+from pipeline.distributed.process_group import Job
+from pipeline.errors import ConfigError, ModelError, listed
 from pipeline.models.weight_files import Safetensors
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -56,23 +57,13 @@ class PeftFolder:
     """By peft's names."""
 
     @staticmethod
-    def shared(given: str, job: Any) -> PeftFolder:
+    def shared(given: str, job: Job) -> PeftFolder:
         """Rank 0's reading, on every rank. Collective.
 
         Raises:
             ModelError: it cannot be read, or holds what is not built here.
         """
-        answer: PeftFolder | PipelineError | None = None
-        if job.ranks.is_main_process:
-            try:
-                answer = _read(Path(os.path.expanduser(given)))
-            except PipelineError as error:
-                answer = error
-        answer = job.broadcast_object(answer)
-        if isinstance(answer, PipelineError):
-            raise answer
-        assert answer is not None
-        return answer
+        return job.on_main(lambda: _read(Path(os.path.expanduser(given))))
 
     def completed(self, config: AdapterConfig) -> AdapterConfig:
         """The recipe's section, with what only the folder says.

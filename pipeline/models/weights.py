@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model_schema import ModelSection
 from pipeline.distributed.process_group import Job
-from pipeline.errors import ModelError, PipelineError, listed, one_line
+from pipeline.errors import ModelError, listed, one_line
 from pipeline.models.sharding import Sharding
 from pipeline.models.vocabulary import fill_rows, vocabulary_parameters
 from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile, open_weights, tokenizer_beside
@@ -75,29 +76,23 @@ def load_weights(
     """
     assert config.weights is not None
     targets = targets_of(model)
-    path, source = Path(os.path.expanduser(config.weights)), None
-    answer: Plan | PipelineError | None = None
-    try:
-        if job.ranks.is_main_process:
-            try:
-                source = open_weights(path, open_checkpoint)
-                if new_ids is not None:
-                    _refuse_other_ids(path, new_ids)
-                answer = plan(model, targets, source, config)
-                _refuse(answer, path, config)
-            except PipelineError as error:
-                answer = error
-        answer = job.broadcast_object(answer)
-        if isinstance(answer, PipelineError):
-            raise answer
-        assert answer is not None
+    path = Path(os.path.expanduser(config.weights))
+    with ExitStack() as opened:
+        sources: list[WeightFile] = []  # of rank 0
+
+        def planned() -> Plan:
+            sources.append(opened.enter_context(closing(open_weights(path, open_checkpoint))))
+            if new_ids is not None:
+                _refuse_other_ids(path, new_ids)
+            found = plan(model, targets, sources[0], config)
+            _refuse(found, path, config)
+            return found
+
+        answer = job.on_main(planned)
         for name, key in answer.moves:
-            fill(targets[name], None if source is None else source.read(key), sharding, job)
+            fill(targets[name], sources[0].read(key) if sources else None, sharding, job)
         for name in answer.grown:
             targets[name].has_new_rows = True  # type: ignore[attr-defined] # an adapter leaves it trained
-    finally:
-        if source is not None:
-            source.close()
     if job.ranks.is_main_process:
         log.info("%d tensors are from %s", len(answer.moves), path)
         if remarks := answer.remarks():
