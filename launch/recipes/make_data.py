@@ -3,8 +3,9 @@ by its own source, which every machine has. No network is needed.
 
     python launch/recipes/make_data.py data
 
-instructions.jsonl: what a function does, and where it is. signatures.jsonl: how it is called.
-preferences.jsonl: the right answer, and one that is unsure and wrong.
+instructions.jsonl: what functions do, and where they are. signatures.jsonl: how they are called.
+preferences.jsonl: what others do, answered straight away and answered with doubts; no question of it is in
+the first two.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import ast
 import json
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 LONGEST = 160  # characters of an answer
+PREFERRED = 3  # of so many functions one is kept for preferences alone
+DOUBTS = ("I am not sure, but perhaps: ", "It is hard to say. ", "Well, maybe this: ", "I would guess: ")
 
 
 class Function(NamedTuple):
@@ -30,7 +34,7 @@ class Function(NamedTuple):
 
 
 def functions() -> Iterator[Function]:
-    """The public ones of all top-level modules and packages, in an order that is the same everywhere."""
+    """The public ones, methods too, of all top-level modules and packages, always in one order."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted([*library.glob("*.py"), *library.glob("*/__init__.py")]):
         module = path.parent.name if path.name == "__init__.py" else path.stem
@@ -40,12 +44,14 @@ def functions() -> Iterator[Function]:
             tree = ast.parse(path.read_text("utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                documented = (ast.get_docstring(node) or "").strip().split("\n\n")[0]
-                what = " ".join(documented.split())
-                if 20 < len(what) <= LONGEST:
-                    yield Function(module, node.name, ast.unparse(node.args), what)
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+        for prefix, owner in [("", tree), *((f"{each.name}.", each) for each in classes)]:
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    documented = (ast.get_docstring(node) or "").strip().split("\n\n")[0]
+                    what = " ".join(documented.split())
+                    if 20 < len(what) <= LONGEST:
+                        yield Function(module, prefix + node.name, ast.unparse(node.args), what)
 
 
 def chat(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
@@ -55,21 +61,26 @@ def chat(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
 def main(folder: Path) -> None:
     """Writes the three files into `folder`."""
     found = list(functions())
+    owners = Counter(each.name for each in found)
     instructions, signatures, preferences = [], [], []
     for number, each in enumerate(found):
         name = f"{each.module}.{each.name}"
-        instructions.append(chat(f"What does {name} do?", each.what))
-        instructions.append(chat(f"Which module has {each.name}?", f"It is in {each.module}."))
+        question = f"What does {name} do?"
+        if number % PREFERRED == 0:
+            doubtful = DOUBTS[number // PREFERRED % len(DOUBTS)] + each.what
+            preferences.append(
+                {
+                    "prompt": [{"role": "user", "content": question}],
+                    "chosen": [{"role": "assistant", "content": each.what}],
+                    "rejected": [{"role": "assistant", "content": doubtful}],
+                }
+            )
+            continue
+        instructions.append(chat(question, each.what))
+        if owners[each.name] == 1:  # else there are several answers
+            instructions.append(chat(f"Which module has {each.name}?", f"It is in {each.module}."))
         if len(each.arguments) <= LONGEST // 2:
             signatures.append(chat(f"How is {name} called?", f"{name}({each.arguments})"))
-        other = found[(number * 7 + 11) % len(found)]
-        preferences.append(
-            {
-                "prompt": [{"role": "user", "content": f"What does {name} do?"}],
-                "chosen": [{"role": "assistant", "content": each.what}],
-                "rejected": [{"role": "assistant", "content": f"I am not sure. Maybe: {other.what}"}],
-            }
-        )
     folder.mkdir(parents=True, exist_ok=True)
     for title, rows in (
         ("instructions", instructions),

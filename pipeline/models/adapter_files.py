@@ -116,7 +116,7 @@ class PeftFolder:
 
     def refuse_others(self, taken: set[str]) -> None:
         """Raises a ModelError where the folder has adapters of layers that the model gives none."""
-        there = {PREFIX + name for name in self._names()} - {PREFIX + name for name in self.whole()}
+        there = self.tensors.keys() - {PREFIX + name for name in self.whole()}
         if others := sorted(there - {of_peft(name) for name in taken}):
             raise ModelError(
                 f"adapter.weights: {self.path} has {listed(others)}, of which this model has no layer; it is "
