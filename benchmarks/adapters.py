@@ -1,8 +1,8 @@
 """What the shipped LoRA recipe reaches: python benchmarks/adapters.py --output benchmarks/results/FILE.jsonl
 
-Trains launch/recipes/sft.yaml, and from its model launch/recipes/lora.yaml as it is, with all weights at
-several rates, and over a grid of rate x rank. The exit code says whether the recipe as it is has less than 0.98
-of what training all weights gains in evaluation loss, or a loss over 1 % above the best of the grid.
+Trains launch/recipes/sft.yaml, and from it lora.yaml as it is, with all weights at several rates, and over a
+grid of rate x rank. The exit code says whether the recipe as it is has less than 0.98 of what training all
+weights gains in evaluation loss, or a loss over 1 % above the best of the grid.
 """
 
 from __future__ import annotations
