@@ -113,5 +113,6 @@ def model_request(
         num_classes=data.num_classes,
         num_channels=data.num_channels,
         end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,
+        gives_scores=config.objective.kind == "reward",
         draws=draws,
     )

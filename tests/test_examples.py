@@ -42,7 +42,7 @@ def run_recipes(folder: Path, steps: dict[str, list[str]]) -> None:
 def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
     few = ["max_steps=2", "eval.max_samples=8", "sample.max_new_tokens=0"]
     some = ["max_steps=15", "schedule.warmup_steps=0", *few[1:]]
-    run_recipes(tmp_path, {"sft": some, "lora": few, "dpo": few})
+    run_recipes(tmp_path, {"sft": some, "lora": few, "dpo": few, "reward": few[:2]})
     begun = next(row for row in numbers(tmp_path / "runs" / "lora") if "eval/loss" in row)["eval/loss"]
     assert begun < math.log(2048) - 0.3, "it did not start from the model of sft"
     assert last(tmp_path / "runs" / "dpo", "eval/rewards/margin") > 0
@@ -51,7 +51,7 @@ def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_recipes_of_fine_tuning_do_what_they_say(tmp_path):
-    run_recipes(tmp_path, {"sft": [], "lora": [], "dpo": []})
+    run_recipes(tmp_path, {"sft": [], "lora": [], "dpo": [], "reward": []})
     for name in ("sft", "lora"):
         losses = [row["eval/loss"] for row in numbers(tmp_path / "runs" / name) if "eval/loss" in row]
         assert losses[-1] < losses[0] - 3

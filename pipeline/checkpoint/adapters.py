@@ -211,7 +211,7 @@ def peft_names(manifest: Manifest) -> dict[str, str]:
     """
     names = [name for name, kind in manifest.table.shapes if kind == WEIGHT]
     found = {of_peft(name): name for name in names}
-    if _is_tied(manifest):
+    if _described(manifest).get("tie_word_embeddings"):
         embedding = next((name for name in names if name.endswith(EMBEDDINGS)), None)
         if embedding is not None:
             found[of_peft("lm_head.weight")] = embedding
@@ -243,6 +243,8 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     if not layers:
         raise CheckpointError(f"{manifest.folder} holds no adapter")
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
+    described = _described(manifest)
+    is_reward = str(described.get("architectures")).endswith("ForSequenceClassification']")
     (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
     LoraConfig(
         r=rank,
@@ -253,15 +255,17 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         use_dora=about["dora"],
         fan_in_fan_out=about["transposed"],
         base_model_name_or_path=_where(about["base"]),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if is_reward else "CAUSAL_LM",
         inference_mode=True,
-        ensure_weight_tying=_is_tied(manifest),
+        ensure_weight_tying=bool(described.get("tie_word_embeddings")),
     ).save_pretrained(str(folder))
 
 
-def _is_tied(manifest: Manifest) -> bool:
+def _described(manifest: Manifest) -> dict[str, Any]:
+    """The model's config.json; empty where there is none."""
     config = manifest.folder.parent.parent / "model" / "config.json"
     try:
-        return bool(json.loads(config.read_text("utf-8")).get("tie_word_embeddings"))
+        found = json.loads(config.read_text("utf-8"))
     except (OSError, ValueError):
-        return False
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -37,7 +37,7 @@ ROTARY_HEADS = {
 OTHER_ROTARY = {"head_dim", "partial_rotary_factor", "rope_parameters", "rope_scaling"}
 
 # Objectives on judged answers.
-OF_PAIRS = ("dpo", "orpo", "simpo", "cpo")
+OF_PAIRS = ("dpo", "orpo", "simpo", "cpo", "reward")
 OF_EXAMPLES = "kto"
 
 # Which keys of a source of documents are read with which origin alone.
@@ -181,6 +181,11 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
             ("objective.kind", "data.kind"),
             f"objective.kind: {objective.kind} compares answers, and data of kind {config.data.kind} has "
             "none; use data.kind: preference",
+        )
+    if objective.kind == "reward" and "sample" in config.model_fields_set and config.sample.max_new_tokens:
+        yield (
+            ("sample", "objective.kind"),
+            "sample: a reward model scores answers and writes no text; drop the section",
         )
     if language and isinstance(objective, AutoObjectiveConfig):
         for name in ("class_weights", "label_smoothing"):

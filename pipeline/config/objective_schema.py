@@ -145,6 +145,19 @@ class CPOObjectiveConfig(Closed):
         return self
 
 
+class RewardObjectiveConfig(Closed):
+    """A reward model (Bradley-Terry): the output layer gives an answer's score, and chosen answers come to
+    have higher ones."""
+
+    kind: Literal["reward"]
+    """The loss is a mean over the pairs of the global batch. Needs `data.kind: preference`."""
+    margin_weight: float = Field(1.0, ge=0)
+    """What a pair's margin is multiplied by where the data have one (`margin`, or both answers' scores): by
+    so much scores have to differ."""
+    center_weight: float = Field(0.0, ge=0)
+    """Of the square of a pair's summed scores, which is added: it keeps scores around 0."""
+
+
 def _refuse_smoothing(loss_type: str, label_smoothing: float) -> None:
     if label_smoothing and loss_type in ("hinge", "ipo"):
         raise ValueError(
@@ -176,6 +189,7 @@ ObjectiveConfig = Annotated[
     | Annotated[ORPOObjectiveConfig, Tag("orpo")]
     | Annotated[SimPOObjectiveConfig, Tag("simpo")]
     | Annotated[CPOObjectiveConfig, Tag("cpo")]
+    | Annotated[RewardObjectiveConfig, Tag("reward")]
     | Annotated[CustomObjectiveConfig, Tag("custom")],
     Discriminator(_tag),
 ]

@@ -233,7 +233,11 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
 
 
 def _with_examples(config: RunConfig) -> RunConfig:
-    """Preference data as the objective reads them, unless the recipe says how."""
+    """Preference data as the objective reads them, unless the recipe says how. A reward model writes
+    nothing."""
+    if config.objective.kind == "reward":
+        sample = config.sample.model_copy(update={"max_new_tokens": 0})
+        config = config.model_copy(update={"sample": sample})
     data = config.data
     if not isinstance(data, PreferenceDataConfig) or data.examples is not None:
         return config

@@ -69,7 +69,9 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, sharding: Sh
                 f"adapter.rank is {rank}, and {name} is a matrix of {linears[name][0]} x {linears[name][1]}: "
                 f"expected {smaller} at the most, or leave the layer out of adapter.targets"
             )
-    whole = _trained_whole(config, model)
+    whole = _trained_whole(config, model) + [
+        model.get_parameter(name) for name in getattr(model, "drawn_beside_weights", ())
+    ]
     embeddings = [p for p in vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
     _inject(model, peft_config(config, targets))
     for parameter in model.parameters():

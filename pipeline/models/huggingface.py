@@ -28,10 +28,12 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError, one_line
 from pipeline.models.attention import transformers_name
 from pipeline.models.initialising import draw_weights
+from pipeline.models.reward_model import is_reward_model, reward_model_class
 from pipeline.models.sharding import ModelRequest
 from pipeline.models.tensorwise import filled_tensorwise
 from pipeline.models.transformers_folder import folder_or_hub_name
 from pipeline.models.vocabulary import grow_vocabulary
+from pipeline.models.weights import draw
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         # Weights are drawn below, module by module: the same ones whatever the split.
         attention = transformers_name(config.attention, hf_config)
         with request.sharding.construct_empty(), no_init_weights():
-            model = AutoModelForCausalLM.from_config(
+            model = _class_of(hf_config, request.gives_scores).from_config(
                 hf_config, dtype=torch.float32, attn_implementation=attention
             )
     except (ArithmeticError, AssertionError, ImportError, KeyError, RuntimeError, ValueError) as error:
@@ -164,16 +166,21 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     sharding = request.sharding
     tensorwise = sharding.takes_tensors and not grows  # whose new rows are the mean of all others
     with filled_tensorwise(sharding) if tensorwise else nullcontext():
-        model = _read_pretrained(name, hf_config, config, sharding.zero3_config)
+        model = _read_pretrained(name, hf_config, config, request)
     if grows:
         grow_vocabulary(model, rows, sharding)
     return model
 
 
+def _class_of(hf_config: PretrainedConfig, gives_scores: bool) -> Any:
+    return reward_model_class(hf_config) if gives_scores else AutoModelForCausalLM
+
+
 def _read_pretrained(
-    name: str, hf_config: PretrainedConfig, config: CausalLMConfig, zero3_config: dict[str, Any] | None
+    name: str, hf_config: PretrainedConfig, config: CausalLMConfig, request: ModelRequest
 ) -> PreTrainedModel:
     given, keep_alive = f"model.pretrained: {config.pretrained!r}", None
+    zero3_config = request.sharding.zero3_config
     if zero3_config is not None:
         from transformers.integrations import HfDeepSpeedConfig
 
@@ -181,7 +188,7 @@ def _read_pretrained(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report says that weights which do not fit can be ignored
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _class_of(hf_config, request.gives_scores).from_pretrained(
             name,
             config=hf_config,
             dtype=torch.float32,
@@ -198,7 +205,11 @@ def _read_pretrained(
     finally:
         transformers_logging.set_verbosity(verbosity)
         del keep_alive
+    drawn = set(info["missing_keys"]) & set(getattr(model, "drawn_beside_weights", ()))
+    info["missing_keys"] = set(info["missing_keys"]) - drawn
     _refuse_what_does_not_fit(info, given)
+    for key in drawn:
+        draw(model, key, request.sharding)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -213,7 +224,7 @@ def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
         with no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = _class_of(hf_config, is_reward_model(hf_config)).from_config(
                 hf_config,
                 dtype=torch.float32,
                 attn_implementation=transformers_name(config.attention, hf_config),

@@ -148,6 +148,8 @@ class ModelRequest:
     """Channels of the images."""
     end_of_document_id: int | None = None
     """Token after each document."""
+    gives_scores: bool = False
+    """The output layer gives one number for each token, in the place of logits."""
     draws: bool = True
     """False: all values are still to come, from a checkpoint or a file; what needs none draws none."""
 

@@ -18,6 +18,8 @@ def vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
     found: dict[nn.Parameter, None] = {}
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         module = getattr(model, getter, lambda: None)()
+        if module is not None and module is getattr(model, "score", None):
+            continue
         for name in ("weight", "bias"):
             parameter = getattr(module, name, None)
             if isinstance(parameter, nn.Parameter):

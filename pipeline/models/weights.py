@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class Plan:
     """With both shapes, in words."""
     grown: list[str] = field(default_factory=list)
     """Names in the model of what gets rows that the files lack."""
+    drawn: list[str] = field(default_factory=list)
+    """Those of what such files need not have."""
 
     def remarks(self) -> str:
         """In one line; empty: everything fits."""
@@ -91,6 +94,8 @@ def load_weights(
         answer = job.on_main(planned)
         for name, key in answer.moves:
             fill(targets[name], sources[0].read(key) if sources else None, sharding, job)
+        for name in answer.drawn:
+            draw(model, name, sharding)
         for name in answer.grown:
             targets[name].has_new_rows = True  # type: ignore[attr-defined] # an adapter leaves it trained
     if job.ranks.is_main_process:
@@ -152,7 +157,8 @@ def plan(model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, co
     for names in tied.values():
         there = [name for name in names if name in keys]
         if not there:
-            result.missing.append(names[0])
+            is_drawn = names[0] in getattr(model, "drawn_beside_weights", ())
+            (result.drawn if is_drawn else result.missing).append(names[0])
             continue
         target, entries = targets[there[0]], [source.entries[keys[name]] for name in there]
         problem = _mismatch(target, entries[0], id(target) in vocabulary, config.grow_vocabulary)
@@ -232,6 +238,17 @@ def _without_wrappers(key: str) -> Iterator[str]:
     for count in counts:
         for taken in itertools.combinations(places, count):
             yield ".".join(part for place, part in enumerate(parts) if place not in taken)
+
+
+@torch.no_grad()
+def draw(model: Any, name: str, sharding: Sharding) -> None:
+    """First values of a parameter: the same ones under every split, by the process's seed."""
+    parameter = model.get_parameter(name)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{torch.initial_seed()} {name}".encode()))
+    values = torch.empty(getattr(parameter, "ds_shape", parameter.shape))
+    values.normal_(0.0, getattr(model.config, "initializer_range", 0.02), generator=generator)
+    with sharding.whole([parameter]):
+        parameter.data.copy_(values)
 
 
 @torch.no_grad()

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.data.preference_layouts import CHOSEN, MISMATCHED, REJECTED
 from pipeline.errors import DataError
 from pipeline.objectives.given_logits import FusedKernels
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.model_call import ModelCall
-from pipeline.objectives.segments import CHOSEN, KINDS, MISMATCHED, REJECTED, BySegment, Segments
+from pipeline.objectives.segments import KINDS, BySegment, Segments
 
 
 class Mismatched(BySegment):

@@ -7,6 +7,7 @@ from pipeline.config.objective_schema import (
     DPOObjectiveConfig,
     KTOObjectiveConfig,
     ORPOObjectiveConfig,
+    RewardObjectiveConfig,
     SimPOObjectiveConfig,
 )
 from pipeline.objectives.given_logits import FusedKernels
@@ -14,10 +15,16 @@ from pipeline.objectives.kto import KTO
 from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.preference_losses import PairLoss
 from pipeline.objectives.preferences import Pairs, PairTerms
+from pipeline.objectives.reward import Reward
 from pipeline.objectives.segments import BySegment
 
 OfAnswers = (
-    DPOObjectiveConfig | KTOObjectiveConfig | ORPOObjectiveConfig | SimPOObjectiveConfig | CPOObjectiveConfig
+    DPOObjectiveConfig
+    | KTOObjectiveConfig
+    | ORPOObjectiveConfig
+    | SimPOObjectiveConfig
+    | CPOObjectiveConfig
+    | RewardObjectiveConfig
 )
 WITH_REFERENCE = (DPOObjectiveConfig, KTOObjectiveConfig)
 
@@ -26,6 +33,8 @@ def build_of_answers(section: OfAnswers, call: ModelCall, kernels: FusedKernels 
     """The objective of a section."""
     if isinstance(section, KTOObjectiveConfig):
         return KTO(section.beta, section.desirable_weight, section.undesirable_weight, call, kernels)
+    if isinstance(section, RewardObjectiveConfig):
+        return Reward(section.margin_weight, section.center_weight, call)
     return Pairs(_terms(section), call, kernels)
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from pipeline.data.batches import IGNORE_INDEX, on_host
+from pipeline.data.preference_layouts import CHOSEN, REJECTED
 from pipeline.errors import DataError
 from pipeline.objectives.given_logits import FusedKernels
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.preference_losses import PairLoss
-from pipeline.objectives.segments import CHOSEN, KINDS, REJECTED, SEGMENTS, BySegment
+from pipeline.objectives.segments import KINDS, SEGMENTS, BySegment
 
 SIDES = ("chosen", "rejected")
 ROUNDING = 1e-6  # of log-probabilities in fp32, relative
@@ -38,30 +39,10 @@ class PairTerms:
     """Of the cross entropy of the chosen answers, a mean over their tokens."""
 
 
-class Pairs(BySegment):
-    """The loss of pairs, divided by the pairs of the global batch; a term on the chosen answers, if there is
-    one, by the tokens of these.
-
-    `rewards/...` are beta times the log-probability, less the reference's where there is one: a sum over
-    tokens then, else what the loss compares.
-    """
+class OfPairs(BySegment):
+    """What objectives on pairs have in common."""
 
     unit = "pairs"
-
-    def __init__(self, terms: PairTerms, call: ModelCall | None = None, kernels: FusedKernels | None = None):
-        super().__init__(call, kernels)
-        self._terms = terms
-        self.name, self.has_reference = terms.name, terms.has_reference
-        self.means: Mapping[str, tuple[str, str]] = {
-            **{f"rewards/{side}": (f"{side} rewards", "pairs") for side in SIDES},
-            "rewards/margin": ("reward margins", "pairs"),
-            "rewards/accuracy": ("preferred", "pairs"),
-            **{f"logps/{side}": (f"{side} logps", "pairs") for side in SIDES},
-        }
-        if terms.sft_weight:
-            self.means |= {"sft_loss": ("sft losses", "sft tokens")}
-            self.weighted = {"sft_loss": terms.sft_weight}
-        self._pairs_a_token: Tensor | None = None  # of the global batch
 
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count.
@@ -79,6 +60,30 @@ class Pairs(BySegment):
             f"objective {self.name} compares pairs, and {KINDS!r} of a row are {_odd(kinds_BS)}: expected "
             f"{CHOSEN} (chosen), {REJECTED} (rejected), again and again, then 0"
         )
+
+
+class Pairs(OfPairs):
+    """The loss of pairs, divided by the pairs of the global batch; a term on the chosen answers, if there is
+    one, by the tokens of these.
+
+    `rewards/...` are beta times the log-probability, less the reference's where there is one: a sum over
+    tokens then, else what the loss compares.
+    """
+
+    def __init__(self, terms: PairTerms, call: ModelCall | None = None, kernels: FusedKernels | None = None):
+        super().__init__(call, kernels)
+        self._terms = terms
+        self.name, self.has_reference = terms.name, terms.has_reference
+        self.means: Mapping[str, tuple[str, str]] = {
+            **{f"rewards/{side}": (f"{side} rewards", "pairs") for side in SIDES},
+            "rewards/margin": ("reward margins", "pairs"),
+            "rewards/accuracy": ("preferred", "pairs"),
+            **{f"logps/{side}": (f"{side} logps", "pairs") for side in SIDES},
+        }
+        if terms.sft_weight:
+            self.means |= {"sft_loss": ("sft losses", "sft tokens")}
+            self.weighted = {"sft_loss": terms.sft_weight}
+        self._pairs_a_token: Tensor | None = None  # of the global batch
 
     def prepare_step(self, batch: GlobalBatch) -> None:
         """See Objective.prepare_step: how many tokens the chosen answers have for a pair, where that is

@@ -23,8 +23,6 @@ from pipeline.objectives.sequence_group import SequenceGroup, group_of
 
 SEGMENTS, KINDS, MARGINS, REFERENCE = "segments", "segment_kinds", "margins", "reference_logps"
 SEGMENT_KEYS = (SEGMENTS, KINDS, MARGINS, REFERENCE)
-CHOSEN, REJECTED, MISMATCHED = 1, 2, 3
-"""Numbers in `segment_kinds`; 0 is no segment. Chosen is also what is desirable of examples without pairs."""
 
 
 @dataclass(frozen=True)

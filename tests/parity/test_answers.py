@@ -20,7 +20,7 @@ def hold(rows, loss: str) -> None:
 
 
 @pytest.mark.parametrize(("micro", "in_row"), [(1, 1), (4, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("loss", ["dpo of means, sft", "kto"])
+@pytest.mark.parametrize("loss", ["dpo of means, sft", "kto", "reward"])
 def test_however_it_is_cut(loss, micro, in_row):
     hold(train_answers(ALONE, tree_of(loss, micro, in_row), None, in_row), loss)
 
@@ -28,6 +28,7 @@ def test_however_it_is_cut(loss, micro, in_row):
 def marks(loss: str, split: str):
     """Daily each kind of division with a loss that needs all of the global batch."""
     daily = {("dpo of means, sft", name) for name in ("ddp", "ZeRO 3", "tensor 2", "sequence 2", "stages 2")}
+    daily |= {("reward", name) for name in ("ZeRO 3", "tensor 2", "sequence 2", "stages 2")}
     daily |= {("kto", name) for name in ("ZeRO 2", "tensor 2", "sequence 2, ZeRO 3")}
     return (pytest.mark.slow,) if (loss, split) in daily else (pytest.mark.slow, pytest.mark.nightly)
 
@@ -65,7 +66,7 @@ def test_at_two_ranks_however_it_is_cut(ranks, loss, split, micro, in_row):
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("split", ["ddp", "ZeRO 2", "ZeRO 3", "tensor 2", "sequence 2", "stages 2"])
-@pytest.mark.parametrize("loss", ["dpo", "dpo of means, sft", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", "dpo of means, sft", "kto", "reward"])
 def test_at_four_ranks(ranks, loss, split):
     if (loss, split) != REFUSED:
         hold(ranks(4).run(train_answers, tree_of(loss, 1), SPLITS[split])[0], loss)

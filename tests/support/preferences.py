@@ -37,6 +37,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "orpo": {"kind": "orpo"},
     "simpo": {"kind": "simpo"},
     "cpo": {"kind": "cpo"},
+    "reward": {"kind": "reward", "margin_weight": 0.5, "center_weight": 0.01},
 }
 
 
@@ -86,6 +87,7 @@ class Answers:
             "segments": torch.full((length,), -1),
             "segment_kinds": torch.zeros(places, dtype=torch.long),
             "reference_logps": torch.zeros(places),
+            "margins": torch.zeros(places),
         }
         at = segment = 0
         for number in range(self.in_row):
@@ -96,6 +98,7 @@ class Answers:
                 row["position_ids"][place] = torch.arange(len(tokens))
                 row["segments"][place] = segment
                 row["segment_kinds"][segment], row["reference_logps"][segment] = kind, reference
+                row["margins"][segment] = (kind == 1) * len(tokens) / 10
                 at, segment = at + len(tokens), segment + 1
         row["position_ids"][at:] = torch.arange(length - at)
         return row

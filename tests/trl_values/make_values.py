@@ -15,11 +15,11 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-from trl_values.model import VOCABULARY, small_model
+from trl_values.model import VOCABULARY, margin_of, small_model
 
 VALUES = Path(__file__).with_name("values.json")
 PAIRS = 6
@@ -30,6 +30,10 @@ DPO = {
     "dpo robust": {"loss_type": ["robust"], "label_smoothing": 0.1},
     "dpo of means": {"loss_type": ["sigmoid_norm"], "beta": 2.0},
     "dpo sft": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
+}
+REWARD = {
+    "reward": {"with_margins": False},
+    "reward of margins, centred": {"with_margins": True, "center_rewards_coefficient": 0.01},
 }
 CPO = {
     "cpo": {"loss_type": "sigmoid"},
@@ -136,6 +140,23 @@ def of_kto(data: dict[str, Any], folder: str) -> dict[str, float]:
     return told(trainer.model, loss, trainer._metrics["train"])
 
 
+def of_reward(data: dict[str, Any], folder: str, with_margins: bool, **section: Any) -> dict[str, float]:
+    rows = Dataset.from_list([{"chosen": "w3 w5", "rejected": "w3 w6"}] * PAIRS)
+    trainer = RewardTrainer(
+        small_model(0.0, LlamaForSequenceClassification), settings(RewardConfig, folder, **section),
+        train_dataset=rows, processing_class=tokenizer(),
+    )  # fmt: skip
+    given = [
+        {f"{side}_ids": each["prompt"] + each[side] for side in ("chosen", "rejected")}
+        | ({"margin": margin_of(each)} if with_margins else {})
+        for each in data["pairs"]
+    ]
+    loss = trainer.compute_loss(trainer.model.train(), trainer.data_collator(given))
+    found = {key: value[-1] for key, value in trainer._metrics["train"].items()}
+    found |= {"rewards/accuracies": found["accuracy"], "rewards/margins": found["margin"]}
+    return told(trainer.model, loss, found)
+
+
 def without_reference(
     kinds: tuple[Any, Any], pairs: list[dict[str, list[int]]], folder: str, **section: Any
 ) -> dict[str, float]:
@@ -155,6 +176,7 @@ def main() -> None:
         values = {name: of_dpo(data, folder, section) for name, section in DPO.items()}
         values["kto"] = of_kto(data, folder)
         values["orpo"] = without_reference((ORPOConfig, ORPOTrainer), data["short"], folder)
+        values |= {name: of_reward(data, folder, **section) for name, section in REWARD.items()}
         for name, section in CPO.items():
             values[name] = without_reference((CPOConfig, CPOTrainer), data["pairs"], folder, **section)
     content = {"trl": trl.__version__, "data": data, "values": values}

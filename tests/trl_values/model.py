@@ -3,16 +3,21 @@ computed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 VOCABULARY = 64
 
 
-def small_model(phase: float) -> LlamaForCausalLM:
+def small_model(
+    phase: float, kind: Callable[[LlamaConfig], PreTrainedModel] = LlamaForCausalLM
+) -> PreTrainedModel:
     """Another phase is another model: the reference."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
+        num_labels=1,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -25,7 +30,7 @@ def small_model(phase: float) -> LlamaForCausalLM:
         bos_token_id=1,
         eos_token_id=2,
     )
-    model = LlamaForCausalLM(config)
+    model = kind(config)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             places = torch.arange(parameter.numel(), dtype=torch.float64)
@@ -34,3 +39,8 @@ def small_model(phase: float) -> LlamaForCausalLM:
                 values += 1
             parameter.copy_(values.view(parameter.shape))
     return model
+
+
+def margin_of(pair: dict[str, list[int]]) -> float:
+    """One that is some formula's too."""
+    return len(pair["chosen"]) / 4

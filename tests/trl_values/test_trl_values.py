@@ -12,9 +12,10 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
-from trl_values.model import small_model
+from trl_values.model import margin_of, small_model
 
 from pipeline.config.objective_schema import ObjectiveConfig
+from pipeline.models.reward_model import reward_model_class
 from pipeline.objectives import GlobalBatch, Recorded
 from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.of_answers import build_of_answers
@@ -35,6 +36,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "cpo hinge": {"kind": "cpo", "loss_type": "hinge", "beta": 0.5},
     "cpo ipo": {"kind": "cpo", "loss_type": "ipo", "sft_weight": 0.5},
     "simpo": {"kind": "simpo", "beta": 2.0, "gamma": 1.0},
+    "reward": {"kind": "reward"},
+    "reward of margins, centred": {"kind": "reward", "center_weight": 0.01},
 }
 OURS = {
     "rewards/accuracies": "rewards/accuracy",
@@ -89,6 +92,11 @@ def test_it_is_trls(name, in_row):
     phases = (0.2, 0.0) if name == "kto" else (0.0, 0.2)
     model, reference = map(small_model, phases)
     batch = batch_of(answers(section.kind), in_row)
+    if section.kind == "reward":
+        model = small_model(0.0, lambda config: reward_model_class(config)(config))
+    if "margins" in name:
+        margins = [value for pair in TRL["data"]["pairs"] for value in (margin_of(pair), 0.0)]
+        batch["margins"] = torch.tensor(margins).view(batch["segment_kinds"].shape)
     recorded = Recorded(objective)
     with torch.no_grad():
         recorded(reference, batch)
