@@ -101,6 +101,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         grace_seconds=config.checkpoint.grace_seconds,
         adapter=adapter,
         histograms=HistogramMeter(engine, job, every) if (every := config.wandb.histograms_every) else None,
+        adds_noise=config.model.neftune_alpha is not None,
         tell_sample=writer_of_samples(config, data, engine, sinks),
     )
 

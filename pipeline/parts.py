@@ -121,5 +121,7 @@ class Parts:
     """What checkpoints say of an adapter and its base, see checkpoint.adapters."""
     histograms: HistogramMeter | None = None
     """Of weights and gradients; None: not asked for."""
+    adds_noise: bool = False
+    """Batches are to bring what noise on the embeddings is drawn from (`model.neftune_alpha`)."""
     tell_sample: Callable[[int], None] | None = None
     """Has the model write after the evaluation of a step. Collective; None: it does not."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from pipeline.data.batches import Batch, LoadedBatch
 from pipeline.data.random_numbers import seed_step
+from pipeline.data.token_keys import token_keys
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, Flags, StopOnSignal
 from pipeline.engine.first_nonfinite import FirstNonFinite, Found
 from pipeline.engine.interface import Limits, StepResult
 from pipeline.errors import DeviceFailedError, StoppedError
 from pipeline.events import Event
+from pipeline.models.neftune import KEYS
 from pipeline.parts import Parts, TrainState
 from pipeline.profiler import Profiled
 from pipeline.safeguard import GoBack
@@ -60,6 +64,8 @@ class Stepper:
                 micro_batches = parts.loader.next_group()
             samples = (first, parts.loader.samples_seen)
             parts.replica_check.begin(global_step)
+            if parts.adds_noise:
+                micro_batches = with_keys(micro_batches, parts.seed, global_step)
             seed_step(parts.seed, global_step, parts.engine.seed_rank)
             flags = STOP_FLAG if self._stop.requested else SAVE_FLAG if alarm.due() else 0
             rate, limits = self.learning_rate(global_step), parts.safeguard.limits
@@ -152,6 +158,8 @@ class Stepper:
             return
         self._examined += 1
         first = FirstNonFinite(parts.engine.module, micro_batches, parts.job.ranks.rank)
+        if parts.adds_noise:
+            micro_batches = with_keys(micro_batches, parts.seed, step - 1)
         seed_step(parts.seed, step - 1, parts.engine.seed_rank)
         with first.looking():
             parts.engine.train_step(
@@ -167,3 +175,10 @@ class Stepper:
         message = f"step {step}: the first that is infinite or NaN is {cause.where}, on {rank}"
         message += f"; samples: {cause.samples}" if cause.samples else ""
         parts.sinks.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
+
+
+def with_keys(micro_batches: Sequence[Batch], seed: int, step: int) -> list[Batch]:
+    """The batches of the step after `step` of them, with what noise on each of their tokens is drawn from."""
+    return [
+        LoadedBatch({**batch, KEYS: token_keys(batch, seed, step)}).known_as(batch) for batch in micro_batches
+    ]

@@ -47,6 +47,9 @@ class ModelSection(Closed):
     freeze: list[str] | None = Field(None, min_length=1)
     """Parameters that stay as they are, by shell patterns over their whole names (`model.embed_tokens.*`,
     `model.layers.[0-3].*`): they get no gradient, and no optimizer state."""
+    neftune_alpha: float | None = Field(None, gt=0)
+    """NEFTune, for fine-tuning: in training each number of a token's embedding is moved by a random one, by
+    `neftune_alpha` / sqrt(tokens of the sample x width) at most. Published: 5 to 15. Null: by none."""
 
 
 class CausalLMConfig(ModelSection):

@@ -37,6 +37,7 @@ from pipeline.errors import DataError
 from pipeline.models.adapters import is_base
 from pipeline.models.document_attention import BOUNDS
 from pipeline.models.generation import GenerationSettings, generate
+from pipeline.models.neftune import KEYS, expect
 from pipeline.models.staging import Layer, LayeredModel, model_output
 from pipeline.objectives import Batch, GlobalBatch, HeadAlone, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_torch_optimizer, set_learning_rate
@@ -74,6 +75,7 @@ class PipelineEngine(DeepSpeedBase):
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = Stages(model, bounds, self._last)
         self._whole_names = model.names()
+        self._words = model.layers[0].part
         groups = stage_groups(model, module, optimizer)
         # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
         self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
@@ -131,7 +133,7 @@ class PipelineEngine(DeepSpeedBase):
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         self._norm = torch.full((), torch.inf, device=self.device)
-        self._expect_shapes(micro_batches, objective)
+        self._expect(micro_batches, objective)
         with self.phases.measured("communication"):  # what is no instruction: stages hand the loss around
             engine.train_batch(self._on_device(micro_batches))
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
@@ -164,10 +166,14 @@ class PipelineEngine(DeepSpeedBase):
             given = tuple(batch[key] for key in INPUT_KEYS if key in batch)
             yield given if len(given) > 1 else given[0], batch
 
-    def _expect_shapes(self, micro_batches: Sequence[Batch], objective: Objective) -> None:
-        """Has stages tell each other the shapes that are on the way, where these are not the last ones."""
+    def _expect(self, micro_batches: Sequence[Batch], objective: Objective) -> None:
+        """Has stages tell each other the shapes that are on the way, where these are not the last ones; tells
+        the first one what noise is drawn from.
+        """
+        keys = [batch[KEYS] for batch in micro_batches if KEYS in batch]
+        expect(self._words, [each.to(self.device, non_blocking=True) for each in keys])
         for batch in micro_batches:
-            if unread := sorted(set(batch) - {*INPUT_KEYS, *objective.targets}):
+            if unread := sorted(set(batch) - {*INPUT_KEYS, KEYS, *objective.targets}):
                 raise DataError(
                     f"the batches hold {', '.join(unread)}, which pipeline stages do not pass on; they take "
                     f"{' and '.join(INPUT_KEYS[:2])} (or use zero_optimization.stage 3 in place of stages)"
@@ -202,7 +208,7 @@ class PipelineEngine(DeepSpeedBase):
         """See Engine.eval_step. The last stage's share is all of it."""
         self._last.begin(objective, torch.ones((), device=self.device))
         batch = with_bounds(batch)
-        self._expect_shapes([batch], objective)
+        self._expect([batch], objective)
         self._engine.eval_batch(
             self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
         )

@@ -22,6 +22,7 @@ from pipeline.errors import ModelError
 from pipeline.models.attention import choose_attention, refuse_leaks
 from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.half_precision import prepare_for_half_precision
+from pipeline.models.neftune import add_noise
 from pipeline.models.of_transformers import is_model
 from pipeline.models.sharding import Sharding
 
@@ -91,6 +92,13 @@ def adapt(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
     return model
 
 
+def add_noise_to_embeddings(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
+    """`model.neftune_alpha`."""
+    if config.neftune_alpha is not None:
+        add_noise(model, config.neftune_alpha)
+    return model
+
+
 def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: Placement) -> nn.Module:
     """GPT-2's GELU, which transformers writes out in eight operations, is torch's one: the same function."""
     for module in list(model.modules()):
@@ -152,6 +160,7 @@ def prepare_precision(model: nn.Module, _: ModelConfig, placement: Placement) ->
 TRANSFORMS: tuple[Transform, ...] = (
     freeze,
     adapt,
+    add_noise_to_embeddings,
     compute_gelu_at_once,
     recompute_activations,
     choose_who_attends,

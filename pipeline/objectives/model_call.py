@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipeline.data.batches import FURTHER, shown, tensors
 from pipeline.errors import DataError, ModelError
 from pipeline.models.document_attention import BOUNDS
+from pipeline.models.neftune import KEYS
 from pipeline.models.of_transformers import is_model
 from pipeline.objectives.first_calls import FirstCalls
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, Objective
@@ -59,7 +60,7 @@ class ModelCall:
         self, stated: Sequence[str] | None = None, *, with_targets: bool = False, kept: Sequence[str] = ()
     ) -> None:
         self._stated = tuple(stated) if stated is not None else None
-        self._kept = (BOUNDS, *kept)
+        self._kept = (BOUNDS, KEYS, *kept)
         self._with_targets = with_targets
         self._known: WeakKeyDictionary[nn.Module, dict[Any, Call]] = WeakKeyDictionary()
         self._checked = FirstCalls()
@@ -117,6 +118,8 @@ class ModelCall:
             signature.bind(*[None] * places, **dict.fromkeys(argument for argument, _ in call.named))
         except TypeError as misfit:
             raise ModelError(self._told(own, signature, batch, call, misfit)) from None
+        if KEYS in kinds and is_model(own):  # its forward does not get to see them
+            call = replace(call, named=(*call.named, (KEYS, KEYS)))
         for entry in call.positional[:1]:
             if not any(True for _ in tensors(batch[entry])):
                 raise ModelError(f"the model would be given {entry!r}, which holds no tensor: {shown(batch)}")

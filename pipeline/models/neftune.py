@@ -1,0 +1,107 @@
+"""NEFTune (Jain et al. 2023, arXiv 2310.05914): uniform noise on the embeddings of what is trained on.
+
+A token's noise is a function of its key and the column alone (see data/token_keys.py), so it is the same
+under every split. A batch that brings no keys, as in evaluation, gets none.
+Shapes: B rows, T tokens, N = B * T, D the embeddings' width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ModelError
+from pipeline.models.of_transformers import is_model
+
+KEYS = "noise_keys"  # in a batch (B, T), and on its way through the model's forward
+_LOW, _BITS = 2**32 - 1, 24  # as many as fp32 has
+_ELEMENTS = 2**22  # worked on at a time: more in int64 would be seen in the peak of memory
+
+
+def add_noise(model: nn.Module, alpha: float) -> None:
+    """Has the model add noise to the output of its token embedding where it is called with keys.
+
+    Raises:
+        ModelError: it has no token embedding that can be found.
+    """
+    embedding = _embedding_of(model)
+    if embedding is None:
+        raise ModelError(
+            f"model.neftune_alpha: a {type(model).__name__} has no token embedding to add noise to (a "
+            "transformers model that takes ids has); use null"
+        )
+    _listen(embedding, alpha)
+    model.register_forward_pre_hook(partial(_hand_on, alpha), with_kwargs=True)
+
+
+def expect(embedding: nn.Module, keys_BT: Iterable[Tensor]) -> None:
+    """The next calls of the embedding are of these tokens, and those after them get no noise."""
+    setattr(embedding, KEYS, deque(keys_BT))
+
+
+def noise_for(keys_BT: Tensor, width: int, alpha: float) -> Tensor:
+    """(B, T, D) fp32, within alpha / sqrt(L D) of 0, L the number of tokens of a token's document.
+
+    In whole numbers until the last division, so that every device gives the same.
+    """
+    keys_N = keys_BT.flatten()
+    columns_D = _scrambled(torch.arange(1, width + 1, device=keys_N.device))
+    lengths_N = (keys_N & _LOW).clamp(min=1).double()
+    largest_N1 = (alpha / (lengths_N * width).sqrt()).float()[:, None]
+    noise_ND = torch.empty(len(keys_N), width, device=keys_N.device)
+    size = max(1, _ELEMENTS // width)
+    for noise, keys, largest in zip(
+        *(each.split(size) for each in (noise_ND, keys_N, largest_N1)), strict=True
+    ):
+        bits = _scrambled((keys >> 32 & _LOW)[:, None] ^ columns_D) >> (32 - _BITS)
+        # The middle of one of 2^24 equal parts of [-1, 1]: an odd number over 2^24, which fp32 holds.
+        torch.mul((bits * 2 + 1 - 2**_BITS).float() / 2**_BITS, largest, out=noise)
+    return noise_ND.view(*keys_BT.shape, width)
+
+
+def _scrambled(words: Tensor) -> Tensor:
+    """A bijection of 32 bits (Wellons, "lowbias32"), of each; in int64, whose upper half is left out."""
+    words = words ^ words >> 16
+    words.mul_(0x7FEB352D).bitwise_and_(_LOW)
+    words ^= words >> 15
+    words.mul_(0x846CA68B).bitwise_and_(_LOW)
+    words ^= words >> 16
+    return words
+
+
+def _embedding_of(model: nn.Module) -> nn.Module | None:
+    try:
+        embedding = model.get_input_embeddings() if is_model(model) else None
+    except NotImplementedError:
+        return None
+    own = getattr(embedding, "base_layer", embedding)  # inside of an adapter
+    return embedding if isinstance(own, nn.Embedding) else None  # of images it is a convolution, for one
+
+
+def _listen(embedding: nn.Module, alpha: float) -> None:
+    embedding.register_forward_hook(partial(_add, alpha))
+    expect(embedding, ())
+
+
+def _hand_on(alpha: float, model: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Before the model's forward, which knows of no keys."""
+    keys_BT = named.pop(KEYS, None)
+    embedding = model.get_input_embeddings()
+    if not hasattr(embedding, KEYS):  # AutoTP has put its own in the place
+        _listen(embedding, alpha)
+    expect(embedding, () if keys_BT is None else (keys_BT,))
+    return values, named
+
+
+def _add(alpha: float, embedding: Any, _: Any, embedded_BTD: Tensor) -> Tensor:
+    """After the embedding's forward."""
+    coming = getattr(embedding, KEYS)
+    if not coming:
+        return embedded_BTD
+    noise_BTD = noise_for(coming.popleft(), embedded_BTD.shape[-1], alpha)
+    return embedded_BTD + noise_BTD.to(embedded_BTD.dtype)
