@@ -2,6 +2,7 @@
 # What needs a CUDA machine. One subcommand a call, each under nine minutes: bash benchmarks/gpu.sh check
 #   check  versions and ceilings, the tests marked gpu, waits and kernels a step of every engine
 #   gpt2 | 1b | 8b   tokens/s, MFU, memory: ours, packed and not, beside its peers
+#   8b-lora  the same of an adapter on all linear layers, without recomputation, beside peft's and Unsloth's
 #   ops    attention, cross entropy and AdamW alone, each way to compute them
 #   ckpt   what a save costs the training that goes on
 #   overhead  what rows, sinks and clocks cost a step
@@ -23,18 +24,18 @@ fi
 export PYTHONPATH="$PWD:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 WANDB_MODE=disabled
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 
-case ${1:-} in check | gpt2 | 1b | 8b | ops | ckpt | overhead) ;; *)
-  echo "bash benchmarks/gpu.sh check|gpt2|1b|8b|ops|ckpt|overhead: which one? Given: ${1:-nothing}" >&2
+case ${1:-} in check | gpt2 | 1b | 8b | 8b-lora | ops | ckpt | overhead) ;; *)
+  echo "bash benchmarks/gpu.sh check|gpt2|1b|8b|8b-lora|ops|ckpt|overhead: which one? Given: ${1:-nothing}" >&2
   exit 2
   ;;
 esac
 tiny=${TINY:-$("$python" -c "import torch; print(int(not torch.cuda.is_available()))")} || exit 1
 failed=0
 measure() { # model, further options: a tiny one in its place, and nothing compiled, where there is no GPU
-  local small=() model=$1
+  local small=() model=$1 file=$results/${name:-$1}
   [ "$tiny" = 1 ] && model=tiny && small=(--sweep 1 2 --precision fp32 --warmup 2 --steps 2 --rounds 1 --peers trainer)
   "$python" benchmarks/throughput.py --model "$model" --precision bf16 --ranks 1 --minutes "$minutes" \
-    --append "$results/$1.jsonl" --output "$results/$1.json" "${@:2}" ${small[@]+"${small[@]}"} || failed=1
+    --append "$file.jsonl" --output "$file.json" "${@:2}" ${small[@]+"${small[@]}"} || failed=1
 }
 run() { "$python" "$@" || failed=1; }
 little=() census=(--model gpt2-124m)
@@ -64,6 +65,11 @@ gpt2)
   # shellcheck disable=SC2086
   measure llama-8b --one-at-a-time --sweep 1 2 --rows packed unpacked --stages ${SPLITS:-zero3_one_gpu.json plain} --steps 5 --rounds 2 \
     --peers deepspeed fsdp2-compiled
+  ;;
+8b-lora)
+  # shellcheck disable=SC2086
+  name=llama-8b-lora measure llama-8b --adapter --one-at-a-time --sweep 1 2 --stages ${SPLITS:-2 plain} --steps 8 --rounds 3 \
+    --peers trainer trainer-unsloth
   ;;
 ops) run benchmarks/gpu_ops.py ${little[@]+"${little[@]}"} --output "$results/ops.jsonl" ;;
 ckpt)

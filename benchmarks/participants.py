@@ -23,9 +23,11 @@ from peers import (
     compiled_pytorch,
     hugging_face_trainer,
     trainer_with_liger,
+    trainer_with_unsloth,
 )
 from processes import FinishedError, Gate, Task
 from torch import Tensor
+from workload import FULL
 
 from pipeline.assemble import assemble
 from pipeline.config.settings import Settings, load_settings
@@ -62,12 +64,19 @@ def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {
         "loss": loss,
-        "flops_per_token": flops_per_token(trained.model, trained.probe["input_ids"].shape[1]),
-        "causal_flops_per_token": flops_per_token(
-            trained.model, trained.probe["input_ids"].shape[1], causal=True
-        ),
+        "flops_per_token": _flops(trained, settings),
+        "causal_flops_per_token": _flops(trained, settings, causal=True),
         "peak_memory_gib": memory,
     }
+
+
+def _flops(trained: Trained, settings: Settings, causal: bool = False) -> float | None:
+    """A token's; of weights that are frozen no gradient is worked out, which is a third of their products."""
+    length = trained.probe["input_ids"].shape[1]
+    whole = flops_per_token(trained.model, length, causal)
+    if whole is None or settings.config.adapter is None:
+        return whole
+    return whole - (flops_per_token(trained.model, 0) or 0.0) / 3
 
 
 class GatedLoader:
@@ -81,22 +90,8 @@ class GatedLoader:
         self._gate()
         return self._loader.next_group()
 
-    def fetch_ahead(self) -> None:
-        self._loader.fetch_ahead()
-
-    def source_samples(self) -> dict[str, int]:
-        return self._loader.source_samples()
-
-    def state_dict(self) -> dict[str, int]:
-        return self._loader.state_dict()
-
-    @property
-    def samples_seen(self) -> int:
-        return self._loader.samples_seen
-
-    @property
-    def epoch(self) -> float:
-        return self._loader.epoch
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
@@ -130,6 +125,8 @@ LOOPS: dict[str, Callable[[Task, Settings, Gate], Trained]] = {
     "fsdp2-compiled": compiled_fsdp2,
     "deepspeed": bare_deepspeed,
     "deepspeed+our-loss": bare_deepspeed_our_loss,
+    FULL: ours,
     "trainer": hugging_face_trainer,
     "trainer-liger": trainer_with_liger,
+    "trainer-unsloth": trainer_with_unsloth,
 }

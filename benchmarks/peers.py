@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from adapter_peers import with_peft, with_unsloth
 from processes import FinishedError, Gate, Task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -56,23 +57,30 @@ class Script:
         samples = self.data.train
         return PeerDataset(samples, GlobalOrder(len(samples), self.settings.config.seed))
 
-    def model(self) -> nn.Module:
+    def weights(self) -> nn.Module:
         config = self.settings.config
-        model = build_model(config.model, model_request(config, self.data, Whole()), config.seed)
+        return build_model(config.model, model_request(config, self.data, Whole()), config.seed)
+
+    def model(self) -> nn.Module:
+        config, model = self.settings.config, self.weights()
         if getattr(config.model, "activation_checkpointing", "none") != "none":
             model.gradient_checkpointing_enable()  # all blocks, as transformers offers it
-        return model
+        return model if config.adapter is None else with_peft(model, config)
 
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
         numbers = self.settings.config.optimizer
-        matrices = [p for p in model.parameters() if p.dim() >= 2]
-        vectors = [p for p in model.parameters() if p.dim() < 2]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
         groups = [
             {"params": matrices, "weight_decay": numbers.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
-            groups, lr=numbers.learning_rate, betas=numbers.betas, eps=numbers.eps, fused=True
+            [group for group in groups if group["params"]],
+            lr=numbers.learning_rate,
+            betas=numbers.betas,
+            eps=numbers.eps,
+            fused=True,
         )
 
     def batches(self) -> Iterator[Batch]:
@@ -216,7 +224,9 @@ def bare_deepspeed_our_loss(task: Task, settings: Settings, gate: Gate) -> Train
     return bare_deepspeed(task, settings, gate, CausalLM())
 
 
-def hugging_face_trainer(task: Task, settings: Settings, gate: Gate, *, liger: bool = False) -> Trained:
+def hugging_face_trainer(
+    task: Task, settings: Settings, gate: Gate, *, liger: bool = False, unsloth: bool = False
+) -> Trained:
     """transformers.Trainer, with the JSON file of ds_configs where one is given."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -227,7 +237,10 @@ def hugging_face_trainer(task: Task, settings: Settings, gate: Gate, *, liger: b
     if task.json is not None:
         build_nothing()
     script = Script.of(settings)
-    model = script.model()
+    if unsloth:
+        model = with_unsloth(script.weights(), settings.config, task.folder / "model")
+    else:
+        model = script.model()
     numbers = settings.config.optimizer
     arguments = TrainingArguments(
         output_dir=str(task.folder),
@@ -261,6 +274,11 @@ def hugging_face_trainer(task: Task, settings: Settings, gate: Gate, *, liger: b
 def trainer_with_liger(task: Task, settings: Settings, gate: Gate) -> Trained:
     """The Trainer with Liger's fused kernels: GPUs only."""
     return hugging_face_trainer(task, settings, gate, liger=True)
+
+
+def trainer_with_unsloth(task: Task, settings: Settings, gate: Gate) -> Trained:
+    """The Trainer with an adapter and kernels by Unsloth: one GPU."""
+    return hugging_face_trainer(task, settings, gate, unsloth=True)
 
 
 def build_nothing() -> None:

@@ -1,8 +1,9 @@
 """Whole-loop tokens per second, side by side: python benchmarks/throughput.py --ranks 1 2 --stages plain 2
 
 The pipeline's loop, bare PyTorch and DeepSpeed loops (as they come, given our loss, compiled) and the Hugging
-Face Trainer, as their users write them: same model, tokens, order, batch, numbers, precision, threads, JSON.
-All step in turn, in short bursts: drift hits all. The last table says which claims hold.
+Face Trainer, as their users write them: same model, tokens, order, batch, numbers, precision, threads, JSON;
+with --adapter all train LoRA, the peers by peft. All step in turn, in short bursts: drift hits all. The last
+table says which claims hold.
 """
 
 from __future__ import annotations
@@ -17,22 +18,16 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from line_up import LOOPS, choices, files_of, leave_out, on_request, work_of
 from processes import Participant, ParticipantError, Task, on_cuda
 from report import Row, append_line, claims_of, disagreement, machine, print_claims, print_table, ratios
 from rich.console import Console
 from workload import JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
 
-PLAIN = ["pytorch", "pytorch+our-loss", "trainer"]
-DEEPSPEED = ["deepspeed", "deepspeed+our-loss", "trainer"]
-ON_REQUEST = ["pytorch-compiled", "fsdp2-compiled", "trainer-liger"]
-PLAIN_ONLY = {"pytorch", "pytorch+our-loss", "pytorch-compiled", "fsdp2-compiled"}
-DEEPSPEED_ONLY = {"deepspeed", "deepspeed+our-loss"}
-NEEDS = {"trainer-liger": "liger_kernel"}
 # Largest relative difference of the final losses among participants. With real text or packed rows the peers
 # leave out the last target of each row (transformers shifts labels inside): not quite the same problem.
 LOSS_BANDS = {("random", "unpacked", "fp32"): 1e-4, ("random", "unpacked", "bf16"): 1e-2}
@@ -58,7 +53,8 @@ class Group:
     work: Workload
 
     def __str__(self) -> str:
-        return f"{self.split}, {self.work.rows}, {self.precision}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+        kind = f"{self.work.rows}{', adapter' * self.work.adapter}"
+        return f"{self.split}, {kind}, {self.precision}, {self.ranks} rank{'s' * (self.ranks > 1)}"
 
 
 def main() -> int:
@@ -84,7 +80,8 @@ def main() -> int:
             failures += check_losses(console, measured, group)
             part += measured
         if part:
-            print_table(console, part, f"{arguments.model}, {precision}, {ranks} rank{'s' * (ranks > 1)}")
+            kind = f"{arguments.model}{', adapter' * arguments.adapter}, {precision}"
+            print_table(console, part, f"{kind}, {ranks} rank{'s' * (ranks > 1)}")
         rows += part
         if arguments.output is not None:
             write_results(arguments.output, about, rows, failures)
@@ -102,9 +99,8 @@ def read_libraries() -> None:
 
 def fastest(arguments: argparse.Namespace, failures: list[str]) -> Workload:
     """The micro batch at which ours is fastest in the first group, of those to sweep."""
-    work = Workload(
-        arguments.model, arguments.data, "unpacked", arguments.sequence_length, arguments.micro_batch_size
-    )
+    size = arguments.sequence_length, arguments.micro_batch_size
+    work = Workload(arguments.model, arguments.data, "unpacked", *size, arguments.adapter)
     if len(arguments.sweep) < 2:
         return replace(work, micro_batch_size=arguments.sweep[0]) if arguments.sweep else work
     alone = argparse.Namespace(**{**vars(arguments), "peers": [], "rounds": 1, "sweep": []})
@@ -186,7 +182,9 @@ def _warm_up(
             entrant.work = replace(entrant.work, micro_batch_size=max(smaller))
             task = entrant.participant.task
             folder = task.folder.with_name(f"{task.folder.name}-{max(smaller)}")
-            write_recipe(task.recipe, entrant.work, task.precision, plain=task.json is None)
+            write_recipe(
+                task.recipe, work_of(task.peer, entrant.work), task.precision, plain=task.json is None
+            )
             entrant.participant = Participant(replace(task, folder=folder))
 
 
@@ -218,12 +216,9 @@ def _finished(arguments: argparse.Namespace, alive: Iterable[Entrant], failures:
             split=task.split,
             precision=task.precision,
             ranks=task.world_size,
-            model=work.model,
-            rows=work.rows,
-            sequence_length=work.sequence_length,
-            micro_batch_size=work.micro_batch_size,
             round_tokens_per_second=[tokens / seconds for seconds in each.round_seconds],
             first_step_seconds=each.first_step_seconds,
+            **{key: value for key, value in vars(work).items() if key != "data"},
             **told,
         )
         append_line(arguments.append, row.as_dict())
@@ -231,20 +226,12 @@ def _finished(arguments: argparse.Namespace, alive: Iterable[Entrant], failures:
 
 
 def group_tasks(arguments: argparse.Namespace, group: Group, folder: Path) -> Iterator[Task]:
-    """The participants of a group, ours first: at several ranks plain ours is DDP twice, PyTorch's and
-    DeepSpeed's stage 0."""
-    is_plain = group.split == "plain"
-    named = JSON_FILES.get(group.split, group.split)
-    files: dict[str, list[str | None]] = {"ours": [None if is_plain else named]}
-    if is_plain and group.ranks > 1:
-        files["ours"] = ["torch_ddp.json", "ddp.json"]
-    peers = arguments.peers if arguments.peers is not None else PLAIN if is_plain else DEEPSPEED
-    left_out = DEEPSPEED_ONLY if is_plain else PLAIN_ONLY
-    files |= {peer: [None if is_plain else named] for peer in peers if peer not in left_out | {"ours"}}
+    """The participants of a group, ours first."""
+    files = files_of(arguments.peers, group.split, group.ranks, group.work.adapter)
     for peer, names in files.items():
         for name in names:
             recipe = folder / f"{peer}-{name}.yaml"
-            write_recipe(recipe, group.work, group.precision, plain=name is None)
+            write_recipe(recipe, work_of(peer, group.work), group.precision, plain=name is None)
             yield Task(
                 peer,
                 group.split,
@@ -254,6 +241,7 @@ def group_tasks(arguments: argparse.Namespace, group: Group, folder: Path) -> It
                 folder / f"{peer}-{name}",
                 recipe,
                 None if name is None else REPOSITORY / "ds_configs" / name,
+                loops=LOOPS.get(peer, "participants"),
                 label=str(name) if len(names) > 1 else "",
             )
 
@@ -269,8 +257,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks", type=int, nargs="+", default=[1, 2])
     add("--stages", nargs="+", default=["plain", "2"], help="plain, a ZeRO stage, or a file of ds_configs/")
     add("--precision", choices=["fp32", "bf16"], nargs="+", default=["bf16"])
-    peers = list(dict.fromkeys(PLAIN + DEEPSPEED + ON_REQUEST))
-    add("--peers", choices=peers, nargs="*", help="beside ours; default: all but " + ", ".join(ON_REQUEST))
+    add("--adapter", action="store_true", help="LoRA of rank 32 on all linear layers; the peers by peft")
+    add("--peers", choices=choices(), nargs="*", help="beside ours; default: all but " + on_request())
     add("--steps", type=int, default=5, help="timed optimizer steps a burst")
     add("--rounds", type=int, default=5, help="bursts of each participant")
     add("--warmup", type=int, default=5, help="untimed steps before the first burst, at least 2")
@@ -285,9 +273,11 @@ def parse_arguments() -> argparse.Namespace:
     for split in arguments.stages:
         if split not in {"plain", *JSON_FILES} and not (REPOSITORY / "ds_configs" / split).is_file():
             parser.error(f"--stages {split}: plain, {', '.join(JSON_FILES)} or a file of ds_configs/")
-    for peer in [each for each in arguments.peers or [] if each in NEEDS and find_spec(NEEDS[each]) is None]:
-        print(f"left out: {peer}, which needs the package {NEEDS[peer]}", file=sys.stderr)
-        arguments.peers.remove(peer)
+    if others := sorted(set(arguments.peers or []) - set(choices(arguments.adapter))):
+        parser.error(
+            f"--peers {' '.join(others)}: not {'with' if arguments.adapter else 'without'} --adapter"
+        )
+    leave_out(arguments.peers or [])
     if arguments.data is None:
         arguments.data = "stdlib" if arguments.model == "default" else "random"
     size = MODELS[arguments.model]

@@ -15,10 +15,12 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "launch" / "recipes" / "python_stdlib.yaml"
 JSON_FILES = {"0": "ddp.json", "1": "zero1.json", "2": "zero2.json", "3": "zero3.json"}
+FULL = "ours-full"  # beside participants that train an adapter: ours with all weights
 LOG_EVERY = 10  # optimizer steps between two rows of the log, for every participant
 MEAN_DOCUMENT = 512  # tokens of a packed row of random ones
 SAMPLES = 512
 
+RECOMPUTATION = ("activation_checkpointing", "activation_budget_gib")
 LLAMA: dict[str, Any] = {"architecture": "llama"}
 # Per model: sequence length, micro batch, and the recipe's model section (None: the recipe's own).
 MODELS: dict[str, dict[str, Any]] = {
@@ -77,6 +79,7 @@ class Workload:
         model: Key of MODELS.
         data: `stdlib` (the default recipe's text) or `random`.
         rows: `packed`: several documents to a row, kept apart by position ids; `unpacked`: one, as it were.
+        adapter: A LoRA adapter is trained in place of the weights, without recomputation.
     """
 
     model: str
@@ -84,6 +87,7 @@ class Workload:
     rows: str
     sequence_length: int
     micro_batch_size: int
+    adapter: bool = False
 
     @staticmethod
     def of(model: str, data: str = "random", rows: str = "unpacked") -> Workload:
@@ -99,6 +103,10 @@ def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool, sav
     if size["model"] is not None:
         tree["model"] = {"kind": "causal_lm", "vocab_size": size["vocab_size"], **size["model"]}
     tree["model"]["max_sequence_length"] = work.sequence_length
+    if work.adapter:
+        tree["adapter"] = {"kind": "lora", "rank": 32}
+        for key in RECOMPUTATION:
+            tree["model"].pop(key, None)
     if work.data == "stdlib":
         tree["data"] |= {"sequence_length": work.sequence_length, "separate_documents": work.rows == "packed"}
     else:

@@ -224,7 +224,7 @@ def _fill(model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder 
                 values = given.take(f"{name}.{part}", tuple(parameter.shape))
                 taken.add(f"{name}.{part}")
             elif parameter.is_meta:
-                values = _first(f"{name}.{part}", parameter.shape, config, seed)
+                values = first_values(f"{name}.{part}", parameter.shape, config, seed)
             else:
                 values = parameter.detach()
             owner = layer.get_submodule(part.rpartition(".")[0])
@@ -233,8 +233,8 @@ def _fill(model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder 
         given.refuse_others(taken)
 
 
-def _first(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Tensor:
-    """As peft has them: of A uniform within 1 / sqrt(inputs), or normal; of B 0."""
+def first_values(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Tensor:
+    """Of a parameter, as peft has them: of A uniform within 1 / sqrt(inputs), or normal; of B 0."""
     if ".lora_B." in f".{name}":
         return torch.zeros(shape)
     # Of a seed torch takes 32 bits.

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from pipeline.distributed.process_group import describe_device
 
 ROOT = Path(__file__).resolve().parents[2]
 THROUGHPUT = ROOT / "benchmarks" / "throughput.py"
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_all_participants_train_the_same_model(tmp_path):
-    output = tmp_path / "results.json"
+def measured(folder, *options):
+    """The results of all participants of a tiny model, whose losses agree or it would have failed."""
     command = [sys.executable, THROUGHPUT, "--model", "tiny", "--ranks", "1", "--precision", "fp32"]
     command += [
         "--stages",
@@ -30,11 +32,34 @@ def test_all_participants_train_the_same_model(tmp_path):
         "2",
         "--start-together",
     ]
-    done = subprocess.run(
-        [*command, "--output", output], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
-    )
+    command += [*options, "--output", folder / "results.json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
-    results = json.loads(output.read_text())
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_all_participants_train_the_same_adapter(tmp_path):
+    results = measured(tmp_path, "--adapter")
+    losses = {row["name"]: row["loss"] for row in results["participants"]}
+    full = {losses.pop(name) for name in ("ours-full", "ours-full stage 2")}
+    peers = {"ours", "pytorch", "trainer", "ours stage 2", "deepspeed stage 2", "trainer stage 2"}
+    assert set(losses) == peers
+    assert max(losses.values()) - min(losses.values()) < 1e-4 * min(losses.values())
+    assert max(full) < 0.99 * min(losses.values())
+    assert {claim["what"] for claim in results["claims"]} == {
+        "time of a step, ours over ours-full",
+        "time of a step, ours stage 2 over ours-full stage 2",
+    }
+    flops = {row["name"]: row["flops_per_token"] for row in results["participants"]}
+    assert flops["ours"] == flops["trainer"] < 0.75 * flops["ours-full"]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_all_participants_train_the_same_model(tmp_path):
+    results = measured(tmp_path)
     assert {row["name"] for row in results["participants"]} == {
         "ours",
         "pytorch",
@@ -84,6 +109,15 @@ def test_every_model_has_a_valid_recipe_for_either_kind_of_rows(rows, tmp_path, 
             assert config.data.separate_documents == (rows == "packed")
         else:
             assert config.data.kind == f"workload:{'packed' if rows == 'packed' else 'random'}_tokens"
+        write_recipe(
+            tmp_path / "recipe.yaml",
+            replace(Workload.of(model, data, rows), adapter=True),
+            "bf16",
+            plain=True,
+        )
+        config = load_settings(tmp_path / "recipe.yaml", None, []).config
+        assert config.adapter.rank == 32
+        assert getattr(config.model, "activation_checkpointing", "none") == "none"
     batch = packed_tokens("train", 8, 64, 100).__getitems__([0, 3])
     assert batch["input_ids"].shape == batch["position_ids"].shape == (2, 64)
     assert (batch["position_ids"] == 0).sum() > 2  # more documents than rows
@@ -96,14 +130,48 @@ def test_at_several_ranks_ours_is_measured_under_both_kinds_of_ddp(tmp_path, mon
     from throughput import Group, group_tasks
     from workload import Workload
 
-    def names(ranks, split, peers=None):
-        group = Group("bf16", ranks, split, Workload.of("tiny"))
+    def names(ranks, split, peers=None, adapter=False):
+        group = Group("bf16", ranks, split, replace(Workload.of("tiny"), adapter=adapter))
         return [task.name for task in group_tasks(Namespace(peers=peers, warmup=2), group, tmp_path)]
 
     both = ["ours (torch_ddp.json)", "ours (ddp.json)"]
     assert names(2, "plain") == [*both, "pytorch", "pytorch+our-loss", "trainer"]
     assert names(1, "plain", ["pytorch-compiled", "deepspeed"]) == ["ours", "pytorch-compiled"]
     assert names(1, "2", ["pytorch-compiled", "deepspeed"]) == ["ours stage 2", "deepspeed stage 2"]
+    assert names(2, "plain", adapter=True) == [*both, "ours-full", "pytorch", "trainer"]
+    files = {path.name for path in tmp_path.iterdir() if "adapter:" in path.read_text()}
+    assert files == {
+        f"{name}.yaml" for name in ("ours-torch_ddp.json", "ours-ddp.json", "pytorch-None", "trainer-None")
+    }
+    assert names(1, "2", ["trainer", "trainer-unsloth"], adapter=True) == ["ours stage 2", "trainer stage 2"]
+
+
+def test_an_adapter_of_peft_begins_as_ours_does(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(THROUGHPUT.parent))
+    from peers import Script
+    from workload import Workload, write_recipe
+
+    from pipeline.build_engine import build_engine
+    from pipeline.config.settings import load_settings
+    from pipeline.distributed.process_group import Job
+    from pipeline.distributed.ranks import Ranks
+    from pipeline.objectives import CausalLM
+
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path / "it.yaml", replace(Workload.of("tiny"), adapter=True), "fp32", plain=True)
+    settings = load_settings(tmp_path / "it.yaml", None, [])
+    script = Script.of(settings)
+    job = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+    resolved = settings.resolve(1, describe_device(job.device))
+    engine = build_engine(settings.config, resolved, job, script.data)
+    theirs, probe = script.model(), script.probe()
+    trained = {name: p for name, p in theirs.get_base_model().named_parameters() if p.requires_grad}
+    own = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 7 * 2  # all linear layers of two blocks
+    assert all(torch.equal(p, own.pop(name)) for name, p in trained.items())
+    assert not own
+    found = engine.eval_step(probe, CausalLM())
+    assert theirs(**probe).loss.item() == pytest.approx(float(found.loss_sum / found.count), rel=1e-6)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)

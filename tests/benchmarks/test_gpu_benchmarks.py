@@ -79,7 +79,7 @@ def test_a_subcommand_that_is_none_is_told(tmp_path):
     done = gpu_sh("everything", tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "bash benchmarks/gpu.sh check|gpt2|1b|8b|ops|ckpt|overhead: which one? Given: everything"
+        "bash benchmarks/gpu.sh check|gpt2|1b|8b|8b-lora|ops|ckpt|overhead: which one? Given: everything"
     ]
 
 
@@ -92,6 +92,7 @@ def test_a_subcommand_that_is_none_is_told(tmp_path):
         ("gpt2", ["gpt2-124m.jsonl", "gpt2-124m.json"]),
         ("1b", ["llama-1b.jsonl", "llama-1b.json"]),
         ("8b", ["llama-8b.jsonl", "llama-8b.json"]),
+        ("8b-lora", ["llama-8b-lora.jsonl", "llama-8b-lora.json"]),
         ("ops", ["ops.jsonl"]),
         ("ckpt", ["checkpoint.json"]),
         ("overhead", ["overhead.jsonl"]),

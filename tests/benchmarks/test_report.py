@@ -68,6 +68,25 @@ def test_what_is_wanted_depends_on_the_split_the_peer_and_the_device(report, row
     assert least("pytorch-compiled", on_gpu=True) == 1.1
 
 
+def test_an_adapter_is_held_to_peft_and_to_a_step_of_all_weights(report, row):
+    ours = replace(row, adapter=True)
+    trainer = replace(ours, name="trainer", peer="trainer", round_tokens_per_second=[150.0] * 3)
+    full = replace(ours, name="ours-full", peer="ours-full", round_tokens_per_second=[160.0] * 3, loss=1.0)
+    assert held(report.claims_of([ours, trainer, full], on_gpu=False)) == {
+        "tokens/s, ours over trainer": True,
+        "time of a step, ours over ours-full": False,
+    }
+    claims = report.claims_of([ours, trainer, replace(full, adapter=False)], on_gpu=False)
+    assert [(claim.what, claim.wanted) for claim in claims] == [("tokens/s, ours over trainer", ">= 1.3")]
+    assert report.disagreement([ours, trainer, full]) == 0.0  # it trains something else
+    on_gpu = replace(ours, model="llama-8b", round_tokens_per_second=[1.6e4] * 3)
+    unsloth = replace(on_gpu, name="trainer-unsloth", peer="trainer-unsloth")
+    assert held(report.claims_of([on_gpu, unsloth], on_gpu=True)) == {
+        "tokens/s, ours over trainer-unsloth": True,
+        "tokens/s a GPU, ours": True,
+    }
+
+
 def test_rows_are_compared_within_their_group_alone(report, row):
     peer = replace(row, name="trainer", peer="trainer", ranks=2)
     assert report.ratios([row, peer, replace(peer, ranks=1, rows="packed")]) == []
