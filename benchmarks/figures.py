@@ -37,7 +37,8 @@ def main(files: list[Path]) -> int:
 
 def panel_of(pair: dict[str, Any]) -> tuple[str, str]:
     """Model and kind of rows; files from before both were named measured the default model's."""
-    return pair.get("model", "default"), pair.get("rows", "unpacked")
+    rows = f"{pair.get('rows', 'unpacked')} rows{', adapter' * pair.get('adapter', False)}"
+    return pair.get("model", "default"), rows
 
 
 def speed(pairs: list[dict[str, Any]], path: Path) -> None:
@@ -58,7 +59,7 @@ def speed(pairs: list[dict[str, Any]], path: Path) -> None:
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_yticks(range(len(names)), names)
         axis.invert_yaxis()
-        axis.set_title(f"{key[0]} model, {key[1]} rows", loc="left")
+        axis.set_title(f"{key[0]} model, {key[1]}", loc="left")
         bars = [plt.Rectangle((0, 0), 1, 1, color=COLORS.get(count, "gray")) for count in ranks]
         labels = [f"{count} rank{'s' * (count > 1)}" for count in ranks]
         axis.legend(bars, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(ranks), frameon=False)

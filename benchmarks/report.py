@@ -137,7 +137,7 @@ def ratios(rows: list[Row]) -> list[dict[str, Any]]:
             if peer.group == ours.group and peer.peer != "ours":
                 found.append(
                     {"ours": ours.name, "peer": peer.name, "precision": ours.precision, "ranks": ours.ranks}
-                    | {"model": ours.model, "rows": ours.rows}
+                    | {"model": ours.model, "rows": ours.rows, "adapter": ours.adapter}
                     | compare(ours, peer)
                 )
     return found
