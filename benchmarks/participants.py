@@ -62,21 +62,14 @@ def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
             memory = max([memory, *(row.get("memory/peak_allocated_gib", 0.0) for row in of_rows)])
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    frozen = settings.config.adapter is not None
+    of_row = trained.model, trained.probe["input_ids"].shape[1]
     return {
         "loss": loss,
-        "flops_per_token": _flops(trained, settings),
-        "causal_flops_per_token": _flops(trained, settings, causal=True),
+        "flops_per_token": flops_per_token(*of_row, frozen=frozen),
+        "causal_flops_per_token": flops_per_token(*of_row, causal=True, frozen=frozen),
         "peak_memory_gib": memory,
     }
-
-
-def _flops(trained: Trained, settings: Settings, causal: bool = False) -> float | None:
-    """A token's; of weights that are frozen no gradient is worked out, which is a third of their products."""
-    length = trained.probe["input_ids"].shape[1]
-    whole = flops_per_token(trained.model, length, causal)
-    if whole is None or settings.config.adapter is None:
-        return whole
-    return whole - (flops_per_token(trained.model, 0) or 0.0) / 3
 
 
 class GatedLoader:

@@ -38,7 +38,7 @@ def build_meters(
     """What is measured of the run; before its record is opened, which may take rows back."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     length: int | None = getattr(config.data, "sequence_length", None)
-    cost = flops_per_token(engine.module, length)
+    cost = flops_per_token(engine.module, length, frozen=config.adapter is not None)
     in_fp8 = fp8_share(engine.module, getattr(config.model, "fp8", "none"), cost)
     workload = Workload(
         samples_per_step=resolved.plan.global_batch_size,

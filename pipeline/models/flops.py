@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def flops_per_token(model: nn.Module, sequence_length: int | None, causal: bool = False) -> float | None:
+def flops_per_token(
+    model: nn.Module, sequence_length: int | None, causal: bool = False, *, frozen: bool = False
+) -> float | None:
     """FLOPs of forward and backward a token of a row: 6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B).
 
     N counts the elements of every matrix that a token is multiplied by: a head once, tied or not, no table
@@ -25,6 +27,7 @@ def flops_per_token(model: nn.Module, sequence_length: int | None, causal: bool 
         model: Any part of it, under any split: only its transformers config is read.
         sequence_length: T, tokens in a row; None: rows are no text.
         causal: Count the keys that a token sees, half of the row on average, in place of the whole row.
+        frozen: The matrices are not trained, as under an adapter, whose own are left out: 4N.
 
     Returns:
         None where the model has no such config.
@@ -32,7 +35,9 @@ def flops_per_token(model: nn.Module, sequence_length: int | None, causal: bool 
     if sequence_length is None:
         return None
     products = _products(model, sequence_length, causal)
-    return None if products is None else 6.0 * (products.blocks + products.head + products.attention)
+    if products is None:
+        return None
+    return (4.0 if frozen else 6.0) * (products.blocks + products.head) + 6.0 * products.attention
 
 
 def block_flops_per_token(model: nn.Module, sequence_length: int) -> float:
@@ -79,14 +84,19 @@ def fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
     """
     if recipe == "none" or cost is None:
         return 0.0
-    from transformers import AutoModelForCausalLM
-
     from pipeline.models.fp8 import linear_layers
 
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(model.config)
+    whole = _without_values(model.config)
     elements = sum(layer.in_features * layer.out_features for layer in linear_layers(whole))
     return (4.0 if recipe == "rowwise_with_gw_hp" else 6.0) * elements / cost
+
+
+def _without_values(config: Any) -> Any:
+    """The whole model."""
+    from pipeline.models.reward_model import model_class
+
+    with torch.device("meta"):
+        return model_class(config).from_config(config)
 
 
 def _windows(text: Any) -> list[float]:
@@ -109,11 +119,9 @@ def _keys(window: float, length: int, causal: bool) -> float:
 def _matrix_elements(config: PreTrainedConfig, text: Any) -> tuple[float, float]:
     """Of what a token is multiplied by, in the blocks and outside of them, from the shapes of the whole
     model: a split holds parts of them."""
-    from transformers import AutoModelForCausalLM
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config)
+    whole = _without_values(config)
     tables = {id(module.weight) for module in whole.modules() if isinstance(module, nn.Embedding)}
     head = whole.get_output_embeddings()
     if head is not None:

@@ -28,7 +28,7 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError, one_line
 from pipeline.models.attention import transformers_name
 from pipeline.models.initialising import draw_weights
-from pipeline.models.reward_model import is_reward_model, reward_model_class
+from pipeline.models.reward_model import model_class, reward_model_class
 from pipeline.models.sharding import ModelRequest
 from pipeline.models.tensorwise import filled_tensorwise
 from pipeline.models.transformers_folder import folder_or_hub_name
@@ -224,7 +224,7 @@ def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
         with no_init_weights():
-            model: PreTrainedModel = _class_of(hf_config, is_reward_model(hf_config)).from_config(
+            model: PreTrainedModel = model_class(hf_config).from_config(
                 hf_config,
                 dtype=torch.float32,
                 attn_implementation=transformers_name(config.attention, hf_config),

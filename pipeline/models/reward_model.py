@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -24,6 +24,11 @@ def is_reward_model(config: PretrainedConfig) -> bool:
     """Whether a folder's configuration is that of a model that scores."""
     names = getattr(config, "architectures", None) or [""]
     return str(names[0]).endswith("ForSequenceClassification") and config.num_labels == 1
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """Of a configuration that says what the model is: has `from_config` and `from_pretrained`."""
+    return reward_model_class(config) if is_reward_model(config) else AutoModelForCausalLM
 
 
 def reward_model_class(config: PretrainedConfig) -> Any:

@@ -20,6 +20,7 @@ from transformers import (
 
 from pipeline.models.activation_checkpointing import checkpoint_activations, share_recomputed
 from pipeline.models.flops import block_flops_per_token, flops_per_token
+from pipeline.models.reward_model import reward_model_class
 
 T = 96
 SHAPE = {
@@ -130,6 +131,23 @@ def seen(windows: list[int]) -> float:
 
 def further(windows: list[int]) -> list[int]:
     return [2 * window if window == T else window for window in windows]
+
+
+def test_of_frozen_matrices_no_gradient_is_worked_out():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), attn_implementation="eager")
+    model.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.randint(256, (1, T)), use_cache=False).logits.sum().backward()
+    assert flops_per_token(model, T, frozen=True) == pytest.approx(counted(counter) / T, rel=1e-6)
+
+
+def test_a_reward_model_has_a_head_for_one_number():
+    config = LlamaConfig(**SHAPE)
+    whole = flops_per_token(AutoModelForCausalLM.from_config(config), T)
+    model = reward_model_class(config).from_config(config)
+    config.architectures = [type(model).__name__]
+    assert whole - flops_per_token(model, T) == 6 * (config.vocab_size - 1) * config.hidden_size
 
 
 def test_what_has_no_such_shape_has_no_figure():
