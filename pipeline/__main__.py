@@ -8,7 +8,18 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from pipeline.commands import checkpoints, doctor, evaluate, export, generate, inspect, prepare, report, sync
+from pipeline.commands import (
+    checkpoints,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    import_config,
+    inspect,
+    prepare,
+    report,
+    sync,
+)
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.errors import CommandLine, DeviceFailedError, PipelineError, report_errors
 
@@ -18,6 +29,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "export": export,
+    "import": import_config,
     "report": report,
     "inspect": inspect,
     "doctor": doctor,

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "events", "foreign", "redaction"],
     ["config", "importing", "durable", "op_builds", "run_lock", "shards", "working_tree"],
-    ["distributed", "logs"],
+    ["distributed", "logs", "foreign_configs"],
     ["launching", "device_failures"],
     ["doctor"],
     ["objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
@@ -57,6 +57,7 @@ TORCH_FREE = [
     "launching",
     "doctor",
     "op_builds",
+    "foreign_configs",
 ]
 
 

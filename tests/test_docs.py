@@ -108,6 +108,7 @@ def try_out(run, tmp_path, monkeypatch, capsys):
     def commanded(words):
         at_hand = {
             "RUN": str(run),
+            "THEIRS.yaml": str(tmp_path / "theirs.yaml"),
             "OUT": str(tmp_path / "out"),
             "OUT.html": str(tmp_path / "out.html"),
             "100": "1",
@@ -117,6 +118,7 @@ def try_out(run, tmp_path, monkeypatch, capsys):
         arguments = [at_hand.get(word, word) for word in words]
         arguments = [str(run) if word.startswith("runs/") else word for word in arguments]
         name = arguments[0]
+        (tmp_path / "theirs.yaml").write_text("model_name_or_path: a/b\nstage: sft\ncutoff_len: 64\n")
         if name in ("prepare", "inspect"):
             recipe = argument_after(words, "--config")
             overrides = [word for word in words if "=" in word]

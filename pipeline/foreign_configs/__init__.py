@@ -1,0 +1,1 @@
+"""Configurations of other trainers -> a recipe and a DeepSpeed JSON. One module a trainer: its tables."""

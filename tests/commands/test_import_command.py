@@ -1,0 +1,55 @@
+"""python -m pipeline import: from a YAML of LLaMA-Factory to a run that trains."""
+
+from __future__ import annotations
+
+import json
+
+import yaml
+from support.base_model import conversations, write_base_model
+
+from pipeline.__main__ import main
+from pipeline.cli import main as train
+
+
+def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_base_model(tmp_path / "tiny")
+    turns = [[turn["content"] for turn in each["messages"]] for each in conversations()]
+    rows = [{"instruction": question, "output": answer} for question, answer in turns]
+    (tmp_path / "colours.json").write_text(json.dumps(rows))
+    (tmp_path / "dataset_info.json").write_text('{"colours": {"file_name": "colours.json"}}')
+    theirs = {
+        "model_name_or_path": "tiny",
+        "stage": "sft",
+        "finetuning_type": "lora",
+        "lora_rank": 4,
+        "dataset": "colours",
+        "template": "chatml",
+        "cutoff_len": 64,
+        "output_dir": "saves/sft",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "plot_loss": True,
+    }
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(theirs))
+    assert main(["import", "sft.yaml", "--gpus", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "batch.global_batch_size: 8 = 2 (a GPU) x 2 (accumulated) x 2 (GPUs, --gpus)" in said
+    assert "not taken plot_loss: " in said
+    assert "launch/train.py --deepspeed sft/deepspeed.json --config sft/recipe.yaml" in said
+
+    assert main(["import", "sft.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "error: sft exists and is not empty; choose another folder (--output), or --force\n"
+    )
+    assert main(["import", "sft.yaml", "--force"]) == 0
+    changes = ["max_steps=2", "log.every=1", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert train(["--config", "sft/recipe.yaml", *changes]) == 0
+    rows = [
+        json.loads(line) for line in (tmp_path / "saves" / "sft" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2]
+    capsys.readouterr()
+    assert main(["import", "stf.yaml"]) == 2
+    assert capsys.readouterr().err == 'error: stf.yaml: no such file (did you mean "sft.yaml"?)\n'
