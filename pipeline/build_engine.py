@@ -39,6 +39,11 @@ def build_engine(
     draws = starts and (config.model.weights is None or not config.model.strict)
 
     def model_in(sharding: Sharding) -> nn.Module:
+        if config.adapter is not None and config.adapter.quantize is not None:
+            from pipeline.models.quantised import Quantising  # imports bitsandbytes
+
+            assert isinstance(sharding, Placed)  # others are refused
+            sharding = Quantising(sharding, config.adapter, config.model)
         model = build_model(config.model, model_request(config, data, sharding, draws), config.seed)
         if config.model.weights is not None and starts:
             load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline.config.half_masters import has_half_masters, has_half_states
 from pipeline.config.loading import get_dotted
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.machine import available_memory, memory_now
-from pipeline.models.adapters import more_than_it_holds
+from pipeline.models.adapters import in_4_bits, more_than_it_holds
+from pipeline.models.sharding import number_of
 from pipeline.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ def announce(settings: Settings, resolved: Resolved, parts: Parts, directory: Pa
 def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) -> Iterator[tuple[str, str]]:
     """What there is to say, by its name."""
     job, engine, data = parts.job, parts.engine, settings.config.data
-    own = [(int(getattr(p, "ds_numel", p.numel())), p.requires_grad) for p in engine.module.parameters()]
+    own = [(number_of(p), p.requires_grad) for p in engine.module.parameters()]
     share = sum(n for n, trains in own if trains) / max(1, sum(n for n, _ in own))  # of this rank's part
     frozen = f", {share:.1%} of them trained" if share < 1 else ""
     model = settings.config.model
@@ -49,7 +51,7 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     if settings.config.adapter is not None:
         whence = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
         rate = f"learning rate {parts.peak_learning_rate:.2e}{whence}"
-        yield "adapter", f"{settings.config.adapter.kind}; {rate}"
+        yield "adapter", f"{settings.config.adapter.kind}{_how_the_base_is_held(engine.module)}; {rate}"
     file = f" ({settings.split_path})" if settings.split_path is not None else ""
     ranks = f"{job.ranks.world_size} rank{'s' * (job.ranks.world_size > 1)} on {job.device.type}"
     yield "split", f"{resolved.split}{file}; {ranks}"
@@ -59,9 +61,21 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     tokens = f", {parts.max_steps * samples * length:,} tokens" if length else ""
     done = f"; {parts.start.global_step} done" if parts.start.global_step else ""
     yield "steps", f"{parts.max_steps:,}, {parts.max_steps * samples:,} samples{tokens}{done}"
-    states = engine.num_parameters * bytes_per_parameter(resolved, settings.config.optimizer, share)
+    packed, num_bytes = in_4_bits(engine.module)
+    whole = engine.num_parameters - packed
+    states = num_bytes + whole * bytes_per_parameter(
+        resolved, settings.config.optimizer, share * engine.num_parameters / whole
+    )
     yield "memory", f"{size(states)} a rank for {HELD}; {memory_there(job.device)}"
     yield "run", f"{directory}: metrics.jsonl, checkpoints/, logs/"
+
+
+def _how_the_base_is_held(model: nn.Module) -> str:
+    values, num_bytes = in_4_bits(model)
+    if not values:
+        return ""
+    each = num_bytes / values
+    return f" over a base in nf4 ({values:,} weights in {size(num_bytes)}, {each:.3f} bytes each)"
 
 
 def size(num_bytes: float) -> str:

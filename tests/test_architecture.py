@@ -44,6 +44,7 @@ APART = ["models", "data", "sinks", "optim", "schedule"]
 WALLS = {
     "deepspeed": ["engine"],
     "wandb": ["sinks"],
+    "bitsandbytes": ["models"],
     "transformers": ["models", "data"],
 }
 TORCH_FREE = [

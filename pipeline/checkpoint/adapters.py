@@ -7,26 +7,23 @@ there still is that base.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.process_group import Job
-from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
+from pipeline.errors import CheckpointError, ModelError
 from pipeline.models.adapter_files import of_peft
 from pipeline.models.adapters import NAME, adapted
 from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile, open_hub, open_weights
-from pipeline.models.weights import matched
-from pipeline.shards import WEIGHT, Region
+from pipeline.shards import WEIGHT
 
 KEY = "adapter"  # in the state of a checkpoint
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # by transformers' names
@@ -45,7 +42,17 @@ def described(
         return {}
     own = next((_computed(layer) for _, layer in adapted(model)), None)
     computed = next(each for each in job.gather_object(own) if each is not None)  # a stage may have none
-    return {KEY: computed | {"base": job.on_main(lambda: _base(config, open_checkpoint))}}
+    base = job.on_main(lambda: _base(config, open_checkpoint))
+    return {KEY: computed | {"base": base, **_quantised(config.adapter, model)}}
+
+
+def _quantised(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
+    """How the base is held, and which of its layers so."""
+    if config.quantize is None:
+        return {}
+    from pipeline.models.quantised import quantised_layers
+
+    return {"quantize": config.quantize, "quantized": [name for name, _ in quantised_layers(model)]}
 
 
 def _computed(layer: Any) -> dict[str, Any]:
@@ -54,7 +61,7 @@ def _computed(layer: Any) -> dict[str, Any]:
         "alpha": layer.lora_alpha[NAME],
         "dora": bool(layer.use_dora[NAME]),
         "rslora": bool(layer.use_rslora[NAME]),
-        "transposed": bool(layer.fan_in_fan_out),
+        "transposed": bool(layer.fan_in_fan_out or getattr(layer.get_base_layer(), "is_transposed", False)),
     }
 
 
@@ -67,12 +74,12 @@ def refuse_other_base(then: Mapping[str, Any], now: Mapping[str, Any], run: Path
     before, after = (each.get(KEY, {}).get("base", {}) for each in (then, now))
     if before.get("digest") != after.get("digest"):
         raise CheckpointError(
-            f"{run}: its adapter was trained over other weights than {_where(after)} holds now; bring "
-            f"back those of {_where(before)}, or start a new run"
+            f"{run}: its adapter was trained over other weights than {where(after)} holds now; bring "
+            f"back those of {where(before)}, or start a new run"
         )
 
 
-def _where(base: Mapping[str, Any]) -> str:
+def where(base: Mapping[str, Any]) -> str:
     return str(base.get("weights") or base.get("pretrained") or "the seed")
 
 
@@ -87,7 +94,7 @@ def _base(config: RunConfig, open_checkpoint: OpenCheckpoint) -> dict[str, Any]:
         return base | {"digest": f"drawn from seed {config.seed}"}
     elif (folder := Path(pretrained).expanduser()).is_dir():
         base["pretrained"] = str(folder.absolute())
-    file = _open_base(base, open_checkpoint)
+    file = open_base(base, open_checkpoint)
     try:
         digest = xxhash.xxh3_128()
         for name in sorted(file.entries):
@@ -101,7 +108,7 @@ def _base(config: RunConfig, open_checkpoint: OpenCheckpoint) -> dict[str, Any]:
         file.close()
 
 
-def _open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> WeightFile:
+def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> WeightFile:
     if base["weights"] is not None:
         return open_weights(Path(base["weights"]), open_checkpoint)
     pretrained = str(base["pretrained"])
@@ -110,96 +117,7 @@ def _open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weig
     return open_hub(pretrained)
 
 
-class _Drawn:
-    """See WeightFile: the first weights of a model of transformers, drawn anew from the run's seed."""
-
-    def __init__(self, run: Path, base: Mapping[str, Any]):
-        from pipeline.models.huggingface import build_described
-        from pipeline.models.initialising import draw_weights
-        from pipeline.models.sharding import Whole
-
-        model = build_described(run / "model", CausalLMConfig(architecture="described"))
-        torch.manual_seed(base["seed"])
-        draw_weights(model, Whole(), draws=True)
-        self._tensors = {name: p.detach() for name, p in model.named_parameters()}
-        self.entries: Mapping[str, Entry] = {
-            n: Entry(tuple(t.shape), t.dtype) for n, t in self._tensors.items()
-        }
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def close(self) -> None:
-        self._tensors.clear()
-
-
-class MergedWeights:
-    """See WeightFile: what the adapter of a checkpoint and its base come to together, tensor by tensor, in
-    the base's precision, worked out in fp32.
-    """
-
-    def __init__(self, manifest: Manifest, open_checkpoint: OpenCheckpoint):
-        """Opens both.
-
-        Raises:
-            ModelError: the base is not there any more, or is another one.
-        """
-        self._about = manifest.state[KEY]
-        run, base = manifest.folder.parent.parent, self._about["base"]
-        self._reader = CheckpointReader(manifest)
-        shapes = {name: shape for (name, kind), shape in self._reader.names().items() if kind == WEIGHT}
-        self._layers = set(_layers(shapes))
-        self._whole = {name: shape for name, shape in shapes.items() if of_peft(name).count(".lora_") == 0}
-        try:
-            if base["weights"] or base["pretrained"]:
-                self._base = _open_base(base, open_checkpoint)
-            else:
-                self._base = _Drawn(run, base)
-        except PipelineError as error:
-            raise ModelError(f"{manifest.folder} is an adapter, and its base: {one_line(error)}") from None
-        keys = list(self._base.entries)
-        wanted = {f"{layer}.weight" for layer in self._layers}
-        self._keys = matched(keys, wanted | set(self._whole))
-        if missing := sorted(wanted - set(self._keys)):
-            raise ModelError(
-                f"{manifest.folder} is an adapter, and {_where(base)}, its base, has no {missing[0]}"
-            )
-        given = {key: name for name, key in self._keys.items()}
-        self._names = {given.get(key, key): key for key in keys}
-        self.entries: Mapping[str, Entry] = {
-            **{name: self._base.entries[key] for name, key in self._names.items()},
-            **{name: Entry(shape, torch.float32) for name, shape in self._whole.items()},
-        }
-
-    def read(self, name: str) -> Tensor:
-        if name in self._whole:
-            return self._trained(name)
-        values = self._base.read(self._names[name])
-        layer = name.removesuffix(".weight")
-        if layer not in self._layers or layer == name:
-            return values
-        low, high = (self._trained(f"{layer}.lora_{side}.{NAME}.weight") for side in "AB")
-        about = self._about
-        scale = about["alpha"] / (math.sqrt(len(low)) if about["rslora"] else len(low))
-        whole = values.float().T if about["transposed"] else values.float()
-        whole = whole + scale * (high @ low)
-        if about["dora"]:
-            lengths = self._trained(f"{layer}.lora_magnitude_vector.{NAME}.weight")
-            whole = whole * (lengths / torch.linalg.norm(whole, dim=1))[:, None]
-        return (whole.T if about["transposed"] else whole).contiguous().to(values.dtype)
-
-    def _trained(self, name: str) -> Tensor:
-        shape = self._reader.names()[name, WEIGHT]
-        values = torch.empty(math.prod(shape))
-        self._reader.read(name, WEIGHT, Region(shape, None, 0, len(values)), values)
-        return values.view(shape)
-
-    def close(self) -> None:
-        self._reader.close()
-        self._base.close()
-
-
-def _layers(names: Iterable[str]) -> list[str]:
+def layers_in(names: Iterable[str]) -> list[str]:
     """Those that have an adapter, of a checkpoint's names."""
     end = f".lora_A.{NAME}.weight"
     return [name.removesuffix(end) for name in names if name.endswith(end)]
@@ -239,7 +157,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
 
     about, shapes = manifest.state[KEY], manifest.table.shapes
     names = [name for name, kind in shapes if kind == WEIGHT]
-    layers = _layers(names)
+    layers = layers_in(names)
     if not layers:
         raise CheckpointError(f"{manifest.folder} holds no adapter")
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
@@ -254,7 +172,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         use_rslora=about["rslora"],
         use_dora=about["dora"],
         fan_in_fan_out=about["transposed"],
-        base_model_name_or_path=_where(about["base"]),
+        base_model_name_or_path=where(about["base"]),
         task_type="SEQ_CLS" if is_reward else "CAUSAL_LM",
         inference_mode=True,
         ensure_weight_tying=bool(described.get("tie_word_embeddings")),

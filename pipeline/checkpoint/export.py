@@ -45,6 +45,8 @@ class Exported:
     """transformers opens it as a model."""
     is_adapter: bool
     """peft opens it, over its base."""
+    rounding_error: float | None = None
+    """Of a base in 4 bits that was merged: ||W - W in 4 bits|| / ||W|| over its quantised layers."""
 
 
 @explained(torch.device("cpu"), of_files)
@@ -53,7 +55,7 @@ def export(
     out: str | Path,
     *,
     step: str | int = "last",
-    dtype: str = "fp32",
+    dtype: str | None = None,
     merge: bool = False,
     advance: Callable[[int], object] = lambda count: None,
 ) -> Exported:
@@ -65,7 +67,8 @@ def export(
         run: Run directory, or one of its checkpoints.
         out: Must not exist, or be empty.
         step: Which checkpoint of the run: a step, `last` or `best`.
-        dtype: Of the weights: `fp32`, `bf16` or `fp16`. Buffers stay what they are.
+        dtype: Of the weights: `fp32`, `bf16` or `fp16`. Buffers stay what they are. None: fp32, or, of an
+            adapter that is merged, that of its base.
         merge: An adapter and its base become one model; the base must lie where the run had it.
         advance: Called with the number of values done: each is read once to verify it, once to write it.
 
@@ -74,7 +77,7 @@ def export(
         DeviceMemoryError: this machine has no memory left.
     """
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
     if merge and adapters.KEY not in manifest.state:
         raise CheckpointError(f"{run} is no adapter: its checkpoints hold the whole model; leave merge out")
@@ -85,7 +88,7 @@ def write_export(
     run: Path,
     manifest: Manifest,
     out: Path,
-    dtype: str,
+    dtype: str | None,
     advance: Callable[[int], object],
     shard_bytes: int = SHARD_BYTES,
     merge: bool = False,
@@ -104,16 +107,18 @@ def write_export(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         is_adapter = adapters.KEY in manifest.state and not merge
-        is_transformers = _copy_description(run / DESCRIPTION, partial, dtype) and not is_adapter
-        (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
-        most = shard_bytes if is_transformers else None
-        if is_adapter:
-            for name in OF_A_MODEL:
-                (partial / name).unlink(missing_ok=True)
-            adapters.write_peft_config(manifest, partial)
         with source_of(manifest, is_adapter, merge) as source:
+            dtype = dtype or next((key for key, own in DTYPES.items() if own == source.dtype), "fp32")
+            is_transformers = _copy_description(run / DESCRIPTION, partial, dtype) and not is_adapter
+            (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
+            most = shard_bytes if is_transformers else None
+            if is_adapter:
+                for name in OF_A_MODEL:
+                    (partial / name).unlink(missing_ok=True)
+                adapters.write_peft_config(manifest, partial)
             single = adapter_files.WEIGHTS if is_adapter else SINGLE
             files = write_weights(source, partial, DTYPES[dtype], most, advance, single)
+            off = source.rounding_error
         for path in [*partial.iterdir(), partial]:
             synchronise(path)
         sizes = [(partial / file).stat().st_size for file in files]
@@ -123,7 +128,8 @@ def write_export(
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}; choose another") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported([out / file for file in files], sum(sizes), is_transformers, is_adapter)
+    written = [out / file for file in files]
+    return Exported(written, sum(sizes), is_transformers, is_adapter, off)
 
 
 def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:

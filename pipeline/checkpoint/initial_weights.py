@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.catalog import named_in, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
+from pipeline.checkpoint.merged_weights import MergedWeights
 from pipeline.checkpoint.reader import CheckpointReader, weights_of
 from pipeline.checkpoint.verify import check_content, check_sizes, look
 from pipeline.errors import CheckpointError, ModelError
@@ -82,5 +83,5 @@ def _open(folder: Path) -> WeightFile:
         elsewhere = next(file for file in manifest.files if file.name in absent)
         raise refusal(folder, f"lacks {elsewhere.name}, which was written on {elsewhere.host}; bring it here")
     if adapters.KEY in manifest.state:
-        return adapters.MergedWeights(manifest, open_checkpoint)
+        return MergedWeights(manifest, open_checkpoint)
     return CheckpointWeights(CheckpointReader(manifest))

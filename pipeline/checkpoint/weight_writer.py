@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.merged_weights import MergedWeights
 from pipeline.checkpoint.reader import CheckpointReader, stretches, weights_of
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, header_of
 from pipeline.errors import CheckpointError
@@ -32,11 +33,24 @@ class Source(Protocol):
     wanted: Mapping[str, Wanted]
     """By the names they will have."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, where nobody asks for another."""
+        ...
+
+    @property
+    def rounding_error(self) -> float | None:
+        """Of what was read of a base in 4 bits, see MergedWeights; None: there is none."""
+        ...
+
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None: ...
 
 
 class Saved:
     """See Source: a checkpoint's own."""
+
+    dtype = torch.float32
+    rounding_error: float | None = None
 
     def __init__(self, reader: CheckpointReader, names: Mapping[str, str] | None = None):
         """
@@ -55,13 +69,21 @@ class Saved:
 class Merged:
     """See Source: of an adapter with its base, one tensor at a time."""
 
-    def __init__(self, weights: adapters.MergedWeights):
+    def __init__(self, weights: MergedWeights):
         self._weights = weights
         self._name, self._values = "", torch.empty(0)
         entries = weights.entries.items()
         self.wanted: Mapping[str, Wanted] = {
             name: (WEIGHT, entry.shape, adapters.dtype_of(entry)) for name, entry in entries
         }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.dtype
+
+    @property
+    def rounding_error(self) -> float | None:
+        return self._weights.rounding_error
 
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
         if name != self._name:
@@ -72,7 +94,7 @@ class Merged:
 @contextmanager
 def source_of(manifest: Manifest, is_adapter: bool, merge: bool) -> Iterator[Source]:
     if merge:
-        with closing(adapters.MergedWeights(manifest, open_checkpoint)) as weights:
+        with closing(MergedWeights(manifest, open_checkpoint)) as weights:
             yield Merged(weights)
         return
     with CheckpointReader(manifest) as reader:

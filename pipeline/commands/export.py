@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_arguments(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
     parser.add_argument(
-        "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights (default: fp32)"
+        "--dtype",
+        choices=["fp32", "bf16", "fp16"],
+        help="of the weights (default: fp32; with --merge that of the base)",
     )
 
     parser.add_argument(
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
+    from pipeline.checkpoint.adapters import KEY
     from pipeline.checkpoint.export import export
     from pipeline.checkpoint.reader import weights_of
     from pipeline.inspection.screen import Screen
@@ -48,6 +51,16 @@ def run(arguments: argparse.Namespace) -> None:
     if done.is_adapter:
         print(
             f'PeftModel.from_pretrained(model, "{arguments.out}") opens it; --merge writes one model instead'
+        )
+        if manifest.state[KEY].get("quantize") == "nf4":
+            print(
+                "the model it was trained over: quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+                'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+            )
+    if done.rounding_error is not None:
+        print(
+            f"the base is as the adapter was trained over it, in nf4: {done.rounding_error:.2%} off the "
+            "original weights (||W - W in nf4|| / ||W||)"
         )
     if done.is_transformers:
         print(f'AutoModelForCausalLM.from_pretrained("{arguments.out}") opens it')

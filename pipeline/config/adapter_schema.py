@@ -33,6 +33,10 @@ class AdapterConfig(Closed):
     init: Literal["uniform", "gaussian"] = "uniform"
     """First values of the matrix next to the input: as peft's default, or normal with a deviation of
     1 / rank. The other is 0, so that training starts from the model as it is."""
+    quantize: Literal["nf4"] | None = None
+    """`nf4`: the model's linear layers, all but the output layer and `modules_to_save`, hold their frozen
+    weights in 4 bits (QLoRA, Dettmers et al. 2023): NF4 by bitsandbytes, in blocks of 64 whose scales are
+    quantised as well, about 0.516 bytes a parameter. Plain PyTorch, DDP and ZeRO 0 to 2."""
     weights: str | None = None
     """Adapter to start from: a folder of peft's, or what `export` wrote of a run. It must be of this
     model."""

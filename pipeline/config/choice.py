@@ -50,6 +50,10 @@ class Choice:
     def multiplies_in_fp8(self) -> bool:
         return self.model("fp8") not in (None, "none")
 
+    @property
+    def quantizes_base(self) -> bool:
+        return self.config.adapter is not None and self.config.adapter.quantize is not None
+
     def model(self, field: str) -> Any:
         """A number of the recipe's model, None where it is not stated."""
         return getattr(self.config.model, field, None)

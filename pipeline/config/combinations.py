@@ -135,6 +135,12 @@ RULES = [
         lambda c: c.multiplies_in_fp8 and c.config.adapter is not None,
     ),
     Rule(
+        "`adapter.quantize` with ZeRO 3, tensor parallelism, pipeline stages or `parallel: dp`",
+        "weights of 4 bits cannot be cut or copied apart from their scales",
+        "ZeRO 0, 1 or 2, ddp, or no adapter.quantize",
+        lambda c: c.quantizes_base and _cuts_or_copies_weights(c),
+    ),
+    Rule(
         "`offload_param` without ZeRO 3",
         "below it every rank needs every parameter on its device at all times",
         "zero_optimization.stage 3, or offload_optimizer alone",
@@ -237,6 +243,12 @@ def _shares_evenly(degree: int, heads: int | None) -> bool:
 
 def _sums_in_fp32(choice: Choice) -> bool:
     return get_dotted(choice.deepspeed, "data_types.grad_accum_dtype") == "fp32"
+
+
+def _cuts_or_copies_weights(choice: Choice) -> bool:
+    split = choice.split
+    cuts = split.zero_stage == 3 or split.tensor_parallel > 1 or split.pipeline_stages > 1
+    return cuts or split.parallel == "dp"
 
 
 def _hpz(choice: Choice) -> int:

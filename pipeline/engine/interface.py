@@ -15,6 +15,7 @@ from pipeline.distributed.phases import Phases
 from pipeline.engine.replicas import Replicas
 from pipeline.errors import ModelError
 from pipeline.models.generation import Generates
+from pipeline.models.sharding import number_of
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 from pipeline.shards import EngineState, Shard
 
@@ -181,4 +182,4 @@ def count_and_flags(
 
 def count_parameters(model: nn.Module) -> int:
     """All parameters, whole, also where ZeRO-3 holds them in shards."""
-    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+    return sum(map(number_of, model.parameters()))

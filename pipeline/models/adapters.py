@@ -6,12 +6,10 @@ parameter's name alone, so that they are the same under every split.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,22 +17,26 @@ from torch import Tensor, nn
 
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.distributed.process_group import Job
-from pipeline.errors import ConfigError, ModelError
+from pipeline.errors import ConfigError
 from pipeline.models.adapter_files import PeftFolder
-from pipeline.models.sharding import Sharding
+from pipeline.models.adapter_targets import linears, targets_of, trained_whole
+from pipeline.models.sharding import Sharding, number_of
 from pipeline.models.vocabulary import vocabulary_parameters
 from pipeline.models.weights import fill
 
 log = logging.getLogger(__name__)
 
+# peft imports it where it is installed, and on some CPUs it misses a kernel of the hub's, for inference.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 NAME = "default"  # peft's, of the only adapter of a model
 RANK, ALPHA = 32, 32.0
-_NEAREST = 3
 
 
 def is_base(parameter: Tensor) -> bool:
     """Whether it is the base's under an adapter: frozen, and in no checkpoint."""
-    return getattr(parameter, "is_base", False)
+    # peft's DoRA puts a copy without the mark in the place of a weight in 4 bits, on a CPU in each forward.
+    return getattr(parameter, "is_base", False) or hasattr(parameter, "quant_state")
 
 
 def learning_rate_for(model: nn.Module) -> float:
@@ -47,11 +49,20 @@ def learning_rate_for(model: nn.Module) -> float:
     return float(5e-5 * 10 * (2000 / width) ** power)
 
 
-def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, sharding: Sharding, job: Job) -> None:
+def add_adapter(
+    model: nn.Module,
+    config: AdapterConfig,
+    seed: int,
+    sharding: Sharding,
+    job: Job,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Gives the model its adapters, and freezes all else of it but `modules_to_save`. Collective.
 
     Args:
+        sharding: What the model was made in: with `config.quantize` a Quantising.
         job: Rank 0 reads `config.weights`.
+        dtype: Of products.
 
     Raises:
         ConfigError: a name matches nothing; the rank is too large.
@@ -59,21 +70,23 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, sharding: Sh
     """
     given = PeftFolder.shared(config.weights, job) if config.weights is not None else None
     config = config if given is None else given.completed(config)
-    linears = _linears(model)
-    targets = _targets(config, model, linears)
+    layers = linears(model)
+    targets = targets_of(config, model, layers)
     rank = config.rank or RANK
     for name in targets:
-        smaller = min(linears[name])
+        smaller = min(layers[name])
         if rank > smaller:
             raise ConfigError(
-                f"adapter.rank is {rank}, and {name} is a matrix of {linears[name][0]} x {linears[name][1]}: "
+                f"adapter.rank is {rank}, and {name} is a matrix of {layers[name][0]} x {layers[name][1]}: "
                 f"expected {smaller} at the most, or leave the layer out of adapter.targets"
             )
-    whole = _trained_whole(config, model) + [
-        model.get_parameter(name) for name in getattr(model, "drawn_beside_weights", ())
-    ]
+    whole = trained_whole(config, model)
     embeddings = [p for p in vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
-    _inject(model, peft_config(config, targets))
+    if config.quantize is not None:
+        from pipeline.models.quantised import quantise
+
+        quantise(model, whole, sharding, dtype)
+    _inject(model, peft_config(config, targets), config.quantize is not None)
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue
@@ -88,7 +101,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, sharding: Sh
         names = dict(model.named_parameters(remove_duplicate=False))
         for name, values in given.whole().items():
             fill(names[name], values if job.ranks.is_main_process else None, sharding, job)
-    trained = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad)
+    trained = sum(number_of(p) for p in model.parameters() if p.requires_grad)
     log.info(
         "adapter: %s of rank %d, alpha %g, on %d linear layers%s: %s parameters are trained",
         *(config.kind, rank, config.alpha or ALPHA, len(targets)),
@@ -127,69 +140,26 @@ def has_adapter(model: nn.Module) -> bool:
     return any(True for _ in adapted(model))
 
 
-def _linears(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The linear layers, and of each (outputs, inputs)."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found[name] = (module.out_features, module.in_features)
-        elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of transformers' GPT-2
-            found[name] = (module.nf, module.nx)
-    return found
+def in_4_bits(model: nn.Module) -> tuple[int, int]:
+    """How many weights of the base are held so, and in how many bytes."""
+    weights = [p for p in model.parameters() if hasattr(p, "quant_state")]
+    if not weights:
+        return 0, 0
+    from pipeline.models.quantised import num_bytes
+
+    return sum(map(number_of, weights)), sum(map(num_bytes, weights))
 
 
-def _output_layer(model: nn.Module) -> nn.Module | None:
-    layer: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-    return layer
-
-
-def _targets(config: AdapterConfig, model: nn.Module, linears: Mapping[str, Any]) -> list[str]:
-    head = _output_layer(model)
-    names = [name for name in linears if head is None or model.get_submodule(name) is not head]
-    if not names:
-        raise ModelError("adapter: the model has no linear layer that could get one")
-    if config.targets is None:
-        return names
-    found: dict[str, None] = {}
-    for pattern in config.targets:
-        its = _matching(pattern, linears, "adapter.targets", "linear layer")
-        if kept := sorted(set(its) - set(names)):
-            raise ConfigError(
-                f"adapter.targets: {pattern!r} matches {kept[0]}, the output layer, which gets no adapter; "
-                "adapter.modules_to_save trains it whole"
-            )
-        found.update(dict.fromkeys(its))
-    return [name for name in names if name in found]
-
-
-def _trained_whole(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]:
-    names = [
-        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-    ]
-    found = []
-    for pattern in config.modules_to_save or ():
-        for name in _matching(pattern, names, "adapter.modules_to_save", "module"):
-            found += list(model.get_submodule(name).parameters())
-    return found
-
-
-def _matching(pattern: str, names: Iterable[str], key: str, what: str) -> list[str]:
-    """A pattern of whole names, or a name's last parts, as peft has it."""
-    names = list(names)
-    found = [n for n in names if fnmatchcase(n, pattern) or n.endswith(f".{pattern}")]
-    if found:
-        return found
-    last = {name.rpartition(".")[2] for name in names}
-    near = difflib.get_close_matches(pattern, [*last, *names], _NEAREST, cutoff=0.0)
-    raise ConfigError(f"{key}: {pattern!r} matches no {what} of the model; nearest: {', '.join(near)}")
-
-
-def _inject(model: nn.Module, config: Any) -> None:
+def _inject(model: nn.Module, config: Any, in_4_bits: bool) -> None:
     """Has peft put its layers in, without values: what it would draw depends on what this rank holds."""
     from peft import inject_adapter_in_model
 
     config.use_dora = False  # peft would read whole weights, which this rank may not have
+    if in_4_bits:
+        model.is_loaded_in_4bit = True  # type: ignore[assignment] # so peft looks for bitsandbytes' layers
     inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
+    if in_4_bits:
+        del model.is_loaded_in_4bit  # by which transformers would count parameters otherwise
 
 
 def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:
@@ -200,12 +170,20 @@ def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:
     for _, layer in adapted(model):
         base = layer.get_base_layer()
         with sharding.whole([base.weight]), torch.no_grad():
-            weight = base.weight.detach()
+            weight = _values(base.weight)
             lengths = torch.linalg.norm(weight.T if layer.fan_in_fan_out else weight, dim=1).float()
         layer.use_dora[NAME] = True
         layer.lora_variant[NAME] = DoraLinearVariant()
         layer.lora_magnitude_vector[NAME] = magnitude = DoraLinearLayer(fan_in_fan_out=layer.fan_in_fan_out)
         magnitude.weight = nn.Parameter(lengths)
+
+
+def _values(weight: Tensor) -> Tensor:
+    if not hasattr(weight, "quant_state"):
+        return weight.detach()
+    from pipeline.models.quantised import unpacked
+
+    return unpacked(weight)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -217,6 +195,7 @@ def _fill(model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder 
     for name, layer in adapted(model):
         weight = layer.get_base_layer().weight
         device = torch.device("cpu") if weight.is_meta else weight.device
+        dtype = weight.dtype if weight.is_floating_point() else torch.float32
         for part, parameter in list(layer.named_parameters()):
             if part.startswith("base_layer."):
                 continue
@@ -228,7 +207,7 @@ def _fill(model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder 
             else:
                 values = parameter.detach()
             owner = layer.get_submodule(part.rpartition(".")[0])
-            owner.weight = nn.Parameter(values.to(device, weight.dtype))
+            owner.weight = nn.Parameter(values.to(device, dtype))
     if given is not None:
         given.refuse_others(taken)
 
@@ -257,8 +236,7 @@ def more_than_it_holds(model: nn.Module, parts: int, num_tokens: int) -> str | N
         parts: Into which the model is cut; `model` is one of them.
         num_tokens: Different ones that are trained on, context and padding too.
     """
-    own = (int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad)
-    trained = parts * sum(own)
+    trained = parts * sum(number_of(p) for p in model.parameters() if p.requires_grad)
     room = int(trained * BITS_A_PARAMETER / BITS_A_TOKEN)
     if num_tokens <= room:
         return None

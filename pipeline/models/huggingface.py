@@ -33,6 +33,7 @@ from pipeline.models.sharding import ModelRequest
 from pipeline.models.tensorwise import filled_tensorwise
 from pipeline.models.transformers_folder import folder_or_hub_name
 from pipeline.models.vocabulary import grow_vocabulary
+from pipeline.models.weight_files import method_of
 from pipeline.models.weights import draw
 
 log = logging.getLogger(__name__)
@@ -153,6 +154,11 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
         nor += "; model.trust_remote_code=true runs it" if "custom code" in str(error) else ""
         raise ModelError(f"{given}: {_reason(error)}{nor}") from None
+    if quantisation := getattr(hf_config, "quantization_config", None):
+        raise ModelError(
+            f"{given}: its weights are quantised already ({method_of(quantisation)}); take the "
+            "original ones, which adapter.quantize=nf4 holds in 4 bits"
+        )
     for key, value in _stated_fields(config, hf_config).items():
         may_differ = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
         if getattr(hf_config, key) != value and not may_differ:

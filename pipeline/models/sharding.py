@@ -6,6 +6,7 @@ parts, without values (pipeline stages, tensor parallelism).
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -108,7 +109,7 @@ class Placed(Whole):
             if draws:
                 self._place(parameter)
             else:
-                _hold(parameter, torch.empty_like(parameter, **self._kind(parameter)))
+                self._reserve(parameter)
 
     @contextmanager
     def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -127,6 +128,9 @@ class Placed(Whole):
 
     def _place(self, parameter: nn.Parameter) -> None:
         _hold(parameter, parameter.detach().to(**self._kind(parameter)))
+
+    def _reserve(self, parameter: nn.Parameter) -> None:
+        _hold(parameter, torch.empty_like(parameter, **self._kind(parameter)))
 
     def _kind(self, parameter: nn.Parameter) -> dict[str, Any]:
         dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
@@ -160,6 +164,16 @@ def _hold(parameter: nn.Parameter, values: Tensor) -> None:
         parameter.data = values
     else:
         give_values(parameter, values)
+
+
+def number_of(parameter: Tensor) -> int:
+    """Values of the whole parameter, also where it is sharded, or where two share a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return (
+        math.prod(state.shape)
+        if state is not None
+        else int(getattr(parameter, "ds_numel", parameter.numel()))
+    )
 
 
 def give_memory(parameter: nn.Parameter) -> None:

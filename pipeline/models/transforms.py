@@ -88,7 +88,7 @@ def adapt(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
     if (asked := placement.adapter) is not None:
         from pipeline.models.adapters import add_adapter  # imports peft, which takes seconds
 
-        add_adapter(model, asked.config, asked.seed, asked.sharding, asked.job)
+        add_adapter(model, asked.config, asked.seed, asked.sharding, asked.job, placement.dtype)
     return model
 
 

@@ -6,6 +6,7 @@ named is not read.
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 import zipfile
@@ -199,6 +200,7 @@ def open_hub(name: str) -> WeightFile:
         folder = Path(snapshot_download(name, allow_patterns=["*.safetensors"], local_files_only=True))
     except Exception as error:  # of the hub's client, a dozen kinds
         raise ModelError(f"{name} is not in the hub's cache here: {_first_sentence(error)}") from None
+    _refuse_quantised(folder)
     files = sorted(folder.glob("*.safetensors"))  # links into the cache's own folder of blobs
     if not files:
         raise ModelError(f"{name} has no safetensors in the hub's cache here")
@@ -214,6 +216,7 @@ def tokenizer_beside(path: Path) -> Path | None:
 
 
 def _open_folder(folder: Path) -> WeightFile:
+    _refuse_quantised(folder)
     for name in IN_FOLDERS:
         if (folder / name).exists():
             is_index = name.endswith(".json")
@@ -228,6 +231,23 @@ def _open_folder(folder: Path) -> WeightFile:
     many = f"; it has {', '.join(found[:3])}{' ...' * (len(found) > 3)}: name one of them" if found else ""
     expected = f"{', '.join(IN_FOLDERS)}, or a run directory"
     raise refusal(folder, f"holds no weights: expected {expected}{many}")
+
+
+def _refuse_quantised(folder: Path) -> None:
+    try:
+        config = json.loads(foreign.read_plain(folder / "config.json", foreign.DESCRIPTION))
+        given = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return
+    if given:
+        raise refusal(
+            folder, f"holds weights that are quantised already ({method_of(given)}); take the original ones"
+        )
+
+
+def method_of(given: Any) -> str:
+    """Of a quantization_config, in a word."""
+    return str(given.get("quant_method") if isinstance(given, dict) else given)[:50]
 
 
 def _of_deepspeed(path: Path, folder: Path) -> ModelError:

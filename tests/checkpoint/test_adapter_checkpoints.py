@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.base_model import write_base_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 import pipeline
 from pipeline.checkpoint.manifest import read_manifest
@@ -61,8 +61,10 @@ def trained(asked) -> torch.Tensor:
 
 
 @torch.no_grad()
-def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def logits_of(folder: Path, adapter: Path | None = None, **how) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+    for layer in model.modules():
+        layer.support_avx512bf16_for_cpu = False  # by which bitsandbytes' would compute in bf16
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
     return model.eval()(IDS).logits
@@ -178,3 +180,93 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, base):
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(ModelError, match="a pickle, which is not opened"):
         trained(settings(tmp_path, "pickled", given, weights, base))
+
+
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.float32,
+)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    """Of rows that are whole blocks of 64."""
+    return write_base_model(tmp_path_factory.mktemp("wide"), hidden_size=64)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory, wide) -> Path:
+    """Whose linear layers have their weights the other way round."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    words = AutoModelForCausalLM.from_pretrained(wide).config.vocab_size
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=words, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+    GPT2LMHeadModel(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("wide", {"rank": 4}),
+        ("wide", {"kind": "dora", "rank": 4, "targets": ["v_proj"]}),
+        ("gpt2", {"rank": 4}),
+    ],
+    ids=["lora", "dora on a few", "gpt2 in bf16"],
+)
+def test_an_adapter_over_a_base_in_4_bits_opens_anywhere(tmp_path, request, capfd, wide, name, adapter):
+    base = request.getfixturevalue(name)
+    asked = {"quantize": "nf4", **adapter}
+    expected = trained(settings(tmp_path, "run", {"pretrained": str(base)}, asked, wide))
+    held = {"wide": "81,920 weights in 0.1 MiB", "gpt2": "98,304 weights in 0.1 MiB"}[name]
+    assert f" over a base in nf4 ({held}, 0." in capfd.readouterr().err
+    opened = logits_of(base, quantization_config=NF4)
+    assert (opened - logits_of(base)).abs().max() > 1e-3, "nothing is quantised"
+    assert not torch.allclose(expected, opened, atol=1e-3), "nothing was trained"
+    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    found = logits_of(base, tmp_path / "adapter", quantization_config=NF4)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+    merged = pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    assert 0.05 < merged.rounding_error < 0.12
+    own = load_file(base / "model.safetensors")
+    assert {key: t.dtype for key, t in load_file(merged.files[0]).items() if key in own} == {
+        key: t.dtype for key, t in own.items()
+    }
+    near = {"rtol": 1e-5, "atol": 1e-5} if name == "wide" else {"rtol": 0.0, "atol": 0.02}
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, **near)
+    evaluated = pipeline.evaluate(tmp_path / "run")["eval/loss"]
+    with pipeline.Run(settings(tmp_path, "run", {"pretrained": str(base)}, asked, wide)) as run:
+        assert run.evaluate()["eval/loss"] == pytest.approx(evaluated, rel=1e-5 if name == "wide" else 1e-3)
+
+
+def test_a_base_that_is_quantised_already_is_refused(tmp_path, wide):
+    trained(
+        settings(
+            tmp_path, "run", {"pretrained": str(tied_copy(wide, tmp_path / "own"))}, {"rank": 2}, wide, 1
+        )
+    )
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    match = r"quantised already \(bitsandbytes\); take the original ones"
+    with pytest.raises(ModelError, match=match):
+        pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    for given in (
+        {"pretrained": str(tmp_path / "own")},
+        {"architecture": "llama", "weights": str(tmp_path / "own")},
+    ):
+        with pytest.raises(ModelError, match=match):
+            trained(settings(tmp_path, "other", given, {"rank": 2, "quantize": "nf4"}, wide))
+
+
+def test_a_layer_without_an_adapter_is_merged_in_4_bits_whatever_the_file_calls_it(tmp_path, wide):
+    own = load_file(wide / "model.safetensors")
+    save_file({f"module.{name}": values for name, values in own.items()}, tmp_path / "own.safetensors")
+    given = SIZES | {"hidden_size": 64, "intermediate_size": 128, "architecture": "llama"}
+    given["weights"] = str(tmp_path / "own.safetensors")
+    adapter = {"rank": 4, "targets": ["v_proj"], "quantize": "nf4"}
+    expected = trained(settings(tmp_path, "run", given, adapter, wide))
+    pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-5, atol=1e-5)

@@ -74,7 +74,7 @@ def saved_by(ranks, tmp_path_factory):
     found = {}
 
     def saved(name, recipe):
-        key = name, "adapter" in recipe
+        key = name, str(recipe.get("adapter"))
         if key not in found:
             folder = str(tmp_path_factory.mktemp("saved"))
             found[key] = folder, run_on(ranks, SPLITS[name], save, recipe, folder)[0]
@@ -107,6 +107,16 @@ def test_losses_of_an_adapter_are_those_of_the_unbroken_run(ranks, saved_by, sav
     folder, unbroken = saved_by(saved, recipe)
     losses = run_on(ranks, SPLITS[resumed], go_on, recipe, folder)[0]
     assert losses == (unbroken[HALF:] if saved == resumed else pytest.approx(unbroken[HALF:], rel=BAND))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "resumed"), [("plain", "ZeRO 2 x 2"), ("ZeRO 2 x 2", "DDP x 2")])
+def test_losses_of_an_adapter_over_a_base_in_4_bits_too(ranks, saved_by, saved, resumed):
+    recipe = tree(LLAMA | {"hidden_size": 64, "intermediate_size": 128})
+    recipe |= {"adapter": {"rank": 4, "quantize": "nf4"}}
+    folder, unbroken = saved_by(saved, recipe)
+    losses = run_on(ranks, SPLITS[resumed], go_on, recipe, folder)[0]
+    assert losses == pytest.approx(unbroken[HALF:], rel=BAND)
 
 
 @pytest.mark.slow

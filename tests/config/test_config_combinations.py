@@ -54,6 +54,7 @@ EXAMPLES = [
     ),
     (2, {"model.fp8": "tensorwise", TENSOR: 2, STAGE: 1}, {TENSOR: 1, STAGE: 3}),
     (2, {"model.fp8": "tensorwise", "adapter": "lora", STAGE: 1}, {"model.fp8": "none"}),
+    (2, {"adapter.quantize": "nf4", STAGE: 3}, {STAGE: 2}),
     (1, {PARAMETERS: "cpu", STAGE: 2}, {STAGE: 3}),
     (1, {OPTIMIZER: "cpu", STAGE: 0}, {STAGE: 1}),
     (1, {**NVME, STAGE: 2}, {OPTIMIZER: "cpu"}),
@@ -155,9 +156,12 @@ def test_fp8_is_for_gpus_that_have_it(monkeypatch, capability, has):
     tiny.settings(tiny.recipe(), None).resolve(1, gpu)
 
 
-def test_fp8_without_torchao_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "library"), [(FP8, "torchao"), ({"adapter": {"quantize": "nf4"}}, "bitsandbytes")]
+)
+def test_a_library_that_is_not_there_is_named_with_how_to_install_it(monkeypatch, changes, library):
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "path_importer_cache", {})
-    monkeypatch.delitem(sys.modules, "torchao", raising=False)
-    with pytest.raises(ConfigError, match="needs torchao, which is not installed: pip install"):
-        tiny.settings(tiny.recipe(**FP8), None).resolve(1, Device.cpu())
+    monkeypatch.delitem(sys.modules, library, raising=False)
+    with pytest.raises(ConfigError, match=f"needs {library}, which is not installed: pip install"):
+        tiny.settings(tiny.recipe(**changes), None).resolve(1, Device.cpu())

@@ -30,12 +30,15 @@ def write_conversations(path: Path) -> Path:
     return path
 
 
-def write_base_model(folder: Path, chat_template: str | None = BUILT_IN["chatml"]) -> Path:
-    """A Llama of 30,000 parameters whose tokenizer knows the words of the conversations."""
+def write_base_model(
+    folder: Path, chat_template: str | None = BUILT_IN["chatml"], hidden_size: int = 32
+) -> Path:
+    """A Llama (30,000 parameters at a width of 32) whose tokenizer knows the words of the conversations."""
     texts = [turn["content"] for each in conversations() for turn in each["messages"]]
     tokenizer = train_tokenizer([*texts, "user assistant"], 400, SPECIAL_TOKENS["chatml"])
     tokenizer.chat_template = chat_template
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=token_ids_end(tokenizer), max_position_embeddings=128, **sizes)
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     torch.manual_seed(0)
