@@ -10,7 +10,6 @@ from pipeline.foreign_configs.mapping import (
     Key,
     Tool,
     flag,
-    has_key,
     keys,
     names,
     number,
@@ -19,7 +18,6 @@ from pipeline.foreign_configs.mapping import (
     whole,
 )
 from pipeline.foreign_configs.settle import (
-    WHOLE_BASE,
     optimizer,
     run_name,
     settle_adapter,
@@ -47,6 +45,7 @@ TERMS = {
     "dpo_label_smoothing": "label_smoothing",
     "kto_desirable_weight": "desirable_weight",
     "kto_undesirable_weight": "undesirable_weight",
+    "center_rewards_coefficient": "center_weight",
 }
 OWN = keys("""
 data.tokenizer: tokenizer_config
@@ -57,7 +56,7 @@ adapter.alpha: lora_alpha
 adapter.dropout: lora_dropout
 adapter.targets: lora_target_modules lora_target_linear
 adapter.modules_to_save: lora_modules_to_save
-objective.kind: rl
+objective.kind: rl reward_model
 data.paths, data.sources, data.layout: datasets
 data.paths, data.sources: pretraining_dataset
 data.eval_sets: test_datasets
@@ -79,7 +78,7 @@ model.attention: attn_implementation eager_attention
 JSON: zero_optimization: fsdp_config
 """) | {
     "base_model": Key("model.pretrained", text),
-    **({"load_in_4bit": Key("adapter.quantize")} if has_key("adapter", "quantize") else {}),
+    "load_in_4bit": Key("adapter.quantize"),
     **{key: Key(f"objective.{name}") for key, name in TERMS.items()},
     "dataset_num_proc": Key("data.prepare_workers", whole),
     "dataset_processes": Key("data.prepare_workers", whole),
@@ -89,9 +88,8 @@ JSON: zero_optimization: fsdp_config
     "wandb_entity": Key("wandb.entity", text),
     "wandb_name": Key("name", run_name),
 }
-BITS = {} if has_key("adapter", "quantize") else {"load_in_4bit": WHOLE_BASE}
 
-OWN_WITHOUT = BITS | reasons("""
+OWN_WITHOUT = reasons("""
 eight bits are not built here: gptq load_in_8bit loftq_config
 the model's folder says what it is: base_model_config cls_model_config model_type processor_type
   tokenizer_legacy tokenizer_type tokenizer_use_fast type_of_model
@@ -116,16 +114,16 @@ the launcher and the split's file say it: context_parallel_size ddp deepcompile 
 the rows and the chat template say it: chat_template_kwargs default_system_message
 micro_batch_size and gradient_accumulation_steps say it: batch_size
 model.freeze names what stays as it is, by shell patterns: unfrozen_parameters
-not built here: activation_offloading adam_beta3 center_rewards_coefficient dpo_loss_type dpo_loss_weights
+not built here: activation_offloading adam_beta3 dpo_loss_type dpo_loss_weights
   dpo_use_weighting embedding_lr fp8 layer_offloading lora_alpha_pattern lora_rank_pattern
   lora_target_parameters lr_groups peft peft_init_lora_weights peft_layers_to_transform
-  peft_trainable_token_indices process_reward_model qat quantization relora reward_model trl vllm
+  peft_trainable_token_indices process_reward_model qat quantization relora trl vllm
 reference log-probabilities are computed before step 1: precompute_ref_log_probs
 the bf16 of the JSON: bfloat16 float16 float32
 no rows are left out by their length below: eval_sequence_len max_prompt_len min_sample_len
 it merges, or serves inference: hf_use_auth_token merge_lora merge_method save_first_step strict
 """)
-OBJECTIVES = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
+OBJECTIVES = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "reward": "reward"}
 LAYOUTS = ("intel", "argilla", "icr", "prompt_pairs")
 TOO_LONG = {"drop": "drop", "truncate": "shorten", "raise": "error"}
 
@@ -133,7 +131,7 @@ TOO_LONG = {"drop": "drop", "truncate": "shorten", "raise": "error"}
 def settle(draft: Draft) -> None:
     """Data, objective and adapter; what Axolotl itself asks for is missed here too."""
     rl = draft.given("rl", text)
-    rl = "reward_model" if draft.given("reward_model") else rl
+    rl = "reward" if draft.given("reward_model", flag) else rl
     if rl is not None and rl not in OBJECTIVES:
         raise ConfigError(f"{draft.file.at('rl')}: {rl}: no objective that is read here")
     for key in ("base_model", "learning_rate"):

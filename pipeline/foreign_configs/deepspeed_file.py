@@ -68,6 +68,8 @@ def _nearest(draft: Draft, given: Any) -> str:
     """Which of ds_configs/ has the stage that a file's name speaks of; FSDP is ZeRO 3."""
     name = Path(str(given or "")).name.lower()
     offload = "_offload" * ("offload" in name)
+    if "adapter.quantize" in draft.recipe:
+        return f"zero2{offload}"  # weights of 4 bits cannot be cut
     if "z3" in name or "zero3" in name or draft.json["sharded"]:
         return f"zero3{offload}"
     if "z0" in name:

@@ -13,17 +13,14 @@ from pipeline.foreign_configs.mapping import (
     Key,
     Tool,
     flag,
-    has_key,
     keys,
     names,
     number,
     reasons,
-    section,
     text,
     whole,
 )
 from pipeline.foreign_configs.settle import (
-    WHOLE_BASE,
     settle_adapter,
     settle_bits,
     settle_recomputing,
@@ -90,11 +87,10 @@ JSON: bf16.enabled: pure_bf16
     "resize_vocab": Key("model.grow_vocabulary", flag),
     **{key: Key(f"objective.{name}") for key, name in TERMS.items()},
     "preprocessing_num_workers": Key("data.prepare_workers", whole),
-    **({"quantization_bit": Key("adapter.quantize")} if has_key("adapter", "quantize") else {}),
+    "quantization_bit": Key("adapter.quantize"),
 }
-BITS = {} if has_key("adapter", "quantize") else {"quantization_bit": WHOLE_BASE}
 
-OWN_WITHOUT = BITS | reasons("""
+OWN_WITHOUT = reasons("""
 of quantization there is one kind: double_quantization quantization_device_map quantization_method
   quantization_type
 the last n layers are trained with freeze_trainable_layers, whole: freeze_extra_modules
@@ -140,7 +136,7 @@ def settle(draft: Draft) -> None:
     stage = draft.given("stage", text)
     if stage in ("dpo", "kto"):
         _objective(draft, stage)
-    elif stage == "rm" and section("objective.reward") is not None:
+    elif stage == "rm":
         draft.put("objective.kind", "reward")
     elif stage not in ("sft", "pt"):
         raise ConfigError(f"{draft.file.at('stage')}: {stage}: this version has no objective for it")

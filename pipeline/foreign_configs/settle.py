@@ -196,22 +196,19 @@ def settle_adapter(
         draft.put("adapter.targets", targets)
     if saved := draft.given(to_save, names):
         draft.put("adapter.modules_to_save", saved)
-    if bits == 4 and has_key("adapter", "quantize"):
+    if bits == 4:
         draft.put("adapter.quantize", "nf4")
     if ratio := draft.given("loraplus_lr_ratio", number):
         group = {"patterns": ["*.lora_B.*"], "learning_rate_factor": float(ratio)}
         draft.put("optimizer.groups", [group], "LoRA+")
 
 
-WHOLE_BASE = "this version holds an adapter's base in the precision of the run, not in fewer bits"
-
-
 def settle_bits(draft: Draft, keys: dict[str, int | None]) -> int | None:
     """In how many bits the base is held, by keys that ask for it (None: their value says how many)."""
     asked = {key: bits or draft.given(key, whole) for key, bits in keys.items() if draft.given(key)}
     for key, bits in asked.items():
-        if bits != 4 or not has_key("adapter", "quantize"):
-            draft.drop(key, f"{bits} bits: {WHOLE_BASE}")
+        if bits != 4:
+            draft.drop(key, f"{bits} bits: a base is held in the precision of the run, or in 4 bits")
     return next(iter(asked.values()), None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.foreign_configs.mapping import Draft, Key, flag, has_key, keys, number, reasons, text, whole
+from pipeline.foreign_configs.mapping import Draft, Key, flag, keys, number, reasons, text, whole
 from pipeline.foreign_configs.settle import (
     interval,
     optimizer,
@@ -17,13 +17,6 @@ from pipeline.foreign_configs.settle import (
     settle_resume,
     settle_schedule,
 )
-
-NEFTUNE = (
-    {"neftune_noise_alpha": Key("model.neftune_alpha", number)}
-    if has_key("model.causal_lm", "neftune_alpha")
-    else {}
-)
-NO_NEFTUNE = {} if NEFTUNE else {"neftune_noise_alpha": "this version adds no noise to embeddings"}
 
 # Any trainer's, by these names.
 COMMON = keys("""
@@ -53,7 +46,7 @@ JSON: zero_optimization: deepspeed fsdp
     "seed": Key("seed", whole),
     "output_dir": Key("run_dir", text),
     "trust_remote_code": Key("model.trust_remote_code", flag),
-    **NEFTUNE,
+    "neftune_noise_alpha": Key("model.neftune_alpha", number),
 }
 KEYS = COMMON | {
     "model_name_or_path": Key("model.pretrained", text),
@@ -65,7 +58,7 @@ KEYS = COMMON | {
     "run_name": Key("name", run_name),
 }
 
-WITHOUT = NO_NEFTUNE | reasons("""
+WITHOUT = reasons("""
 a run's folder has all that it leaves, and an existing one is never overwritten: overwrite_output_dir
   plot_loss save_on_each_node save_only_model save_safetensors
 the command says what is done, the launcher where: config ddp_backend do_eval do_predict do_train env

@@ -12,17 +12,14 @@ from pipeline.foreign_configs.mapping import (
     Draft,
     Key,
     Tool,
-    has_key,
     keys,
     names,
     number,
     reasons,
-    section,
     text,
     whole,
 )
 from pipeline.foreign_configs.settle import (
-    WHOLE_BASE,
     settle_adapter,
     settle_bits,
     settle_recomputing,
@@ -64,6 +61,7 @@ TERMS = {
     "label_smoothing": "label_smoothing",
     "desirable_weight": "desirable_weight",
     "undesirable_weight": "undesirable_weight",
+    "center_rewards_coefficient": "center_weight",
 }
 PEFT_TARGETS = ["q_proj", "v_proj"]
 
@@ -87,13 +85,12 @@ data.learn_from: assistant_only_loss completion_only_loss
 objective.kind, objective.loss_type: loss_type
 objective.sft_weight: loss_weights
 """) | {
-    **({"load_in_4bit": Key("adapter.quantize")} if has_key("adapter", "quantize") else {}),
+    "load_in_4bit": Key("adapter.quantize"),
     "dataset_num_proc": Key("data.prepare_workers", whole),
     **{key: Key(f"objective.{name}") for key, name in TERMS.items()},
 }
-BITS = {} if has_key("adapter", "quantize") else {"load_in_4bit": WHOLE_BASE}
 
-OWN_WITHOUT = BITS | reasons("""
+OWN_WITHOUT = reasons("""
 eight bits are not built here: load_in_8bit
 of quantization there is one kind: bnb_4bit_quant_storage bnb_4bit_quant_type use_bnb_nested_quant
 the JSON says in what the model computes: dtype model_init_kwargs torch_dtype
@@ -108,7 +105,7 @@ reference log-probabilities are always computed before step 1: precompute_ref_ba
   precompute_ref_log_probs
 the reference stays what the run began with: ref_model_init_kwargs ref_model_mixup_alpha
   ref_model_sync_steps sync_ref_model
-no term of this objective: center_rewards_coefficient discopop_tau f_alpha_divergence_coef f_divergence_type
+no term of this objective: discopop_tau f_alpha_divergence_coef f_divergence_type
   ld_alpha router_aux_loss_coef use_weighting
 dropout is as the model's config has it: disable_dropout
 set model.activation_offload: activation_offloading
@@ -142,10 +139,8 @@ def settle(draft: Draft) -> None:
     if draft.file.tree.get("learning_rate") is None:
         rate = RATES.get(trainer, 1e-6)
         draft.put("optimizer.learning_rate", rate, f"TRL's default for {trainer}")
-    if trainer == "reward" and section("objective.reward") is None:
-        raise ConfigError(f"{draft.file.path}: this version has no objective for reward models")
     if trainer == "reward":
-        draft.put("objective.kind", "reward")
+        settle_terms(draft, "reward", TERMS, {})
     elif trainer != "sft":
         _objective(draft, trainer)
     _data(draft, trainer)

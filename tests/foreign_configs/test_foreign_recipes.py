@@ -11,7 +11,6 @@ import yaml
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
 from pipeline.foreign_configs import mapping
-from pipeline.foreign_configs.mapping import has_key
 from pipeline.foreign_configs.writing import draft_of, write
 
 LLAMA_FACTORY = {
@@ -135,9 +134,7 @@ def test_an_adapter(imported):
     assert imported(LLAMA_FACTORY, finetuning_type="full").config.adapter is None
     made = imported(AXOLOTL)
     assert (made.config.adapter.rank, made.config.adapter.alpha) == (32, 16.0)
-    is_quantized = has_key("adapter", "quantize")
-    assert ("load_in_4bit" in made.draft.not_taken) != is_quantized
-    assert getattr(made.config.adapter, "quantize", None) == ("nf4" if is_quantized else None)
+    assert made.config.adapter.quantize == "nf4"
     made = imported(TRL).config.adapter
     assert (made.rank, made.alpha, made.dropout, made.targets) == (16, 32.0, 0.05, ["q_proj", "v_proj"])
     assert imported(TRL, lora_target_modules="all-linear").config.adapter.targets is None
@@ -177,6 +174,14 @@ def test_objectives_of_axolotl_and_trl(imported):
     assert imported(TRL, name="my-kto").config.objective.kind == "kto"
     assert imported(TRL, desirable_weight=1.5).config.objective.desirable_weight == 1.5
     assert imported(TRL, origin="trl-orpo").config.objective.kind == "orpo"
+
+
+def test_reward_models(imported):
+    centred = {"center_rewards_coefficient": 0.01}
+    for made in (imported(TRL, **centred), imported(AXOLOTL, reward_model=True, **centred)):
+        assert (made.config.objective.kind, made.config.objective.center_weight) == ("reward", 0.01)
+        assert made.config.data.kind == "preference"
+    assert imported(LLAMA_FACTORY, stage="rm").config.objective.kind == "reward"
 
 
 def test_a_data_set_of_llama_factory_and_its_warm_up(imported, talk, tmp_path):
@@ -250,7 +255,9 @@ def test_their_json_without_what_the_recipe_says(imported, tmp_path):
     made = imported(LLAMA_FACTORY, deepspeed="examples/ds_z3_offload_config.json")
     assert made.source == "ds_configs/zero3_offload.json"
     assert "is not here" in made.draft.not_taken["deepspeed"]
-    assert imported(AXOLOTL, fsdp=["full_shard"]).source == "ds_configs/zero3.json"
+    whole = {"adapter": "lora", "load_in_4bit": None}
+    assert imported(AXOLOTL, fsdp=["full_shard"], **whole).source == "ds_configs/zero3.json"
+    assert imported(AXOLOTL, fsdp=["full_shard"]).source == "ds_configs/zero2.json"  # of 4 bits
     assert imported(TRL).json["bf16"] == {"enabled": True}  # TRL's default
     assert imported(AXOLOTL).json["bf16"] == {"enabled": "auto"}  # Axolotl's
 
