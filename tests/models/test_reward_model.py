@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity.answers import SPLITS
 from peft import PeftModel
 from support.base_model import write_base_model
+from support.preferences import ALONE, train_answers, tree_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import pipeline
@@ -112,6 +114,16 @@ def test_its_first_weights_are_the_same_beside_any_others(tmp_path, base):
         with pipeline.Run(settings(tmp_path, f"run-{name.name}", {"pretrained": str(name)}, base)) as begun:
             losses.append(begun.evaluate()["eval/loss"])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["ZeRO 3", "tensor 2", "stages 2"])
+def test_its_first_weights_are_the_same_under_every_split(ranks, base, split):
+    tree = tree_of("reward", 2) | {"model": {"kind": "causal_lm", "pretrained": str(base)}}
+    found, expected = ranks(2).run(train_answers, tree, SPLITS[split])[0], train_answers(ALONE, tree, None)
+    assert [row["train/loss"] for row in found[:-1]] == pytest.approx(
+        [row["train/loss"] for row in expected[:-1]], rel=1e-6
+    )
 
 
 def test_it_writes_nothing(tmp_path, base):
