@@ -155,13 +155,12 @@ def _environment(pid: int) -> list[bytes] | None:
         if variables := (folder / "environ").read_bytes():
             return variables.split(b"\0")
         # proc(5): a thread of the kernel and a dead process have no memory; what was started without
-        # variables (env -i) has a place for them, of no length. So has, for a moment, one in exec.
+        # variables (env -i) has a place for them, of no length. So has one in exec, whose code has no
+        # address yet: the kernel writes that after the variables.
         fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-        memory, start, end = fields[20], fields[47], fields[48]
-        if memory != b"0" and start == end != b"0":
-            time.sleep(POLL / 10)
-            return (folder / "environ").read_bytes().split(b"\0")
-        return [] if memory == b"0" else None
+        memory, code, start, end = fields[20], fields[23], fields[47], fields[48]
+        has_none = memory == b"0" or (code != b"0" and start == end)
+        return [] if has_none else None
     except OSError:  # gone, or another user's
         return []
 

@@ -76,13 +76,28 @@ def test_a_look_misses_no_process_that_is_just_starting(how, most, tmp_path):
     assert len(missed) <= most
 
 
+def test_a_process_in_exec_is_never_taken_for_one_without_variables(tmp_path):
+    """It has a place for them of no length, for some microseconds: a few hundred of so many looks meet it."""
+    program = tmp_path / "on-its-way"
+    program.write_text(f'#!/bin/sh\n[ -e {tmp_path}/over ] || exec "$0"\n')
+    program.chmod(0o700)
+    process = subprocess.Popen([program], env=os.environ | {"PIPELINE_ENVIRONMENT": "here"})
+    looks = [_environment(process.pid) for _ in range(50_000)]
+    (tmp_path / "over").touch()
+    process.wait()
+    assert all(look is None or b"PIPELINE_ENVIRONMENT=here" in look for look in looks)
+
+
 def test_what_never_has_variables_is_not_waited_for():
     """A program that was started without any, and a dead process that nobody has waited for."""
-    bare = subprocess.Popen(["sleep", "60"], env={})
+    bare = subprocess.Popen(["cat"], env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    bare.stdin.write(b"started\n")
+    bare.stdin.flush()
+    bare.stdout.readline()
     dead = subprocess.Popen(["true"])
-    while psutil.Process(dead.pid).status() != "zombie" or psutil.Process(bare.pid).name() != "sleep":
+    while psutil.Process(dead.pid).status() != "zombie":
         pass
-    assert (_environment(bare.pid), _environment(dead.pid)) == ([b""], [])
+    assert (_environment(bare.pid), _environment(dead.pid)) == ([], [])
     bare.kill()
     assert (bare.wait(), dead.wait()) == (-9, 0)
 
