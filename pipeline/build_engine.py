@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from pipeline.checkpoint.initial_weights import open_checkpoint
-from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.adapter_schema import AdapterConfig
+from pipeline.config.model_schema import CausalLMConfig, ModelSection
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
@@ -18,6 +19,7 @@ from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import DTYPES, Engine, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.models import build_model
+from pipeline.models.frozen_base import Rounded
 from pipeline.models.regional_compile import compile_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
 from pipeline.models.transforms import Adaptation, Placement, transform
@@ -39,11 +41,8 @@ def build_engine(
     draws = starts and (config.model.weights is None or not config.model.strict)
 
     def model_in(sharding: Sharding) -> nn.Module:
-        if config.adapter is not None and config.adapter.quantize is not None:
-            from pipeline.models.quantised import Quantising  # imports bitsandbytes
-
-            assert isinstance(sharding, Placed)  # others are refused
-            sharding = Quantising(sharding, config.adapter, config.model)
+        if config.adapter is not None:
+            sharding = over_frozen(config.adapter, config.model, sharding, placement.dtype)
         model = build_model(config.model, model_request(config, data, sharding, draws), config.seed)
         if config.model.weights is not None and starts:
             load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))
@@ -85,6 +84,25 @@ def build_engine(
     engine.closing.callback(swap.close)
     weakref.finalize(engine, swap.close)  # of an engine that nobody closes
     return engine
+
+
+def over_frozen(
+    adapter: AdapterConfig, model: ModelSection, sharding: Sharding, dtype: torch.dtype
+) -> Sharding:
+    """How the model under an adapter is held: its frozen part in 4 bits where that was asked for, else in the
+    dtype of products, also where parameters are not.
+
+    Args:
+        dtype: Of products.
+    """
+    if adapter.quantize is not None:
+        from pipeline.models.quantised import Quantising  # imports bitsandbytes
+
+        assert isinstance(sharding, Placed)  # others are refused
+        return Quantising(sharding, adapter, model)
+    if isinstance(sharding, Placed) and sharding.dtype != dtype:
+        return Rounded(sharding, adapter, dtype)
+    return sharding
 
 
 def placement_of(config: RunConfig, resolved: Resolved, job: Job) -> Placement:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError
 from pipeline.models.adapter_files import PeftFolder
 from pipeline.models.adapter_targets import linears, targets_of, trained_whole
+from pipeline.models.frozen_base import OverFrozen
 from pipeline.models.sharding import Sharding, number_of
 from pipeline.models.vocabulary import vocabulary_parameters
 from pipeline.models.weights import fill
@@ -60,7 +61,8 @@ def add_adapter(
     """Gives the model its adapters, and freezes all else of it but `modules_to_save`. Collective.
 
     Args:
-        sharding: What the model was made in: with `config.quantize` a Quantising.
+        sharding: What the model was made in: with `config.quantize` a Quantising; in a Rounded, or in that,
+            what is trained is fp32.
         job: Rank 0 reads `config.weights`.
         dtype: Of products.
 
@@ -72,20 +74,15 @@ def add_adapter(
     config = config if given is None else given.completed(config)
     layers = linears(model)
     targets = targets_of(config, model, layers)
-    rank = config.rank or RANK
-    for name in targets:
-        smaller = min(layers[name])
-        if rank > smaller:
-            raise ConfigError(
-                f"adapter.rank is {rank}, and {name} is a matrix of {layers[name][0]} x {layers[name][1]}: "
-                f"expected {smaller} at the most, or leave the layer out of adapter.targets"
-            )
+    _refuse_too_large(rank := config.rank or RANK, targets, layers)
     whole = trained_whole(config, model)
     embeddings = [p for p in vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
     if config.quantize is not None:
         from pipeline.models.quantised import quantise
 
         quantise(model, whole, sharding, dtype)
+    elif isinstance(sharding, OverFrozen):
+        sharding.hold_as_others(whole)
     _inject(model, peft_config(config, targets), config.quantize is not None)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -96,7 +93,7 @@ def add_adapter(
             parameter.is_base = True  # type: ignore[attr-defined]
     if config.kind == "dora":
         _add_magnitudes(model, sharding)
-    _fill(model, config, seed, given)
+    _fill(model, config, seed, given, torch.float32 if isinstance(sharding, OverFrozen) else None)
     if given is not None:
         names = dict(model.named_parameters(remove_duplicate=False))
         for name, values in given.whole().items():
@@ -108,6 +105,16 @@ def add_adapter(
         f"; {len(whole) + len(embeddings)} tensors are trained whole" if whole or embeddings else "",
         f"{trained:,}",
     )
+
+
+def _refuse_too_large(rank: int, targets: Iterable[str], layers: Mapping[str, tuple[int, int]]) -> None:
+    for name in targets:
+        outputs, inputs = layers[name]
+        if rank > min(outputs, inputs):
+            raise ConfigError(
+                f"adapter.rank is {rank}, and {name} is a matrix of {outputs} x {inputs}: expected "
+                f"{min(outputs, inputs)} at the most, or leave the layer out of adapter.targets"
+            )
 
 
 def peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any:
@@ -187,15 +194,18 @@ def _values(weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder | None) -> None:
-    """First values of what is trained beside the model: where the layers' own weights are, and in their
-    precision, but never nowhere.
+def _fill(
+    model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder | None, dtype: torch.dtype | None
+) -> None:
+    """First values of what is trained beside the model: where the layers' own weights are, but never nowhere.
+
+    Args:
+        dtype: None: the precision of the layer's own weight.
     """
     taken: set[str] = set()
     for name, layer in adapted(model):
         weight = layer.get_base_layer().weight
         device = torch.device("cpu") if weight.is_meta else weight.device
-        dtype = weight.dtype if weight.is_floating_point() else torch.float32
         for part, parameter in list(layer.named_parameters()):
             if part.startswith("base_layer."):
                 continue
@@ -207,7 +217,7 @@ def _fill(model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder 
             else:
                 values = parameter.detach()
             owner = layer.get_submodule(part.rpartition(".")[0])
-            owner.weight = nn.Parameter(values.to(device, dtype))
+            owner.weight = nn.Parameter(values.to(device, dtype or weight.dtype))
     if given is not None:
         given.refuse_others(taken)
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import ModelSection
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.adapter_targets import linears, trained_whole
+from pipeline.models.frozen_base import OverFrozen, is_transposed
 from pipeline.models.sharding import Placed, Sharding, let_go
-from pipeline.models.vocabulary import vocabulary_parameters
 
 BLOCK = 64  # values that share a scale: bitsandbytes' own number, and transformers'
 
@@ -60,42 +59,23 @@ def _is_read_wrong(weight: Params4bit) -> bool:
     return not torch.allclose(read, right, rtol=1e-2, atol=1e-3 * float(right.abs().max()))
 
 
-class Quantising(Placed):
-    """As Placed, but for weights that are to be quantised: each is, as soon as it is read.
+class Quantising(OverFrozen):
+    """In NF4, each weight as soon as it is read.
 
     It has no values of its own from then on. Where a model is drawn, which takes several looks at a weight,
     they wait in fp32 on the CPU.
     """
 
     def __init__(self, others: Placed, adapter: AdapterConfig, model: ModelSection):
-        """
+        """See OverFrozen.
+
         Args:
-            others: How all other parameters are held.
-            adapter, model: What the recipe says of them.
+            model: What the recipe says of it.
         """
-        super().__init__(others._device, others._dtype)
-        self.takes_tensors = True
-        self._adapter = adapter
+        super().__init__(others, adapter)
         pretrained = getattr(model, "pretrained", None)
         self._is_read = pretrained is not None or (model.weights is not None and model.strict)
-        self._transposed: dict[nn.Parameter, bool] = {}
         self._packed: dict[nn.Parameter, Params4bit] = {}
-
-    def made(self, model: nn.Module) -> None:
-        """See Sharding.made."""
-        for layer in self.layers_of(model).values():
-            self._transposed.setdefault(layer.weight, _is_transposed(layer))  # type: ignore[arg-type]
-
-    def layers_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Those that are quantised, by name: linear layers that are frozen, whether they get an adapter or
-        not, but for the output layer. So does transformers by its BitsAndBytesConfig.
-        """
-        kept = {id(p) for p in (*trained_whole(self._adapter, model), *vocabulary_parameters(model))}
-        return {
-            name: layer
-            for name in linears(model)
-            if _can_be_quantised(layer := model.get_submodule(name)) and id(layer.weight) not in kept
-        }
 
     def take(self, weight: nn.Parameter) -> Params4bit:
         """The weight in NF4, on the device; it goes without values."""
@@ -117,16 +97,6 @@ class Quantising(Placed):
     def _reserve(self, parameter: nn.Parameter) -> None:
         if parameter not in self._transposed:
             super()._reserve(parameter)
-
-
-def _is_transposed(layer: nn.Module) -> bool:
-    """Whether its weight is (inputs, outputs): in GPT-2's of transformers."""
-    return type(layer).__name__ == "Conv1D"
-
-
-def _can_be_quantised(layer: nn.Module) -> bool:
-    """Whether bitsandbytes has a layer that does the same: transformers asks the same."""
-    return type(layer) is nn.Linear or _is_transposed(layer)
 
 
 def quantise(
@@ -168,7 +138,7 @@ def quantise(
         new.quant_state, weight.module = weight.quant_state, new
         # In evaluations it would turn the weight into a form that training cannot read.
         new.support_avx512bf16_for_cpu = False
-        new.is_transposed = _is_transposed(layer)  # type: ignore[assignment]
+        new.is_transposed = is_transposed(layer)  # type: ignore[assignment]
         new.train(layer.training)
         model.set_submodule(name, new)
 

@@ -99,7 +99,7 @@ class Placed(Whole):
             device: Of the rank.
             dtype: Of floating parameters in the engine.
         """
-        self._device, self._dtype = device, dtype
+        self._device, self.dtype = device, dtype
         # Else from_pretrained has put them where they stay.
         self.takes_tensors = device.type != "cpu" or dtype != torch.float32
 
@@ -133,7 +133,7 @@ class Placed(Whole):
         _hold(parameter, torch.empty_like(parameter, **self._kind(parameter)))
 
     def _kind(self, parameter: nn.Parameter) -> dict[str, Any]:
-        dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
+        dtype = self.dtype if parameter.is_floating_point() else parameter.dtype
         return {"device": self._device, "dtype": dtype}
 
 

@@ -85,7 +85,7 @@ def test_what_is_saved_opens_anywhere(tmp_path, base, adapter):
     exported = pipeline.export(tmp_path / "run", tmp_path / "adapter")
     assert exported.is_adapter
     assert not exported.is_transformers
-    torch.testing.assert_close(logits_of(base, tmp_path / "adapter"), expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(logits_of(base, tmp_path / "adapter"), expected, rtol=0.0, atol=1e-6)
     pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-5, atol=1e-5)
     trained_values = sum(t.numel() for t in load_file(exported.files[0]).values())
@@ -115,7 +115,7 @@ def test_peft_opens_an_embedding_that_is_the_output_layer_too(tmp_path, base):
     adapter = {"rank": 2, "modules_to_save": ["embed_tokens"]}
     expected = trained(settings(tmp_path, "run", {"pretrained": str(own)}, adapter, base))
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
-    torch.testing.assert_close(logits_of(own, tmp_path / "adapter"), expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(logits_of(own, tmp_path / "adapter"), expected, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -227,7 +227,7 @@ def test_an_adapter_over_a_base_in_4_bits_opens_anywhere(tmp_path, request, capf
     assert not torch.allclose(expected, opened, atol=1e-3), "nothing was trained"
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
     found = logits_of(base, tmp_path / "adapter", quantization_config=NF4)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
     merged = pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     assert 0.05 < merged.rounding_error < 0.12
     own = load_file(base / "model.safetensors")

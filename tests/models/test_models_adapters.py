@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from parity.measure import ALONE
+from parity.splits import GPT2, LLAMA
+from safetensors.torch import save_file
 from support.tiny import make_engine, recipe, resolve, token_bundle
 
 from pipeline.assemble import build_loader
+from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.errors import ConfigError
-from pipeline.models.adapters import NAME, adapted, learning_rate_for
+from pipeline.models.adapters import NAME, adapted, learning_rate_for, peft_config
+from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import build_objective
 from pipeline.optim import parameter_groups
 
@@ -60,6 +64,48 @@ def test_a_step_is_that_of_a_loop_over_pefts_own_model(kind):
         optimizer.step()
         assert float(result.loss_sum) == pytest.approx(sum(losses), rel=1e-6)
         assert float(result.grad_norm) == pytest.approx(float(norm), rel=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_under_autocast_the_base_is_held_in_bf16_and_no_number_changes(kind, model):
+    """Beside a base of the same values in fp32, which autocast rounds for each product."""
+    tree, data = asked(kind=kind), token_bundle()
+    tree["model"] = model
+    split = PLAIN | {"bf16": {"enabled": True}}
+    config, resolved = resolve(tree, split, 1)
+    engines = [make_engine(ALONE, tree, split, data) for _ in range(2)]
+    frozen = {n for n, p in engines[0].module.named_parameters() if p.dtype == torch.bfloat16}
+    assert frozen == {f"{name}.base_layer.weight" for name, _ in adapted(engines[0].module)}
+    for p in engines[1].module.parameters():
+        p.data = p.data.float()
+    losses = []
+    for engine in engines:
+        loader, objective = build_loader(config, resolved.plan, data, engine), build_objective(config)
+        results = [engine.train_step(loader.next_group(), objective, 1e-2, False) for _ in range(4)]
+        losses.append([(float(result.loss_sum), float(result.grad_norm)) for result in results])
+    assert losses[0] == losses[1]
+    (written,) = engines[0].generate([[1, 2, 3]], GenerationSettings(4))
+    assert 0 < len(written) <= 4
+
+
+def test_what_the_given_adapter_trained_whole_is_trained_on_in_fp32(tmp_path):
+    layer = "model.layers.0.self_attn.q_proj"
+    values = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    tensors = {f"{layer}.weight": values} | {
+        f"{layer.replace('q_proj', 'k_proj')}.lora_{side}.weight": torch.zeros(shape)
+        for side, shape in {"A": (4, 32), "B": (32, 4)}.items()
+    }
+    named = {f"base_model.model.{name}": each for name, each in tensors.items()}
+    save_file(named, tmp_path / "adapter_model.safetensors")
+    peft_config(AdapterConfig(rank=4, alpha=8.0)).save_pretrained(tmp_path)
+    tree = asked(weights=str(tmp_path), targets=["model.layers.0.self_attn.k_proj"])
+    tree["model"] = LLAMA | {"num_key_value_heads": 4}
+    module = make_engine(ALONE, tree, PLAIN | {"bf16": {"enabled": True}}, token_bundle()).module
+    weight = module.get_parameter(f"{layer}.weight")
+    assert weight.requires_grad
+    assert torch.equal(weight, values)
+    assert module.get_parameter("model.layers.1.self_attn.q_proj.weight").dtype == torch.bfloat16
 
 
 def test_only_what_is_named_is_trained_and_the_rest_is_in_no_checkpoint():

@@ -1,0 +1,95 @@
+"""An adapter trained under any split, opened by peft over its base: the run's logits and evaluation loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from parity.adapters import WAYS
+from peft import PeftModel
+from support.exchange import Run, run_on, tree
+from support.exchange import Split as Division
+from support.saved import store_in
+from support.tiny import VOCABULARY, resolve, token_bundle
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import pipeline
+from pipeline.assemble import build_eval_loader
+from pipeline.checkpoint.adapters import described
+from pipeline.checkpoint.initial_weights import open_checkpoint
+from pipeline.evaluation import evaluate
+from pipeline.models.transformers_folder import write_description
+from pipeline.objectives import CausalLM
+
+IDS = torch.arange(1, 25)[None]
+SPLITS = {"plain": Division({"torch": {"parallel": "single"}}, 1)} | {
+    name: Division(json) for name, json in WAYS.items()
+}
+IN_PARTS = ("sequence", "pipeline")  # whose module takes no whole row, or has no logits
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=24, **sizes)
+    ).save_pretrained(folder)
+    return folder
+
+
+def made_run(job, recipe, json, folder, whole_rows):
+    """A run directory after four steps; (evaluation loss, logits (1, T, V)) of its engine. Collective."""
+    folder = Path(folder)
+    run = Run(job, recipe, json)
+    run.train(0, 4)
+    config, resolved = resolve(recipe, json, job.ranks.world_size)
+    loader = build_eval_loader(config, resolved.plan, token_bundle(), run.engine)
+    loss = evaluate(run.engine, CausalLM(), loader, job)["eval/loss"]
+    about = described(config, run.engine.module, job, open_checkpoint)
+    store_in(folder / "checkpoints", job).save_final(run.engine, {"global_step": 4, **about})
+    if job.ranks.is_main_process:
+        write_description(run.engine.module, None, folder / "model")
+        (folder / "recipe.yaml").write_text("max_steps: 4\n")
+    if not whole_rows:
+        return loss, None
+    with torch.no_grad():
+        return loss, run.engine.module.eval()(IDS).logits.numpy()
+
+
+def opened(model) -> tuple[float, torch.Tensor]:
+    """(evaluation loss, logits of IDS) of a model of transformers' or peft's."""
+    samples = [token_bundle().eval["tiny"][index] for index in range(19)]
+    with torch.no_grad():
+        logits = model.eval()(torch.stack([each["input_ids"] for each in samples])).logits
+        labels = torch.stack([each["shift_labels"] for each in samples])
+        return float(cross_entropy(logits.flatten(0, 1), labels.flatten())), model(IDS).logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_peft_gives_what_the_run_gave(ranks, base, tmp_path, split, kind):
+    recipe = tree({"kind": "causal_lm", "pretrained": str(base)}, rate=0.1)
+    recipe |= {"adapter": {"kind": kind, "rank": 4, "alpha": 8.0}}
+    whole_rows = not split.startswith(IN_PARTS)
+    loss, logits = run_on(ranks, SPLITS[split], made_run, recipe, str(tmp_path / "run"), whole_rows)[0]
+
+    def read(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    untrained, _ = opened(read(base))
+    assert abs(untrained - loss) > 5e-4, "nothing was trained"
+    for model, allowed in (
+        (PeftModel.from_pretrained(read(base), tmp_path / "adapter"), 1e-6),
+        (read(tmp_path / "merged"), 1e-5),
+    ):
+        found, theirs = opened(model)
+        assert found == pytest.approx(loss, rel=allowed)
+        if logits is not None:
+            torch.testing.assert_close(theirs, torch.from_numpy(logits), rtol=0.0, atol=allowed)
