@@ -20,10 +20,9 @@ from pipeline.config.deepspeed_json import (
     load_deepspeed_json,
     resolve_deepspeed,
 )
-from pipeline.config.fp8 import refuse_fp8
+from pipeline.config.extras import refuse_missing
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override, read_yaml
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.config.quantized_base import refuse_quantized_base
 from pipeline.config.recipe import refuse_code, validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split, deepspeed_split
@@ -120,8 +119,7 @@ class Settings:
             resolved = Resolved(plan, filled, split, tf32, compiled)
         choice = Choice(self.config, resolved.deepspeed or {}, split, device, resolved.compile)
         refuse_impossible(choice, self.split)
-        refuse_fp8(choice)
-        refuse_quantized_base(choice)
+        refuse_missing(choice)
         return resolved
 
     def plan(self, world_size: int) -> Resolved:
