@@ -65,8 +65,9 @@ def check_folder(folder: Path, given: str) -> None:
         given: The recipe's word for the folder.
 
     Raises:
-        ModelError: it has no config.json, it is an adapter for a model elsewhere, its index names no plain
-            file of the folder, or a file in it is a pipe or a device.
+        ModelError: it has no config.json, it is an adapter for a model elsewhere or in a run's directory
+            and without weights, its index names no plain file of the folder, or a file in it is a pipe or a
+            device.
     """
     start = f"model.pretrained: {given!r}:"
     if problem := next(unsafe_files(folder), None):
@@ -76,6 +77,12 @@ def check_folder(folder: Path, given: str) -> None:
     if (folder / "adapter_config.json").exists():
         raise ModelError(
             f"{start} is an adapter (adapter_config.json); merge it into its model and give that"
+        )
+    run = folder.absolute().parent
+    if (run / "checkpoints").is_dir() and not any(folder.glob("*.safetensors*")):
+        raise ModelError(
+            f"{start} says what the model of a run is, and has no weights; `python -m pipeline export {run} "
+            "OUT` writes both (--merge where the run has an adapter)"
         )
     if not (folder / INDEX).exists() or (folder / "model.safetensors").exists():
         return

@@ -90,6 +90,11 @@ PRETRAINED = [
         "a model without config.json", lambda folder: (folder / "config.json").unlink(), "no config.json"
     ),
     pretrained("a model without weights", lambda folder: (folder / MODEL).unlink(), MODEL),
+    pretrained(
+        "what a run says of its model",
+        lambda folder: ((folder / MODEL).unlink(), (folder.parent / "checkpoints").mkdir()),
+        "has no weights; `python -m pipeline export ",
+    ),
     pretrained("weights cut off", cut(MODEL), "its weights are no safetensors"),
     pretrained("weights of nothing", writes(MODEL, ""), "its weights are no safetensors"),
     pretrained("a header of a petabyte", writes(MODEL, struct.pack("<Q", 1 << 50) + b"{}"), "no safetensors"),
