@@ -19,7 +19,7 @@ from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import DTYPES, Engine, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.models import build_model
-from pipeline.models.frozen_base import Rounded
+from pipeline.models.frozen_base import HalfBase
 from pipeline.models.regional_compile import compile_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
 from pipeline.models.transforms import Adaptation, Placement, transform
@@ -42,7 +42,7 @@ def build_engine(
 
     def model_in(sharding: Sharding) -> nn.Module:
         if config.adapter is not None:
-            sharding = over_frozen(config.adapter, config.model, sharding, placement.dtype)
+            sharding = hold_base(config.adapter, config.model, sharding, placement.dtype)
         model = build_model(config.model, model_request(config, data, sharding, draws), config.seed)
         if config.model.weights is not None and starts:
             load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))
@@ -86,7 +86,7 @@ def build_engine(
     return engine
 
 
-def over_frozen(
+def hold_base(
     adapter: AdapterConfig, model: ModelSection, sharding: Sharding, dtype: torch.dtype
 ) -> Sharding:
     """How the model under an adapter is held: its frozen part in 4 bits where that was asked for, else in the
@@ -101,7 +101,7 @@ def over_frozen(
         assert isinstance(sharding, Placed)  # others are refused
         return Quantising(sharding, adapter, model)
     if isinstance(sharding, Placed) and sharding.dtype != dtype:
-        return Rounded(sharding, adapter, dtype)
+        return HalfBase(sharding, adapter, dtype)
     return sharding
 
 

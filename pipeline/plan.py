@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.half_masters import has_half_masters, has_half_states
 from pipeline.config.loading import get_dotted
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.machine import available_memory, memory_now
-from pipeline.models.adapters import in_4_bits, more_than_it_holds
+from pipeline.engine.interface import Engine
+from pipeline.models.adapters import held_apart, more_than_it_holds
 from pipeline.models.sharding import number_of
 from pipeline.parts import Parts
 
@@ -48,10 +49,10 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     model = settings.config.model
     name = getattr(model, "architecture", None) or getattr(model, "pretrained", None) or model.kind
     yield "model", f"{name}, {engine.num_parameters:,} parameters{frozen}"
-    if settings.config.adapter is not None:
+    if (adapter := settings.config.adapter) is not None:
         whence = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
         rate = f"learning rate {parts.peak_learning_rate:.2e}{whence}"
-        yield "adapter", f"{settings.config.adapter.kind}{_how_the_base_is_held(engine.module)}; {rate}"
+        yield "adapter", f"{adapter.kind}{_how_the_base_is_held(adapter, engine)}; {rate}"
     file = f" ({settings.split_path})" if settings.split_path is not None else ""
     ranks = f"{job.ranks.world_size} rank{'s' * (job.ranks.world_size > 1)} on {job.device.type}"
     yield "split", f"{resolved.split}{file}; {ranks}"
@@ -61,21 +62,21 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     tokens = f", {parts.max_steps * samples * length:,} tokens" if length else ""
     done = f"; {parts.start.global_step} done" if parts.start.global_step else ""
     yield "steps", f"{parts.max_steps:,}, {parts.max_steps * samples:,} samples{tokens}{done}"
-    packed, num_bytes = in_4_bits(engine.module)
-    whole = engine.num_parameters - packed
-    states = num_bytes + whole * bytes_per_parameter(
-        resolved, settings.config.optimizer, share * engine.num_parameters / whole
+    apart, num_bytes = held_apart(engine.module)
+    others = engine.num_parameters - apart
+    states = num_bytes + others * bytes_per_parameter(
+        resolved, settings.config.optimizer, share * engine.num_parameters / others
     )
     yield "memory", f"{size(states)} a rank for {HELD}; {memory_there(job.device)}"
     yield "run", f"{directory}: metrics.jsonl, checkpoints/, logs/"
 
 
-def _how_the_base_is_held(model: nn.Module) -> str:
-    values, num_bytes = in_4_bits(model)
+def _how_the_base_is_held(adapter: AdapterConfig, engine: Engine) -> str:
+    values, num_bytes = held_apart(engine.module)
     if not values:
         return ""
-    each = num_bytes / values
-    return f" over a base in nf4 ({values:,} weights in {size(num_bytes)}, {each:.3f} bytes each)"
+    dtype, each = adapter.quantize or engine.precision, num_bytes / values
+    return f" over a base in {dtype} ({values:,} weights in {size(num_bytes)}, {each:.3f} bytes each)"
 
 
 def size(num_bytes: float) -> str:

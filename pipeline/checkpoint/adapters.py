@@ -162,6 +162,8 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         raise CheckpointError(f"{manifest.folder} holds no adapter")
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
     described = _described(manifest)
+    # peft warns where it is asked to keep together what the adapter leaves alone.
+    trains_words = any(f"{name}.weight".endswith((*EMBEDDINGS, "lm_head.weight")) for name in whole)
     is_reward = str(described.get("architectures")).endswith("ForSequenceClassification']")
     (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
     LoraConfig(
@@ -175,7 +177,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         base_model_name_or_path=where(about["base"]),
         task_type="SEQ_CLS" if is_reward else "CAUSAL_LM",
         inference_mode=True,
-        ensure_weight_tying=bool(described.get("tie_word_embeddings")),
+        ensure_weight_tying=trains_words and bool(described.get("tie_word_embeddings")),
     ).save_pretrained(str(folder))
 
 

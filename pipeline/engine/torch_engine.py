@@ -64,7 +64,6 @@ class TorchEngine:
         self.dp_world_size = split.dp_world_size
         self.module = model.to(job.device)
         self.num_parameters = count_parameters(model)
-        self._has_half = any(p.dtype == torch.bfloat16 for p in model.parameters())
         self._job = job
         self._max_grad_norm = optimizer.max_grad_norm
         groups = parameter_groups(model.named_parameters(), optimizer)
@@ -84,16 +83,16 @@ class TorchEngine:
             self._replicas = _data_parallel(self.module, self.precision)
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """See Generates.generate: on the bare module, which enters no collective; in fp32 where that is."""
-        with self.phases.measured("generation"), self._autocast(self._has_half):
+        """See Generates.generate: in fp32 on the bare module, which enters no collective."""
+        with self.phases.measured("generation"):
             return generate(self.module, prompts, settings, self.device)
 
     def close(self) -> None:
         """See Engine.close."""
         self.__dict__ = {}
 
-    def _autocast(self, wanted: bool = True) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted and self.precision == "bf16")
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def train_step(
         self,

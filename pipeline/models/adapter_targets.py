@@ -15,13 +15,18 @@ from pipeline.errors import ConfigError, ModelError
 _NEAREST = 3
 
 
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether it is linear and its weight is (inputs, outputs): in GPT-2's of transformers."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
 def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
     """The linear layers, and of each (outputs, inputs)."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             found[name] = (module.out_features, module.in_features)
-        elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of transformers' GPT-2
+        elif is_transposed(module):
             found[name] = (module.nf, module.nx)
     return found
 

@@ -19,8 +19,8 @@ from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError
 from pipeline.models.adapter_files import PeftFolder
-from pipeline.models.adapter_targets import linears, targets_of, trained_whole
-from pipeline.models.frozen_base import OverFrozen
+from pipeline.models.adapter_targets import is_transposed, linears, targets_of, trained_whole
+from pipeline.models.frozen_base import FrozenBase, HalfBase, hold_in_half
 from pipeline.models.sharding import Sharding, number_of
 from pipeline.models.vocabulary import vocabulary_parameters
 from pipeline.models.weights import fill
@@ -61,7 +61,7 @@ def add_adapter(
     """Gives the model its adapters, and freezes all else of it but `modules_to_save`. Collective.
 
     Args:
-        sharding: What the model was made in: with `config.quantize` a Quantising; in a Rounded, or in that,
+        sharding: What the model was made in: with `config.quantize` a Quantising; in a HalfBase, or in that,
             what is trained is fp32.
         job: Rank 0 reads `config.weights`.
         dtype: Of products.
@@ -81,8 +81,8 @@ def add_adapter(
         from pipeline.models.quantised import quantise
 
         quantise(model, whole, sharding, dtype)
-    elif isinstance(sharding, OverFrozen):
-        sharding.hold_as_others(whole)
+    elif isinstance(sharding, HalfBase):
+        hold_in_half(model, whole, sharding)
     _inject(model, peft_config(config, targets), config.quantize is not None)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -93,7 +93,7 @@ def add_adapter(
             parameter.is_base = True  # type: ignore[attr-defined]
     if config.kind == "dora":
         _add_magnitudes(model, sharding)
-    _fill(model, config, seed, given, torch.float32 if isinstance(sharding, OverFrozen) else None)
+    _fill(model, config, seed, given, torch.float32 if isinstance(sharding, FrozenBase) else None)
     if given is not None:
         names = dict(model.named_parameters(remove_duplicate=False))
         for name, values in given.whole().items():
@@ -147,14 +147,21 @@ def has_adapter(model: nn.Module) -> bool:
     return any(True for _ in adapted(model))
 
 
-def in_4_bits(model: nn.Module) -> tuple[int, int]:
-    """How many weights of the base are held so, and in how many bytes."""
-    weights = [p for p in model.parameters() if hasattr(p, "quant_state")]
-    if not weights:
-        return 0, 0
+def held_apart(model: nn.Module) -> tuple[int, int]:
+    """How many weights of the base are held in another dtype than what is trained, in 4 bits or rounded to
+    that of products, and in how many bytes.
+    """
+    trained_in = {p.dtype for p in model.parameters() if p.requires_grad}
+    weights = [p for p in model.parameters() if is_base(p) and p.dtype not in trained_in]
+    return sum(map(number_of, weights)), sum(map(_bytes_of, weights))
+
+
+def _bytes_of(weight: Tensor) -> int:
+    if not hasattr(weight, "quant_state"):
+        return weight.numel() * weight.element_size()
     from pipeline.models.quantised import num_bytes
 
-    return sum(map(number_of, weights)), sum(map(num_bytes, weights))
+    return num_bytes(weight)
 
 
 def _inject(model: nn.Module, config: Any, in_4_bits: bool) -> None:
@@ -162,6 +169,7 @@ def _inject(model: nn.Module, config: Any, in_4_bits: bool) -> None:
     from peft import inject_adapter_in_model
 
     config.use_dora = False  # peft would read whole weights, which this rank may not have
+    config.fan_in_fan_out = all(is_transposed(model.get_submodule(name)) for name in config.target_modules)
     if in_4_bits:
         model.is_loaded_in_4bit = True  # type: ignore[assignment] # so peft looks for bitsandbytes' layers
     inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)

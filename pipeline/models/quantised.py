@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import ModelSection
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.frozen_base import OverFrozen, is_transposed
+from pipeline.models.adapter_targets import is_transposed
+from pipeline.models.frozen_base import FrozenBase
 from pipeline.models.sharding import Placed, Sharding, let_go
 
 BLOCK = 64  # values that share a scale: bitsandbytes' own number, and transformers'
@@ -59,7 +60,7 @@ def _is_read_wrong(weight: Params4bit) -> bool:
     return not torch.allclose(read, right, rtol=1e-2, atol=1e-3 * float(right.abs().max()))
 
 
-class Quantising(OverFrozen):
+class Quantising(FrozenBase):
     """In NF4, each weight as soon as it is read.
 
     It has no values of its own from then on. Where a model is drawn, which takes several looks at a weight,
@@ -67,7 +68,7 @@ class Quantising(OverFrozen):
     """
 
     def __init__(self, others: Placed, adapter: AdapterConfig, model: ModelSection):
-        """See OverFrozen.
+        """See FrozenBase.
 
         Args:
             model: What the recipe says of it.

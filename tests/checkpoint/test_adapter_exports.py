@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity.adapters import WAYS
+from parity.measure import ALONE
 from peft import PeftModel
 from support.exchange import Run, run_on, tree
 from support.exchange import Split as Division
@@ -69,6 +70,21 @@ def opened(model) -> tuple[float, torch.Tensor]:
         return float(cross_entropy(logits.flatten(0, 1), labels.flatten())), model(IDS).logits
 
 
+def read(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_in_bf16_without_deepspeed_too_over_a_base_of_bf16(base, tmp_path):
+    read(base).bfloat16().save_pretrained(tmp_path / "base")
+    recipe = tree({"kind": "causal_lm", "pretrained": str(tmp_path / "base")}, rate=0.1)
+    recipe |= {"adapter": {"rank": 4, "alpha": 8.0}}
+    split = {"torch": {"parallel": "single"}, "bf16": {"enabled": True}}
+    _, logits = made_run(ALONE, recipe, split, str(tmp_path / "run"), True)
+    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    _, theirs = opened(PeftModel.from_pretrained(read(tmp_path / "base"), tmp_path / "adapter"))
+    torch.testing.assert_close(theirs, torch.from_numpy(logits), rtol=0.0, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
 @pytest.mark.parametrize("split", SPLITS)
@@ -77,9 +93,6 @@ def test_peft_gives_what_the_run_gave(ranks, base, tmp_path, split, kind):
     recipe |= {"adapter": {"kind": kind, "rank": 4, "alpha": 8.0}}
     whole_rows = not split.startswith(IN_PARTS)
     loss, logits = run_on(ranks, SPLITS[split], made_run, recipe, str(tmp_path / "run"), whole_rows)[0]
-
-    def read(folder):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
     pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)

@@ -12,7 +12,7 @@ from support.tiny import make_engine, recipe, resolve, token_bundle
 from pipeline.assemble import build_loader
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.errors import ConfigError
-from pipeline.models.adapters import NAME, adapted, learning_rate_for, peft_config
+from pipeline.models.adapters import NAME, adapted, held_apart, learning_rate_for, peft_config
 from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import build_objective
 from pipeline.optim import parameter_groups
@@ -77,14 +77,23 @@ def test_under_autocast_the_base_is_held_in_bf16_and_no_number_changes(kind, mod
     engines = [make_engine(ALONE, tree, split, data) for _ in range(2)]
     frozen = {n for n, p in engines[0].module.named_parameters() if p.dtype == torch.bfloat16}
     assert frozen == {f"{name}.base_layer.weight" for name, _ in adapted(engines[0].module)}
+    every = list(engines[0].module.parameters())
+    values, num_bytes = held_apart(engines[0].module)
+    assert num_bytes == 2 * values
+    assert sum(p.numel() * p.element_size() for p in every) == 4 * (sum(p.numel() for p in every)) - num_bytes
     for p in engines[1].module.parameters():
         p.data = p.data.float()
+    assert held_apart(engines[1].module) == (0, 0)
     losses = []
     for engine in engines:
         loader, objective = build_loader(config, resolved.plan, data, engine), build_objective(config)
         results = [engine.train_step(loader.next_group(), objective, 1e-2, False) for _ in range(4)]
         losses.append([(float(result.loss_sum), float(result.grad_norm)) for result in results])
     assert losses[0] == losses[1]
+    with torch.no_grad():  # and outside of autocast they are one model in fp32
+        own, exact = (engine.module.eval()(torch.arange(1, 9)[None]).logits for engine in engines)
+    assert own.dtype == torch.float32
+    assert torch.equal(own, exact)
     (written,) = engines[0].generate([[1, 2, 3]], GenerationSettings(4))
     assert 0 < len(written) <= 4
 

@@ -15,7 +15,7 @@ from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models import build_model
-from pipeline.models.adapters import adapted, in_4_bits
+from pipeline.models.adapters import adapted, held_apart, peft_config
 from pipeline.models.quantised import Quantising, packed, quantised_layers, unpacked
 from pipeline.models.sharding import ModelRequest, Placed
 
@@ -67,7 +67,7 @@ def test_a_weight_takes_half_a_byte_and_its_scales():
     tree = asked()
     tree["model"] = WIDE | {"hidden_size": 256, "intermediate_size": 512, "num_layers": 1}
     engine = make_engine(ALONE, tree, PLAIN, token_bundle())
-    values, num_bytes = in_4_bits(engine.module)
+    values, num_bytes = held_apart(engine.module)
     assert values == 4 * 256**2 + 3 * 256 * 512
     # Of each block of 64 a scale in a byte, of 256 of those one in fp32; and of each layer the two tables.
     tables = 7 * 4 * (256 + 16 + 1)
@@ -123,12 +123,11 @@ def test_a_pretrained_weight_gives_up_its_memory_once_it_is_read(tmp_path):
 
 
 def test_a_layer_that_the_given_adapter_trained_whole_has_to_be_named(tmp_path):
-    from pipeline.models.adapters import peft_config
-
     path = "model.layers.0.self_attn.q_proj"
-    peft_config(type("C", (), LORA | {"dropout": 0.0, "kind": "lora"})).save_pretrained(tmp_path)
-    tensors = {f"{path.replace('q_proj', 'k_proj')}.lora_{s}.weight": (4, 64) for s in "A"}
-    tensors |= {f"{path.replace('q_proj', 'k_proj')}.lora_B.weight": (64, 4), f"{path}.weight": (64, 64)}
+    peft_config(AdapterConfig(**LORA)).save_pretrained(tmp_path)
+    other = path.replace("q_proj", "k_proj")
+    tensors = {f"{other}.lora_A.weight": (4, 64), f"{other}.lora_B.weight": (64, 4)}
+    tensors[f"{path}.weight"] = (64, 64)
     named = {f"base_model.model.{name}": torch.zeros(shape) for name, shape in tensors.items()}
     save_file(named, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match=rf"{path} was trained whole there.* adapter\.modules_to_save"):
@@ -148,7 +147,8 @@ def test_a_machine_that_would_read_it_wrong_refuses_it():
     weight = packed(torch.randn(48, 48))
     is_right = torch.allclose(dequantize_4bit(weight.data, weight.quant_state), unpacked(weight), atol=1e-6)
     if is_right:
-        make_engine(ALONE, tree, PLAIN, token_bundle())
+        losses = train(ALONE, tree, PLAIN, STEPS).losses
+        assert losses[-1] < losses[0]
         return
     with pytest.raises(
         ModelError, match=r"q_proj is 48 x 48, and bitsandbytes .* no multiple of 64 wrong on this cpu"
