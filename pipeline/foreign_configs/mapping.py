@@ -10,12 +10,9 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
-
-from pydantic import Tag
+from typing import Any
 
 from pipeline.config.loading import ConfigFile
-from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 
 NEAR = 0.88  # of two names of which one is taken for a slip of the other
@@ -199,25 +196,6 @@ def names(value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise TypeError("names")
     return value
-
-
-def section(dotted: str) -> Any:
-    """The class of a section of the recipe, `adapter` or `objective.dpo`; None: there is none."""
-    name, _, kind = dotted.partition(".")
-    top = RunConfig.model_fields.get(name)
-    for each in get_args(top.annotation) if top else ():
-        tags = [tag.tag for tag in get_args(each) if isinstance(tag, Tag)]
-        if hasattr(each, "model_fields") and not kind:
-            return each
-        if tags and tags[0] == kind:
-            return get_args(each)[0]
-    return None
-
-
-def has_key(in_section: str, key: str) -> bool:
-    """Whether this version's recipe has it."""
-    found = section(in_section)
-    return found is not None and key in found.model_fields
 
 
 def reasons(table: str) -> dict[str, str]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, get_args
 
+from pipeline.config.objective_schema import ObjectiveConfig
 from pipeline.errors import ConfigError
-from pipeline.foreign_configs.mapping import Draft, NotTakenError, has_key, names, number, text, whole
+from pipeline.foreign_configs.mapping import Draft, NotTakenError, names, number, text, whole
 
 SCHEDULES = {
     "linear": ("linear", 0.0),
@@ -261,10 +262,15 @@ def settle_terms(draft: Draft, kind: str, terms: dict[str, str], defaults: dict[
     for key, name in terms.items():
         value = draft.given(key, number)
         value = defaults.get(key) if value is None else value
-        if value is not None and has_key(f"objective.{kind}", name):
+        if value is not None and _has_term(kind, name):
             draft.put(f"objective.{name}", float(value))
         elif value:
             draft.drop(key, f"objective.kind {kind} has no such term")
+
+
+def _has_term(kind: str, name: str) -> bool:
+    of_kind = {tag.tag: section for section, tag in map(get_args, get_args(get_args(ObjectiveConfig)[0]))}
+    return name in of_kind[kind].model_fields
 
 
 def settle_betas(draft: Draft) -> None:
