@@ -38,6 +38,20 @@ def run_recipes(folder: Path, steps: dict[str, list[str]]) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "make_data.py: error: the following arguments are required: FOLDER; see make_data.py --help"),
+        (["a-file"], "error: a-file: File exists; give a folder that can be written to"),
+    ],
+)
+def test_data_that_cannot_be_made_is_one_line(tmp_path, given, said):
+    (tmp_path / "a-file").touch()
+    done = run_python(str(ROOT / "launch" / "recipes" / "make_data.py"), *given, cwd=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, said)
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
     few = ["max_steps=2", "eval.max_samples=8", "sample.max_new_tokens=0"]

@@ -1,5 +1,5 @@
-"""Writes what sft.yaml, lora.yaml and dpo.yaml train on: questions about Python's standard library, answered
-by its own source, which every machine has. No network is needed.
+"""Writes what sft.yaml, lora.yaml, dpo.yaml and reward.yaml train on: questions about Python's standard
+library, answered by its own source, which every machine has. No network is needed.
 
     python launch/recipes/make_data.py data
 
@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from pipeline.errors import CommandLine, PipelineError, report_errors
 
 LONGEST = 160  # characters of an answer
 PREFERRED = 3  # of so many functions one is kept for preferences alone
@@ -59,7 +61,11 @@ def chat(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
 
 
 def main(folder: Path) -> None:
-    """Writes the three files into `folder`."""
+    """Writes the three files into `folder`.
+
+    Raises:
+        PipelineError: nothing can be written there.
+    """
     found = list(functions())
     owners = Counter(each.name for each in found)
     instructions, signatures, preferences = [], [], []
@@ -81,18 +87,19 @@ def main(folder: Path) -> None:
             instructions.append(chat(f"Which module has {each.name}?", f"It is in {each.module}."))
         if len(each.arguments) <= LONGEST // 2:
             signatures.append(chat(f"How is {name} called?", f"{name}({each.arguments})"))
-    folder.mkdir(parents=True, exist_ok=True)
-    for title, rows in (
-        ("instructions", instructions),
-        ("signatures", signatures),
-        ("preferences", preferences),
-    ):
-        path = folder / f"{title}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-        print(f"{path}: {len(rows):,} rows")
+    files = {"instructions": instructions, "signatures": signatures, "preferences": preferences}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for title, rows in files.items():
+            path = folder / f"{title}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+            print(f"{path}: {len(rows):,} rows")
+    except OSError as error:
+        raise PipelineError(f"{folder}: {error.strerror}; give a folder that can be written to") from None
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("error: give one folder to write to: python launch/recipes/make_data.py data")
-    main(Path(sys.argv[1]))
+    parser = CommandLine(prog="make_data.py", description="Writes the data of the recipes of fine-tuning.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write to, such as data")
+    arguments = parser.parse_args()
+    sys.exit(report_errors(lambda: main(arguments.folder)))
