@@ -22,6 +22,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, ModelError
 from pipeline.models.adapter_files import of_peft
 from pipeline.models.adapters import NAME, adapted
+from pipeline.models.transformers_folder import auto_class_for
 from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile, open_hub, open_weights
 from pipeline.shards import WEIGHT
 
@@ -164,7 +165,6 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     described = _described(manifest)
     # peft warns where it is asked to keep together what the adapter leaves alone.
     trains_words = any(f"{name}.weight".endswith((*EMBEDDINGS, "lm_head.weight")) for name in whole)
-    is_reward = str(described.get("architectures")).endswith("ForSequenceClassification']")
     (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
     LoraConfig(
         r=rank,
@@ -175,7 +175,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         use_dora=about["dora"],
         fan_in_fan_out=about["transposed"],
         base_model_name_or_path=where(about["base"]),
-        task_type="SEQ_CLS" if is_reward else "CAUSAL_LM",
+        task_type="CAUSAL_LM" if auto_class_for(described) == "AutoModelForCausalLM" else "SEQ_CLS",
         inference_mode=True,
         ensure_weight_tying=trains_words and bool(described.get("tie_word_embeddings")),
     ).save_pretrained(str(folder))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from pipeline.device_failures import explained, of_files
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
 from pipeline.models import adapter_files
+from pipeline.models.transformers_folder import auto_class_for
 from pipeline.shards import WEIGHT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,12 +43,17 @@ class Exported:
 
     files: list[Path]
     num_bytes: int
-    is_transformers: bool
-    """transformers opens it as a model."""
+    auto_class: str | None
+    """That of transformers whose `from_pretrained` opens it as a model; None: it is none, or an adapter."""
     is_adapter: bool
     """peft opens it, over its base."""
     rounding_error: float | None = None
     """Of a base in 4 bits that was merged: ||W - W in 4 bits|| / ||W|| over its quantised layers."""
+
+    @property
+    def is_transformers(self) -> bool:
+        """transformers opens it as a model."""
+        return self.auto_class is not None
 
 
 @explained(torch.device("cpu"), of_files)
@@ -109,9 +116,10 @@ def write_export(
         is_adapter = adapters.KEY in manifest.state and not merge
         with source_of(manifest, is_adapter, merge) as source:
             dtype = dtype or next((key for key, own in DTYPES.items() if own == source.dtype), "fp32")
-            is_transformers = _copy_description(run / DESCRIPTION, partial, dtype) and not is_adapter
+            config = _copy_description(run / DESCRIPTION, partial, dtype)
+            auto_class = None if config is None or is_adapter else auto_class_for(config)
             (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
-            most = shard_bytes if is_transformers else None
+            most = None if auto_class is None else shard_bytes
             if is_adapter:
                 for name in OF_A_MODEL:
                     (partial / name).unlink(missing_ok=True)
@@ -129,7 +137,7 @@ def write_export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     written = [out / file for file in files]
-    return Exported(written, sum(sizes), is_transformers, is_adapter, off)
+    return Exported(written, sum(sizes), auto_class, is_adapter, off)
 
 
 def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:
@@ -162,20 +170,20 @@ def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:
             ) from None
 
 
-def _copy_description(source: Path, folder: Path, dtype: str) -> bool:
-    """config.json, generation config and tokenizer; False: the run had no transformers model."""
+def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] | None:
+    """config.json (returned), generation config, tokenizer; None: the run had no transformers model."""
     if not (source / "config.json").is_file():
-        return False
+        return None
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.is_symlink():
             shutil.copyfile(file, folder / file.name)
     try:
-        config = json.loads(foreign.read_plain(folder / "config.json", foreign.DESCRIPTION))
+        config: dict[str, Any] = json.loads(foreign.read_plain(folder / "config.json", foreign.DESCRIPTION))
         config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{source / 'config.json'} is no JSON ({error}); bring it back") from None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    return True
+    return config
 
 
 def model_card(run: Path, manifest: Manifest, dtype: str) -> str:

@@ -62,5 +62,5 @@ def run(arguments: argparse.Namespace) -> None:
             f"the base is as the adapter was trained over it, in nf4: {done.rounding_error:.2%} off the "
             "original weights (||W - W in nf4|| / ||W||)"
         )
-    if done.is_transformers:
-        print(f'AutoModelForCausalLM.from_pretrained("{arguments.out}") opens it')
+    if done.auto_class is not None:
+        print(f'{done.auto_class}.from_pretrained("{arguments.out}") opens it')

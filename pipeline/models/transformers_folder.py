@@ -5,6 +5,7 @@ holds what a library may read.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ def write_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         generation.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
+
+
+def auto_class_for(config: Mapping[str, Any]) -> str:
+    """The class of transformers that opens a folder with this config.json: a reward model's, or a language
+    model's.
+    """
+    names = config.get("architectures") or [""]
+    is_reward = str(names[0]).endswith("ForSequenceClassification")
+    return f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
 
 
 def folder_or_hub_name(given: str) -> str:

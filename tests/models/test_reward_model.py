@@ -15,6 +15,7 @@ from support.preferences import ALONE, train_answers, tree_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import pipeline
+from pipeline.__main__ import main
 from pipeline.errors import ConfigError, ModelError
 
 QUESTION = [{"role": "user", "content": "What is the sky?"}]
@@ -81,10 +82,12 @@ def score_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
     return model.eval()(IDS).logits[0, 0]
 
 
-def test_transformers_says_the_same_of_an_answer(tmp_path, base):
+def test_transformers_says_the_same_of_an_answer(tmp_path, base, capsys):
     row, expected = run(settings(tmp_path, "run", {"pretrained": str(base)}, base))
     assert row["eval/rewards/accuracy"] == 1
-    pipeline.export(tmp_path / "run", tmp_path / "out")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    opens_it = f'AutoModelForSequenceClassification.from_pretrained("{tmp_path / "out"}") opens it'
+    assert capsys.readouterr().out.splitlines()[-1] == opens_it
     torch.testing.assert_close(score_of(tmp_path / "out"), expected, rtol=1e-6, atol=2e-6)
     assert pipeline.evaluate(tmp_path / "run")["eval/loss"] == pytest.approx(row["eval/loss"], rel=1e-6)
     with pytest.raises(ModelError, match="no `generate`"):
@@ -102,7 +105,8 @@ def test_an_adapter_trains_the_scoring_layer_whole(tmp_path, base):
     assert row["eval/rewards/accuracy"] == 1
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
     torch.testing.assert_close(score_of(base, tmp_path / "adapter"), expected, rtol=1e-5, atol=1e-5)
-    pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    merged = pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    assert merged.auto_class == "AutoModelForSequenceClassification"
     torch.testing.assert_close(score_of(tmp_path / "merged"), expected, rtol=1e-5, atol=1e-5)
 
 
