@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, Tag, ValidationError
 
 from pipeline.config.consistency import contradictions
+from pipeline.config.data_schema import DocumentsConfig, SourceConfig
 from pipeline.config.loading import ConfigFile, did_you_mean
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
@@ -132,6 +133,8 @@ def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
     if ALIASES.get(key, dotted) != dotted:  # the same: a key of another kind of this section
         return f"unknown key; here it is {ALIASES[key]}"
+    if section is not None and issubclass(section, DocumentsConfig) and key in SourceConfig.model_fields:
+        return f"unknown key; it goes with a source: data.sources: [{{paths: [...], {key}: ...}}]"
     hint = did_you_mean(key, section.model_fields if section else {})
     if "did you mean" not in hint and (kinds := _kinds_with(key, dotted)):
         hint = f"; it goes with kind {' or '.join(kinds)}"

@@ -56,6 +56,12 @@ def refused(tmp_path, capsys):
         (CNN, ["objective={kind: model_loss, class_weights: [1]}"], "command line: objective.class_we"),
         (CNN, ["objective.kind=clasification"], "command line: objective.kind: 'clasification' is no kn"),
         (LLAMA, ["model.channels=3"], "command line: model.channels: unknown key; it goes with kind cnn"),
+        (
+            LLAMA,
+            ["data.bad_records=skip"],
+            "command line: data.bad_records: unknown key; it goes with a source: "
+            "data.sources: [{paths: [...], bad_records: ...}]",
+        ),
         (CNN, ["schedule.decay_steps=3"], "command line: schedule.decay_steps: a cosine schedule does"),
         (CNN + "schedule: {kind: constant, min_learning_rate_ratio: 0}\n", [], "recipe.yaml:4: schedule.min"),
         (CNN, ["data={kind: text, paths: [a]}"], "command line: data.kind text: a cnn model cannot"),
