@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from pipeline.config.model_schema import Closed
 
 Kind = Literal["lora", "rslora", "dora"]
+RANK, ALPHA = 32, 32.0
 
 
 class AdapterConfig(Closed):

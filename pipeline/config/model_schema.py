@@ -98,6 +98,18 @@ class CausalLMConfig(ModelSection):
     it."""
 
 
+# The recipe's word -> transformers' word.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "max_sequence_length": "max_position_embeddings",
+}
+
+
 class CNNConfig(ModelSection):
     """A small convolutional network for images, a plain nn.Module."""
 

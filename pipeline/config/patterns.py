@@ -11,6 +11,21 @@ from pipeline.errors import ConfigError
 _NEAREST = 3
 
 
+def matching_parts(pattern: str, names: Iterable[str], key: str, what: str) -> list[str]:
+    """The names that a pattern of whole names matches, or whose last parts it is, as peft has it.
+
+    Raises:
+        ConfigError: there are none; says which names are nearest.
+    """
+    names = list(names)
+    found = [n for n in names if fnmatchcase(n, pattern) or n.endswith(f".{pattern}")]
+    if found:
+        return found
+    last = {name.rpartition(".")[2] for name in names}
+    near = difflib.get_close_matches(pattern, [*last, *names], _NEAREST, cutoff=0.0)
+    raise ConfigError(f"{key}: {pattern!r} matches no {what} of the model; nearest: {', '.join(near)}")
+
+
 def matching(pattern: str, names: Iterable[str], key: str, of_what: str = "of the model") -> list[str]:
     """The names that the pattern matches as a whole; `*` also matches dots.
 

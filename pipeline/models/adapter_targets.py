@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from pipeline.config.adapter_schema import AdapterConfig
+from pipeline.config.patterns import matching_parts
 from pipeline.errors import ConfigError, ModelError
-
-_NEAREST = 3
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -51,7 +48,7 @@ def targets_of(config: AdapterConfig, model: nn.Module, layers: Mapping[str, Any
         return names
     found: dict[str, None] = {}
     for pattern in config.targets:
-        its = _matching(pattern, layers, "adapter.targets", "linear layer")
+        its = matching_parts(pattern, layers, "adapter.targets", "linear layer")
         if kept := sorted(set(its) - set(names)):
             raise ConfigError(
                 f"adapter.targets: {pattern!r} matches {kept[0]}, the output layer, which gets no adapter; "
@@ -72,17 +69,6 @@ def trained_whole(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]
     ]
     found = [model.get_parameter(name) for name in getattr(model, "drawn_beside_weights", ())]
     for pattern in config.modules_to_save or ():
-        for name in _matching(pattern, names, "adapter.modules_to_save", "module"):
+        for name in matching_parts(pattern, names, "adapter.modules_to_save", "module"):
             found += list(model.get_submodule(name).parameters())
     return found
-
-
-def _matching(pattern: str, names: Iterable[str], key: str, what: str) -> list[str]:
-    """A pattern of whole names, or a name's last parts, as peft has it."""
-    names = list(names)
-    found = [n for n in names if fnmatchcase(n, pattern) or n.endswith(f".{pattern}")]
-    if found:
-        return found
-    last = {name.rpartition(".")[2] for name in names}
-    near = difflib.get_close_matches(pattern, [*last, *names], _NEAREST, cutoff=0.0)
-    raise ConfigError(f"{key}: {pattern!r} matches no {what} of the model; nearest: {', '.join(near)}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.adapter_schema import AdapterConfig
+from pipeline.config.adapter_schema import ALPHA, RANK, AdapterConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError
 from pipeline.models.adapter_files import PeftFolder
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 NAME = "default"  # peft's, of the only adapter of a model
-RANK, ALPHA = 32, 32.0
 
 
 def is_base(parameter: Tensor) -> bool:

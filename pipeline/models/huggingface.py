@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from pipeline.config.loading import did_you_mean
-from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.model_schema import FIELDS, CausalLMConfig
 from pipeline.errors import ModelError, one_line
 from pipeline.models.attention import transformers_name
 from pipeline.models.initialising import draw_weights
@@ -41,16 +41,6 @@ log = logging.getLogger(__name__)
 # What transformers raises for values of a config that cannot be.
 IMPOSSIBLE = (StrictDataclassError, ImportError, KeyError, RecursionError, TypeError, ValueError)
 
-# The recipe's word -> transformers' word.
-FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "max_sequence_length": "max_position_embeddings",
-}
 # Older architectures have words of their own for the width of the MLP.
 OWN_WORDS = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
 

@@ -1,0 +1,84 @@
+"""The planner's model of what has to be built to be known: any nn.Module, made without values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.config.model_schema import CausalLMConfig, CustomModelConfig
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ModelError, PipelineError, one_line
+from pipeline.importing import import_object
+from pipeline.models import build_model
+from pipeline.models.sharding import ModelRequest, Whole
+from pipeline.models.sizes import model_of
+from pipeline.models.traced import trial_of
+from pipeline.planning.model import Model
+from pipeline.planning.shapes import needed_words, trained_parts
+
+CLASSES = {"digits": 10}  # of data that say so themselves; of others as many as ImageNet's
+
+
+class Unfilled(Whole):
+    """A model without values."""
+
+    def construct(self) -> Any:
+        return torch.device("meta")
+
+
+def count(config: RunConfig) -> Model:
+    """Names and shapes of the parameters of what a recipe trains.
+
+    Raises:
+        ModelError: it cannot be made, or not without values.
+    """
+    asked = config.model
+    try:
+        module = _make(config)
+    except PipelineError:
+        raise
+    except Exception as error:  # of a stranger's code, or of a library that it needs values for
+        raise ModelError(
+            f"model: it cannot be counted without values ({type(error).__name__}: {one_line(error)}); a run "
+            "says what it takes before its first step"
+        ) from None
+    name = getattr(asked, "pretrained", None) or getattr(asked, "architecture", None) or asked.kind
+    model = model_of(module)
+    model = replace(model, name=name, trial=None if model.dimensions else trial_of(config, module))
+    return trained_parts(model, asked.freeze, config.adapter)
+
+
+def _make(config: RunConfig) -> nn.Module:
+    asked, words = config.model, needed_words(config)
+    if isinstance(asked, CustomModelConfig):
+        with torch.device("meta"):
+            module = import_object(asked.kind, ModelError)(**asked.args)
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"model.kind: {asked.kind} returned a {type(module).__name__}, not an nn.Module")
+        return module
+    if isinstance(asked, CausalLMConfig) and asked.pretrained is not None:
+        from transformers import AutoConfig
+
+        from pipeline.models.reward_model import model_class, reward_model_class
+
+        theirs = AutoConfig.from_pretrained(asked.pretrained, trust_remote_code=asked.trust_remote_code)
+        if asked.grow_vocabulary:
+            theirs.vocab_size = max(words or 0, theirs.vocab_size)
+        is_reward = config.objective.kind == "reward"
+        made: nn.Module
+        with torch.device("meta"):
+            made = (reward_model_class if is_reward else model_class)(theirs).from_config(theirs)
+        return made
+    request = ModelRequest(
+        Unfilled(),
+        vocab_size=words,
+        sequence_length=getattr(config.data, "sequence_length", None),
+        num_classes=getattr(asked, "num_classes", None) or CLASSES.get(config.data.kind, 1000),
+        num_channels=getattr(config.data, "channels", None),
+        gives_scores=config.objective.kind == "reward",
+        draws=False,
+    )
+    return build_model(asked, request, config.seed)

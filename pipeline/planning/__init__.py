@@ -1,0 +1,1 @@
+"""What a run takes before it starts: memory, time, and what to change. Imports no torch."""

@@ -1,0 +1,60 @@
+"""Names and shapes that the planner knows, against transformers' own models, made without values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.planning.families import build, families
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "vocab_size": 320,
+    "pad_token_id": 0,
+}
+EXTRA = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "qwen3": {"attention_bias": True, "head_dim": 24},
+    "olmo2": {"num_key_value_heads": 2},
+    "starcoder2": {"use_bias": False},
+    "stablelm": {"use_qkv_bias": True},
+    "gpt2": {"n_inner": 100},
+    "opt": {"word_embed_proj_dim": 96, "ffn_dim": 128},
+}
+
+
+def parameters(config) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_family_has_the_parameters_of_transformers(family):
+    groups = {} if family in ("gpt2", "gpt_neox", "opt") else {"num_key_value_heads": 2}
+    for stated in ({"num_hidden_layers": 2}, SMALL | groups | EXTRA.get(family, {})):
+        theirs = parameters(AutoConfig.for_model(family, **stated))
+        ours = build(family, stated)
+        assert ours is not None
+        assert {p.name: p.shape for p in ours.parameters} == theirs
+        assert len(ours.parameters) == len(theirs)
+
+
+@pytest.mark.parametrize("family", families())
+def test_the_defaults_are_transformers_own(family):
+    default = AutoConfig.for_model(family)
+    template = families()[family]
+    theirs = {ours: own for own, ours in template.get("words", {}).items()}
+    for key, value in template["defaults"].items():
+        name = theirs.get(key, key)
+        assert getattr(default, name if hasattr(default, name) else key) == value, key
+    assert bool(template["defaults"].get("tie_word_embeddings")) == default.tie_word_embeddings
+
+
+def test_what_changes_shapes_unknown_here_is_not_guessed():
+    assert build("phi", {"qk_layernorm": True}) is None
+    assert build("opt", {"word_embed_proj_dim": 512, "hidden_size": 1024}) is None
+    assert build("deepseek_v3", {}) is None

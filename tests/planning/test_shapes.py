@@ -1,0 +1,74 @@
+"""The model that the planner sees of a recipe, against the one that a run builds of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from parity.measure import ALONE
+from support.tiny import make_engine, recipe, settings, token_bundle
+
+from pipeline.errors import ConfigError, ModelError
+from pipeline.planning.shapes import model_of, read_config
+
+PLAIN = {"torch": {"parallel": "single"}}
+LLAMA = recipe()["model"]
+GPT2 = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 2, "num_heads": 4, "hidden_size": 32}
+TIED = LLAMA | {"extra": {"tie_word_embeddings": True}}
+CASES = {
+    "new": {"model": LLAMA},
+    "grouped keys": {"model": LLAMA | {"num_key_value_heads": 2}},
+    "heads that do not divide": {"model": LLAMA | {"architecture": "qwen2", "num_heads": 2}},
+    "gpt2": {"model": GPT2},
+    "frozen": {"model": LLAMA | {"freeze": ["*norm*", "model.layers.0.*"]}},
+    "frozen, tied": {"model": TIED | {"freeze": ["lm_head.*"]}},
+    "lora": {"adapter": {"rank": 4}},
+    "lora, gpt2": {"model": GPT2, "adapter": {"rank": 4}},
+    "dora": {"adapter": {"kind": "dora", "rank": 4, "targets": ["q_proj", "*.0.mlp.down_proj"]}},
+    "saved whole": {"adapter": {"rank": 4, "modules_to_save": ["lm_head", "model.layers.1"]}},
+    "saved whole, tied": {"model": TIED, "adapter": {"rank": 4, "modules_to_save": ["lm_head"]}},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_it_has_the_parameters_that_a_run_has(case):
+    tree = recipe(**case)
+    tree["model"] = {**tree["model"], "vocab_size": 257}
+    module = make_engine(ALONE, tree, PLAIN, token_bundle()).module
+    model = model_of(settings(tree, PLAIN).config)
+    assert model is not None
+    ours = {p.name: (p.shape, p.trains) for p in model.parameters}
+    assert ours == {n: (tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ({"model": LLAMA | {"freeze": ["model.layer.*"]}}, "model.freeze: 'model.layer.*' matches no"),
+        ({"adapter": {"targets": ["k_prj"]}}, "adapter.targets: 'k_prj' matches no linear layer"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_told_before_the_run(case, words):
+    with pytest.raises(ConfigError, match=words):
+        model_of(settings(recipe(**case), PLAIN).config)
+
+
+def test_a_folder_needs_a_config_and_no_weights(tmp_path):
+    stated = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    tree = recipe(model={"kind": "causal_lm", "pretrained": str(tmp_path)})
+    model = model_of(settings(tree, PLAIN).config)
+    assert model is not None
+    assert model.dimensions.layers == 3
+    for text, words in (("{", "is no JSON"), ("[]", "no JSON object")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=words):
+            read_config(str(tmp_path))
+    with pytest.raises(ModelError, match="there is no such folder"):
+        read_config("./nowhere")
+
+
+def test_what_has_to_be_built_is_not_guessed():
+    assert model_of(settings(recipe(model={"kind": "cnn"}), PLAIN).config) is None
+    other = LLAMA | {"architecture": "deepseek_v3"}
+    assert model_of(settings(recipe(model=other), PLAIN).config) is None
