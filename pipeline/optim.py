@@ -15,13 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeline.config.optimizer_schema import OptimizerConfig
-from pipeline.config.patterns import matching
-from pipeline.errors import ConfigError, ModelError
+from pipeline.config.parameter_groups import GroupKey, group_keys, kind_of
 
 START = 0.0  # of an optimizer whose rate follows from the model: set_learning_rate is called before each step
-
-GroupKey = tuple[int, bool]
-"""(0, or the number of the group in optimizer.groups from 1 on; whether it is what of it does not decay)."""
 
 
 def parameter_groups(
@@ -38,35 +34,10 @@ def parameter_groups(
 
 
 def assigned(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> dict[str, GroupKey]:
-    """Name -> group of each parameter of a whole model that is trained.
-
-    Matrices decay; biases, norms and other vectors do not, where their group does not say so.
-
-    Raises:
-        ConfigError, ModelError: see `parameter_groups`. Or muon is to step what is no matrix.
-    """
+    """Name -> group of each parameter of a whole model that is trained; see `group_keys`."""
     # A ZeRO-3 parameter is empty between uses; ds_shape is its whole shape.
     trained = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
-    if not trained:
-        raise ModelError("the model has no parameter that requires a gradient; nothing can be trained")
-    group_of: dict[str, int] = {}
-    for number, group in enumerate(config.groups or [], 1):
-        for pattern in group.patterns:
-            key = f"optimizer.groups.{number - 1}.patterns"
-            for name in matching(pattern, trained, key, "that is trained"):
-                group_of.setdefault(name, number)  # the first group that matches
-        flat = [name for name, its in group_of.items() if its == number and trained[name] != 2]
-        if flat and group.kind == "muon":
-            raise ConfigError(
-                f"optimizer.groups.{number - 1}.kind: muon steps matrices, and {flat[0]} has "
-                f"{trained[flat[0]]} dimension(s); write patterns that match matrices alone"
-            )
-    keys: dict[str, GroupKey] = {}
-    for name, dimensions in trained.items():
-        number = group_of.get(name, 0)
-        decays_all = number > 0 and (config.groups or [])[number - 1].weight_decay is not None
-        keys[name] = (number, dimensions < 2 and not decays_all)
-    return keys
+    return group_keys(trained, config)
 
 
 def grouped(
@@ -91,7 +62,7 @@ def grouped(
                 "params": parameters,
                 "weight_decay": 0.0 if is_undecayed else decay,
                 "lr_factor": 1.0 if own is None else own.learning_rate_factor,
-                "kind": config.kind if own is None or own.kind is None else own.kind,
+                "kind": kind_of((number, is_undecayed), config),
             }
         )
     return [group for group in groups if group["params"]]

@@ -40,6 +40,7 @@ from pipeline.engine.state import State, restore
 from pipeline.engine.step_gate import StepGate
 from pipeline.op_builds import CPU_ADAM, needed_ops
 from pipeline.optim import START, build_torch_optimizer
+from pipeline.planning.buffers import fitted_bucket
 from pipeline.shards import Scalars, Shard, ShardSource
 
 # The search for an fp16 loss scale: in a checkpoint -> DeepSpeed's word. ZeRO 0 keeps no hysteresis.
@@ -84,25 +85,17 @@ def build_optimizer(
     return build_torch_optimizer(groups, optimizer)
 
 
-# Elements: below, a reduction takes its latency. In so many parts a model is reduced beside its backward.
-_SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 50_000_000, 500_000_000, 8
-
-
 def fit_bucket(config: dict[str, Any], num_parameters: int) -> None:
-    """A bucket for gradients that is no larger than all of them, in place.
-
-    DeepSpeed's, of half a billion elements, is allocated whole in each step, twice with overlap_comm, and a
-    model that fits into it is reduced after the backward.
-    """
+    """A bucket for gradients that is no larger than all of them, in place."""
     zero = config["zero_optimization"]
-    chosen = min(max(num_parameters // _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
-    zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", chosen)), max(1, num_parameters))
+    zero["reduce_bucket_size"] = fitted_bucket(zero.get("reduce_bucket_size"), num_parameters)
 
 
 class DeepSpeedBase(ABC):
     """An Engine but for its steps, whatever deepspeed.initialize makes of the optimizer."""
 
     _optimizer: torch.optim.Optimizer
+    dp_world_size: int
 
     def __init__(self, num_parameters: int, optimizer: OptimizerConfig, split: Split, job: Job):
         """Before any process group of the engine is made; `_groups.keep()` once it stands."""
@@ -138,6 +131,16 @@ class DeepSpeedBase(ABC):
         self._stepped = [self._optimizer, *([] if other is None else [other])]
         self._gate = StepGate(self.module, *self._stepped)
         self._refusal = Refusal(self._job, self.module)
+
+    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """See Engine.divide. DeepSpeed reads these numbers where it counts to the next update."""
+        config = self._engine._config
+        config.train_micro_batch_size_per_gpu = micro_batch_size
+        config.gradient_accumulation_steps = gradient_accumulation_steps
+        config.train_batch_size = micro_batch_size * gradient_accumulation_steps * self.dp_world_size
+        self._engine.micro_steps = 0  # of updates that are done: else the next would come early or late
+        if hasattr(self._zero_optimizer, "gradient_accumulation_steps"):
+            self._zero_optimizer.gradient_accumulation_steps = gradient_accumulation_steps
 
     def _refuse_steps(self) -> None:
         """Has steps whose norm is DeepSpeed's held to their limits: it has the norm before they begin."""

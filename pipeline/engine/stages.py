@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from deepspeed.pipe import TiedLayerSpec
-from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import Tensor, nn
 
 from pipeline.config.optimizer_schema import OptimizerConfig
@@ -34,6 +33,7 @@ from pipeline.models.staging import (
     without_values,
 )
 from pipeline.optim import assigned, grouped
+from pipeline.planning.cutting import balanced, uniform
 
 
 class StageSharding:
@@ -128,14 +128,14 @@ class StageSharding:
                 f"without one has nothing to do; ask for {model.num_blocks} stages at most"
             )
         if how == "uniform":
-            units = partition_uniform(model.num_blocks, stages)
+            units = uniform(model.num_blocks, stages)
         else:
             weights: list[float] = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
             if how == "time":
                 measured = self._seconds(model) if self._job.ranks.is_main_process else []
                 weights = self._job.broadcast_object(measured)
-            units = partition_balanced(_by_block(weights, model), stages)
-        inner = [model.first_block + int(unit) for unit in units[1:-1]]
+            units = balanced(_by_block(weights, model), stages)
+        inner = [model.first_block + unit for unit in units[1:-1]]
         return [0, *inner, len(model.layers)]
 
     def _seconds(self, model: LayeredModel) -> list[float]:
