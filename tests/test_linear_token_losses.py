@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from test_linear_cross_entropy import ROUNDING, make
 
 from pipeline.data.batches import IGNORE_INDEX
-from pipeline.objectives import linear_cross_entropy as linear
 from pipeline.objectives.given_logits import token_losses
 from pipeline.objectives.linear_token_losses import linear_token_losses
+from pipeline.planning import chunks
 
 
 def leaves_of(*parts):
@@ -22,9 +22,9 @@ def leaves_of(*parts):
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("filled", [1, 64], ids=["as it is", "filled up"])
 def test_it_equals_torchs_own(monkeypatch, dtype, ignored, filled):
-    monkeypatch.setattr(linear, "CPU_CHUNK", (16 * 70 * dtype.itemsize, 1))
-    monkeypatch.setattr(linear, "CPU_BLOCK", 3 * 70)
-    monkeypatch.setitem(linear.MULTIPLE, "cpu", filled)
+    monkeypatch.setattr(chunks, "CPU_CHUNK", (16 * 70 * dtype.itemsize, 1))
+    monkeypatch.setattr(chunks, "CPU_BLOCK", 3 * 70)
+    monkeypatch.setitem(chunks.MULTIPLE, "cpu", filled)
     *parts, labels = make(50, 70, dtype, ignored=ignored)
     incoming = torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found, expected = leaves_of(*parts), leaves_of(*(part.double() for part in parts))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-QUERIES = 256  # of a block: fewer are more calls, more are more pairs beside a window
+from pipeline.planning.chunks import QUERIES
 
 
 @dataclass(frozen=True)

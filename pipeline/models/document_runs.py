@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pipeline.models.block_attention import QUERIES, Scores
+from pipeline.models.block_attention import Scores
+from pipeline.planning.chunks import QUERIES
 
 BLOCK = 64  # tokens of short documents that share one small mask on a CPU
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Elements of the weight's gradient that are added up at once on a CPU, 256 words or more: the product is
-# still cached, and neither it nor its fp32 copy is as large as the weight.
-CPU_PART = 1 << 19
+from pipeline.planning.chunks import CPU_PART
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -10,7 +10,6 @@ Shapes: N tokens, D width of the hidden states, V words (of this rank), C tokens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import repeat
@@ -24,21 +23,11 @@ from torch.autograd.function import once_differentiable
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.objectives.added_products import add_product
 from pipeline.objectives.vocabulary_part import VocabularyPart
+from pipeline.planning.chunks import block_of_rows, chunk_of_tokens, filled_up
 
-# Bytes of a chunk's logits, and tokens where these are more: products are fast from a few hundred tokens on,
-# and adding up the weight's gradient costs a pass over it a chunk. 5,300 tokens on a GPU in bf16 with 50k
-# words; on a CPU less than the 32 MiB from which on glibc maps a block anew in each step.
-CPU_CHUNK = (30 << 20, 512)
-GPU_CHUNK = (1 << 29, 1)
-# fp32 elements that are worked on at once: 1 MiB stays in a core's cache; a GPU wants few, large kernels.
-CPU_BLOCK = 1 << 18
-GPU_BLOCK = 1 << 26
 # What gradients are multiplied by in fp16 until the incoming one is known: probabilities down to 2^-22 keep
 # all their bits, and a hidden state's gradient, at most 512 times a weight, stays below the largest number.
 FP16_SCALE = 256.0
-# By kind of device, what a layer's words are filled up to a multiple of: tensor cores take rows of logits of
-# an odd length, such as 50,257 words', at a fraction of their rate.
-MULTIPLE = {"cuda": 64}
 
 
 def linear_cross_entropy_sum(
@@ -152,8 +141,8 @@ def _counted(labels_N: Tensor) -> Tensor | None:
 
 
 def _filled_up(of_words: Tensor) -> Tensor:
-    """With rows of zeros for words that there are not, whose logits are nobody's; see MULTIPLE."""
-    further = -len(of_words) % MULTIPLE.get(of_words.device.type, 1)
+    """With rows of zeros for words that there are not, whose logits are nobody's."""
+    further = filled_up(len(of_words), of_words.device.type) - len(of_words)
     return F.pad(of_words, (0, 0) * (of_words.dim() - 1) + (0, further)) if further else of_words
 
 
@@ -183,9 +172,8 @@ class Sums:
 
     def add(self, labels_N: Tensor) -> None:
         tokens, words = len(labels_N), len(self._weight_VD)
-        most, least = CPU_CHUNK if labels_N.device.type == "cpu" else GPU_CHUNK
-        chunks = math.ceil(tokens / max(least, most // (self._most_words() * self._x_ND.element_size())))
-        size = max(1, math.ceil(tokens / max(1, chunks)))  # alike: a remnant would cost as many passes
+        on_cpu = labels_N.device.type == "cpu"
+        size = chunk_of_tokens(tokens, self._most_words(), self._x_ND.element_size(), on_cpu)
         logits_CV = self._x_ND.new_empty(min(size, tokens), words)
         for start in range(0, tokens, size):
             chunk = slice(start, start + size)
@@ -220,7 +208,7 @@ class Sums:
     def _loss_of(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
         """The chunk's losses (C, 1). Logits become gradients of them, where these are needed."""
         on_cpu = labels_C.device.type == "cpu"
-        size = min(len(labels_C), max(1, (CPU_BLOCK if on_cpu else GPU_BLOCK) // logits_CV.shape[1]))
+        size = min(len(labels_C), block_of_rows(logits_CV.shape[1], on_cpu))
         is_counted_C1 = (labels_C != IGNORE_INDEX)[:, None]
         label_C1 = labels_C.clamp(min=0)[:, None]
         own_C1 = logits_CV.gather(1, label_C1).to(self._dtype)
@@ -294,7 +282,6 @@ class _SumsOverRanks(Sums):
 
 def blocks_of(logits_NV: Tensor) -> Iterator[slice]:
     """Rows that are worked on in fp32 at once."""
-    elements = CPU_BLOCK if logits_NV.device.type == "cpu" else GPU_BLOCK
-    rows = max(1, elements // logits_NV.shape[1])
+    rows = block_of_rows(logits_NV.shape[1], logits_NV.device.type == "cpu")
     for start in range(0, logits_NV.shape[0], rows):
         yield slice(start, start + rows)

@@ -14,9 +14,10 @@ from support.tiny import make_engine, recipe, token_bundle
 
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
-from pipeline.objectives import CausalLM, VocabularyPart, linear_cross_entropy
+from pipeline.objectives import CausalLM, VocabularyPart
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
 from pipeline.objectives.vocabulary_part import part_of_vocabulary
+from pipeline.planning import chunks
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +52,9 @@ def cut(job: Job, cases):
     """(loss, gradients of the hidden states, of this rank's rows and of their biases) of each."""
     own, found = (slice(0, 20), slice(20, WORDS))[job.ranks.rank], []
     with (
-        patch.object(linear_cross_entropy, "CPU_CHUNK", (16 * 20 * 2, 1)),
-        patch.object(linear_cross_entropy, "CPU_BLOCK", 3 * 20),
-        patch.dict(linear_cross_entropy.MULTIPLE, cpu=8),  # rows are filled up as on a GPU
+        patch.object(chunks, "CPU_CHUNK", (16 * 20 * 2, 1)),
+        patch.object(chunks, "CPU_BLOCK", 3 * 20),
+        patch.dict(chunks.MULTIPLE, cpu=8),  # rows are filled up as on a GPU
     ):
         for case in cases:
             hidden, weight, bias, labels = inputs(*case)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pipeline.objectives import VocabularyPart
 from pipeline.objectives import linear_cross_entropy as linear
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
+from pipeline.planning import chunks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +35,8 @@ def test_it_equals_torchs_own_without_a_sync(dtype, rounding, part):
     labels = torch.randint(0, 1000, (300,), **make)
     labels[::3] = -100
     with (
-        patch.object(linear, "GPU_CHUNK", (128 * 1000 * dtype.itemsize, 1)),
-        patch.object(linear, "GPU_BLOCK", 50 * 1000),
+        patch.object(chunks, "GPU_CHUNK", (128 * 1000 * dtype.itemsize, 1)),
+        patch.object(chunks, "GPU_BLOCK", 50 * 1000),
     ):
         torch.cuda.set_sync_debug_mode("error")
         try:

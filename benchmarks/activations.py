@@ -1,0 +1,240 @@
+"""Writes pipeline/planning/activations.json: what a family's blocks keep and need, in terms of their sizes.
+
+Each allocation of a block is a sum of products of sizes (tokens x hidden, ...): the coefficients are solved
+for from trials of different sizes, and what another allocation always exceeds is dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support.traced_blocks import LAYERS, Case, Sizes, trace  # noqa: E402
+
+from pipeline.planning.activations import FILE, OF_WEIGHTS, row_name, terms  # noqa: E402
+from pipeline.planning.activations import Sizes as Terms  # noqa: E402
+
+# Of a block's products those that most families have; and what others have besides.
+BASE = ("ND", "NI", "NQ", "NK", "NH", "NW", "N", "T", "DI", "DQ", "DK", "D", "TW", "1")
+BESIDES = {
+    "qwen2": ("Q", "K"),
+    "qwen3": ("NG", "W"),
+    "gpt2": ("I", "TD"),
+    "gpt2_dropout": ("I", "TD"),
+    "gemma3_text": ("NG", "W"),
+    "olmo2": ("Q", "K"),
+    "gemma2": ("NTH", "NG"),
+    "mixtral": ("NE", "NA", "NAD", "NAI", "EDI", "ED"),
+    "qwen3_moe": ("NG", "W", "NE", "NA", "NAD", "NAI", "EDI", "ED"),
+}
+STRETCHES = {"start": "start", "forward 1": "forward", f"forward {LAYERS}": "end", "backward 1": "backward"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
+    parser.add_argument("--devices", nargs="+", default=["cpu", "cuda"])
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--output", type=Path, default=FILE)
+    parser.add_argument("--words", nargs="*", help="of a row's name, at least one of these alone")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for device in given.devices:
+        with _device(device) as there:
+            for case in cases(given.families, device, given.compiled):
+                if given.words is not None and not (set(row_name(case).split()[2:]) <= set(given.words)):
+                    continue
+                start = time.perf_counter()
+                try:
+                    found, error = solved(case, there)
+                except Exception as problem:
+                    print(row_name(case), "FAILED", type(problem).__name__, str(problem)[:200], flush=True)
+                    continue
+                if error > 0.01:
+                    print(row_name(case), f"FAILED other sizes take {error:.0%} more or less", flush=True)
+                    continue
+                _write(given.output, row_name(case), found)
+                count = {k: len(v) if isinstance(v, list) else 1 for k, v in found.items()}
+                print(
+                    row_name(case),
+                    f"worst {error:.4%}",
+                    f"{time.perf_counter() - start:.0f} s",
+                    count,
+                    flush=True,
+                )
+
+
+FAMILIES: dict[str, tuple[tuple[str, Any], ...]] = {
+    "llama": (),
+    "gpt2": (("resid_pdrop", 0.0), ("embd_pdrop", 0.0), ("attn_pdrop", 0.0)),
+    "gpt2_dropout": (),
+    "qwen2": (),
+    "qwen3": (),
+    "phi3": (("pad_token_id", 0),),
+    "olmo2": (),
+    "gemma3_text": (),
+    "gemma2": (),
+    "mixtral": (),
+    "qwen3_moe": (),
+}
+
+
+MIXTURES = ("mixtral", "qwen3_moe")
+GROUPED = {
+    "llama": (True, False),
+    "gpt2": (False,),
+    "gpt2_dropout": (False,),
+    "phi3": (True, False),
+    "olmo2": (True, False),
+}
+
+
+def cases(families: list[str], device: str, compiled: bool) -> Iterator[Case]:
+    for family in families:
+        for selective in (False, True):
+            for precision in ("fp32", "autocast", "half"):
+                for apart in (False, True):
+                    for grouped in GROUPED.get(family, (True,)):
+                        yield Case(
+                            family, device, precision, selective, apart, compiled, grouped, FAMILIES[family]
+                        )
+
+
+def _device(kind: str) -> Any:
+    if kind == "cpu":
+        return nullcontext(torch.device("cpu"))
+    from support.fake_cuda import DEVICE, hopper
+
+    @contextmanager
+    def there() -> Iterator[torch.device]:
+        with hopper():
+            yield DEVICE
+
+    return there()
+
+
+def drawn(case: Case, generator: random.Random) -> Sizes:
+    heads, groups = generator.choice([(4, 2), (8, 4), (6, 3), (6, 2), (8, 2), (9, 3)])
+    if not case.grouped:
+        groups = heads = generator.choice([2, 3, 4, 5, 6])
+    width = generator.choice([16, 32, 48, 64])
+    hidden = heads * 8 * generator.randint(2, 14)
+    if not case.has_own_width:
+        hidden = heads * width
+    rows = 1 if case.apart and case.device == "cpu" else generator.randint(1, 3)
+    sizes = Sizes(
+        rows, 2 * generator.randint(66, 120), hidden, 8 * generator.randint(6, 60), heads, groups, width
+    )
+    if case.family in MIXTURES:
+        experts = generator.choice([2, 4, 6])
+        sizes = replace(sizes, experts=experts, experts_per_token=generator.randint(1, experts))
+    return sizes
+
+
+def solved(case: Case, device: torch.device) -> tuple[dict[str, Any], float]:
+    names = [*BASE, *BESIDES.get(case.family, ())]
+    generator, many = random.Random(0), random.Random(1)
+    wide = _table([drawn(case, many) for _ in range(60)], names)
+    # Of products that are the same in this family's models, the first one.
+    columns: list[int] = []
+    for index in range(len(names)):
+        trial = wide[:, [*columns, index]]
+        if np.linalg.matrix_rank(trial / trial.max(0).clip(1), tol=1e-7) == len(columns) + 1:
+            columns.append(index)
+    trials = len(columns) + 1
+    sizes = [drawn(case, generator) for _ in range(trials + 1)]
+    run = replace(case, family=case.family.removesuffix("_dropout"))
+    trace(run, sizes[0], device)
+    gc.collect()
+    gc.freeze()
+    traces = [trace(run, each, device) for each in sizes]
+    rows = _table(sizes, names)
+    known = rows[:trials]
+    worst = 0.0
+
+    def solve(values: Any) -> dict[str, float]:
+        nonlocal worst
+        y = np.array(values, dtype=float)
+        scale = known[:, columns].max(0)
+        x = np.linalg.lstsq(known[:, columns] / scale, y[:trials], rcond=None)[0] / scale
+        x = np.where(np.abs(x - x.round()) < 0.02, x.round(), x.round(3))
+        top = np.maximum(np.abs(y), 1).max()
+        worst = max(worst, float((np.abs(rows[:, columns] @ x - y) / np.abs(y).clip(top / 10)).max()))
+        return {names[c]: float(v) for c, v in zip(columns, x, strict=True) if v}
+
+    def live(name: str) -> Any:
+        return np.array([t[name][0] for t in traces], dtype=float)
+
+    before = live("forward 0")
+    left = solve(live("backward 1") - live("backward 0"))
+    # What a model's variables hold for a while is no block's: in a forward autocast's weights alone are more.
+    cast = {n: f for n, f in solve(live("forward 1") - before).items() if n in OF_WEIGHTS}
+    kept = {n: f for n, f in left.items() if n not in OF_WEIGHTS} | cast
+    of_block = rows @ np.array([kept.get(name, 0.0) for name in names])
+    behind = before + LAYERS * of_block
+    found: dict[str, Any] = {
+        "before": solve(before),
+        "kept": kept,
+        "loss": solve(live("loss") - behind),
+        "left": solve(live("backward 0")),
+        "kept_backward": left,
+    }
+    bases = {"start": 0 * before, "forward 1": before + of_block, "backward 1": live("backward 1")}
+    for marked, name in STRETCHES.items():
+        base = bases.get(marked, behind)
+        found[name] = _envelope([np.array(t[marked]) - b for t, b in zip(traces, base, strict=True)], solve)
+    return found, worst
+
+
+def _envelope(events: list[Any], solve: Any) -> list[dict[str, float]]:
+    """What a stretch needs at its allocations over what there is at its beginning; those alone that may be
+    the most."""
+    if len({len(each) for each in events}) > 1:
+        raise ValueError(f"other allocations: {sorted({len(e) for e in events})}")
+    forms: list[dict[str, float]] = []
+    values = np.array(events, dtype=float)
+    seen: set[bytes] = set()
+    for index in range(values.shape[1]):
+        column = values[:, index]
+        if column.tobytes() in seen or any(
+            (values[:, other] >= column).all() and (values[:, other] > column).any()
+            for other in range(values.shape[1])
+        ):
+            continue
+        seen.add(column.tobytes())
+        forms.append(solve(column))
+    return forms
+
+
+def _table(sizes: list[Sizes], names: list[str]) -> Any:
+    return np.array([[terms(_terms(each))[name] for name in names] for each in sizes], dtype=float)
+
+
+def _terms(sizes: Sizes) -> Terms:
+    return Terms(**vars(sizes))
+
+
+def _write(file: Path, key: str, found: dict[str, Any]) -> None:
+    tree = json.loads(file.read_text()) if file.exists() else {}
+    tree[key] = found
+    lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(tree.items()))
+    file.write_text("{\n" + lines + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

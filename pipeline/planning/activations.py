@@ -1,0 +1,200 @@
+"""What the blocks of a language model keep for backward, and need in forward and backward, in bytes.
+
+By coefficients of products of sizes, one row a family and way to compute (activations.json, written by
+benchmarks/activations.py from traced allocations). What a loss takes is loss.py's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.planning.chunks import QUERIES
+from pipeline.planning.model import Dimensions
+from pipeline.planning.work import Work
+
+FILE = Path(__file__).with_name("activations.json")
+# Products without a number of tokens: what of a block are its weights.
+OF_WEIGHTS = ("DI", "DQ", "DK", "D", "I", "Q", "K", "EDI", "ED")
+# Families whose blocks compute as another's, as far as memory can tell.
+ALIKE = {"mistral": "llama", "smollm3": "llama"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a micro-batch and a block, on one rank."""
+
+    rows: int
+    length: int
+    hidden: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    experts: int = 0
+    experts_per_token: int = 0
+
+
+class Way(Protocol):
+    """How a block is computed."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def selective(self) -> bool: ...
+    @property
+    def apart(self) -> bool: ...
+    @property
+    def compiled(self) -> bool: ...
+    @property
+    def grouped(self) -> bool: ...
+
+
+def row_name(way: Way) -> str:
+    """Of activations.json."""
+    family = ALIKE.get(way.family, way.family)
+    words = [word for word in ("selective", "apart", "compiled", "grouped") if getattr(way, word)]
+    return " ".join((family, way.device, way.precision, *words))
+
+
+def terms(sizes: Sizes, tensor: int = 1, sequence: int = 1) -> dict[str, float]:
+    """The products that bytes are sums of: N tokens, T of a row, D hidden, I intermediate, Q and K the width
+    of queries and of keys, H heads, G of keys, W the width of one, E experts, A of a token's.
+    """
+    n, t = sizes.rows * sizes.length / sequence, sizes.length
+    d, i, h, w = sizes.hidden, sizes.intermediate / tensor, sizes.heads / tensor, sizes.head_dim
+    g = sizes.key_value_heads / tensor
+    e, a = sizes.experts, sizes.experts_per_token
+    of = {"N": n, "T": t, "D": d, "I": i, "Q": h * w, "K": g * w, "H": h, "G": g, "W": w, "E": e, "A": a}
+    found = {"1": 1.0} | of
+    for name in ("ND", "NI", "NQ", "NK", "NH", "NG", "NW", "TW", "TD", "DI", "DQ", "DK", "NE", "NA", "ED"):
+        found[name] = of[name[0]] * of[name[1]]
+    found |= {"NAD": n * a * d, "NAI": n * a * i, "EDI": e * d * i}
+    found["NTH"] = n * h * min(t, QUERIES)
+    return found
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes of one block."""
+
+    kept: float
+    """From its forward to the end of the model's forward."""
+    kept_backward: float
+    """From there to its backward: without what autocast's cache held."""
+    forward: float
+    """The most in its forward, over what there is at its beginning."""
+    backward: float
+    recomputes: bool = False
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch, of a rank's blocks and what stands before and behind them."""
+
+    blocks: tuple[Block, ...]
+    start: float
+    """The most before the first block."""
+    before: float
+    """What is there when the first block begins."""
+    end: float
+    """The most behind the last block, over what is there at its end; without output layer and loss."""
+    of_loss: float
+    """What is there more when the loss begins its backward: normed hidden states, their gradient."""
+    carried: float
+    """What is there beside the blocks' own when a block begins its backward."""
+    host: float = 0.0
+    """Inputs of blocks that wait in host memory."""
+
+
+def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
+    """Of compiled blocks without a row of their own what they take as they are written, which is more.
+
+    Returns:
+        None: nobody has traced a model of this family computing so.
+    """
+    as_written = replace(work, compiled=False)
+    others = as_written, replace(as_written, grouped=not work.grouped)
+    row = next((rows()[name] for each in (work, *others) if (name := row_name(each)) in rows()), None)
+    if row is None:
+        return None
+    sizes = Sizes(
+        work.rows,
+        work.length,
+        dimensions.hidden,
+        dimensions.intermediate,
+        dimensions.heads,
+        dimensions.key_value_heads,
+        dimensions.head_dim,
+        dimensions.experts,
+        dimensions.experts_per_token,
+    )
+    values = terms(sizes, work.tensor, work.sequence)
+
+    def value(form: Mapping[str, float]) -> float:
+        return sum(factor * values[name] for name, factor in form.items())
+
+    def most(name: str) -> float:
+        return max(0.0, *(value(form) for form in row[name]))
+
+    casts = sum(f * values[n] for n, f in row["kept"].items() if n in OF_WEIGHTS)
+    kept, kept_backward = value(row["kept"]), value(row["kept_backward"])
+    if not work.trained:  # a frozen base is held in the precision of products: nothing is cast
+        kept -= casts
+        kept_backward -= sum(f * values[n] for n, f in row["kept_backward"].items() if n in OF_WEIGHTS)
+        casts = 0.0
+    block = Block(kept, kept_backward, most("forward"), most("backward"))
+    taken = values["ND"] * (2 if work.precision == "half" else 4)
+    blocks = _blocks(work, dimensions.layers // work.stages, block, taken, casts)
+    offloaded = work.recompute.offload and work.recompute.mode != "none"
+    return Activations(
+        blocks,
+        most("start"),
+        value(row["before"]),
+        most("end"),
+        value(row["loss"]),
+        value(row["left"]) - value(row["kept_backward"]),
+        taken * len(blocks) if offloaded else 0.0,
+    )
+
+
+def _blocks(work: Work, layers: int, block: Block, taken: float, casts: float) -> tuple[Block, ...]:
+    """Of each block, the first one first.
+
+    Args:
+        taken: Bytes of a block's input.
+        casts: Of its weights in half precision, in autocast's cache.
+    """
+    how = work.recompute
+    if how.mode != "full":
+        return (block,) * layers
+    own = block.kept_backward - taken
+    kept = 0.0 if how.offload and work.device == "cuda" else taken
+    # The forward once more, then its backward with all that it kept.
+    again = max(block.forward, own + block.backward) + taken - kept
+    full = Block(kept + casts, kept, block.forward, again, recomputes=True)
+    keeping = 0
+    if how.budget is not None:
+        keeping = min(layers, max(0, int((how.budget - layers * taken) / max(own, 1.0))))
+        return (full,) * (layers - keeping) + (block,) * keeping
+    return tuple(full if index % how.every == 0 else block for index in range(layers))
+
+
+@cache
+def rows() -> Mapping[str, Any]:
+    """activations.json."""
+    found: dict[str, Any] = json.loads(FILE.read_text())
+    return found
+
+
+def families() -> Iterable[str]:
+    """Those that are known."""
+    return sorted({name.split()[0] for name in rows()} | set(ALIKE))

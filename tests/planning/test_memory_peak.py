@@ -1,0 +1,182 @@
+"""The peak of a rank by formula, against what tensors of a real engine's step take."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from support.allocations import Allocations
+from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, resolve
+from torch import nn
+
+from pipeline.assemble import build_loader
+from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
+from pipeline.objectives import build_objective
+from pipeline.planning.buffers import buffers
+from pipeline.planning.memory import batch_bytes, memory_of, peak_by_phase
+from pipeline.planning.model import Dimensions, Model, Parameter
+from pipeline.planning.states import Rank, states_of
+from pipeline.planning.work import Work
+
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
+WORDS = 1031
+LLAMA = {"architecture": "llama", "num_heads": 4, "num_key_value_heads": 2}
+QWEN2 = {"architecture": "qwen2", "num_heads": 4, "num_key_value_heads": 2}
+GPT2 = {
+    "architecture": "gpt2",
+    "num_heads": 4,
+    "extra": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A small step."""
+
+    name: str
+    model: dict[str, Any]
+    precision: str = "fp32"
+    recompute: Any = "none"
+    apart: bool = False
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    accumulated: int = 1
+    rows: int = 2
+    length: int = 160
+    stage: int | None = None
+    """Of ZeRO; None: plain PyTorch."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """As a recipe."""
+        sizes = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 344, "vocab_size": WORDS}
+        model = {
+            "kind": "causal_lm",
+            **sizes,
+            "max_sequence_length": self.length,
+            "activation_checkpointing": self.recompute,
+            **self.model,
+        }
+        batch = {"micro_batch_size": self.rows, "gradient_accumulation_steps": self.accumulated}
+        return recipe(model=model, batch=batch, optimizer={"learning_rate": 1e-3, **self.optimizer})
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """As a file."""
+        if self.stage is not None:
+            return deepspeed_json(self.stage, self.precision)
+        return {"torch": {"parallel": "single"}, "bf16": {"enabled": self.precision == "bf16"}}
+
+    def data(self) -> DataBundle:
+        """Rows whose labels all count."""
+        rows = MaskedTokens(8 * self.rows * self.accumulated, self.length)
+        rows.valid[:] = self.length
+        if self.apart:  # two documents, which are calls of their own
+            first = self.length * 5 // 8
+            places = torch.cat([torch.arange(first), torch.arange(self.length - first)])
+            rows.positions = places.expand(len(rows), -1)
+        return DataBundle(rows, {"tiny": rows}, collate_items, None, WORDS, None, "tiny")
+
+
+def model_of(module: nn.Module) -> Model:
+    config: Any = module.config
+    parameters = tuple(
+        Parameter(n, tuple(getattr(p, "ds_shape", p.shape)), p.requires_grad)
+        for n, p in module.named_parameters()
+    )
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    inner = getattr(config, "intermediate_size", None) or config.n_inner or 4 * config.hidden_size
+    sizes = config.num_hidden_layers, config.hidden_size, inner, heads, groups, width, config.vocab_size
+    return Model("tiny", parameters, Dimensions(config.model_type, *sizes, tied=config.tie_word_embeddings))
+
+
+def counted(job: Job, run: Run, device: str, block: int = 1) -> tuple[int, Model]:
+    """The most bytes that a step makes, after one that makes the optimizer's states; and the model."""
+    data = run.data()
+    config, resolved = resolve(run.tree, run.split, 1)
+    engine = make_engine(job, run.tree, run.split, data)
+    loader = build_loader(config, resolved.plan, data, engine)
+    objective = build_objective(config)
+    try:
+        engine.train_step(loader.next_group(), objective, 1e-3, 0)
+        group = loader.next_group()
+        gc.collect()
+        with Allocations(device, block) as made:
+            engine.train_step(group, objective, 1e-3, 0)
+        return made.most, model_of(engine.module)
+    finally:
+        loader.close()
+        engine.close()
+
+
+def formula(run: Run, model: Model, device: str) -> tuple[float, int]:
+    """The peak, and what is there before the step."""
+    config, resolved = resolve(run.tree, run.split, 1)
+    assert model.dimensions is not None
+    work = Work.of(config, resolved, model.dimensions, device)
+    assert work is not None
+    work = replace(work, apart=run.apart)
+    rank = Rank.of(model, config, resolved, on_cpu=device == "cpu")
+    states, beside = states_of(rank), buffers(rank)
+    held = states.device
+    kept = held.weights + held.masters + held.moments + beside.always + batch_bytes(work)
+    if run.stage == 3:  # whose gradients have a place of their own for good
+        kept += held.gradients
+    return max(peak_by_phase(work, model, states, beside).values()), kept
+
+
+RUNS = [
+    Run("llama", LLAMA),
+    Run("llama, all blocks recompute", LLAMA, recompute="full"),
+    Run("llama, every other block recomputes", LLAMA, recompute=2),
+    Run("llama, all but products are recomputed", LLAMA, recompute="selective"),
+    Run("llama, documents apart", LLAMA, apart=True),
+    Run("llama, two micro-batches, SGD", LLAMA, accumulated=2, optimizer={"kind": "sgd"}),
+    Run("llama, bf16", LLAMA, "bf16"),
+    Run("llama, bf16, recomputes", LLAMA, "bf16", recompute="full"),
+    Run("llama, bf16, documents apart", LLAMA, "bf16", apart=True),
+    Run(
+        "llama, whole heads, tied", LLAMA | {"num_key_value_heads": 4, "extra": {"tie_word_embeddings": True}}
+    ),
+    Run("gpt2", GPT2),
+    Run("gpt2, bf16, recomputes, many words", GPT2 | {"vocab_size": 9001}, "bf16", recompute="full"),
+    Run("gpt2, selective", GPT2, recompute="selective"),
+    Run("qwen2", QWEN2),
+    Run("qwen2, bf16, documents apart, recomputes", QWEN2, "bf16", recompute="full", apart=True),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_the_peak_of_a_step(run):
+    made, model = counted(ALONE, run, "cpu")
+    peak, before = formula(run, model, "cpu")
+    assert peak == pytest.approx(before + made, rel=0.03)
+    assert peak - before == pytest.approx(made, rel=0.05)
+
+
+def test_parts_and_phases_of_a_recipe():
+    """Of an 8B model over eight GPUs, without one and without its weights."""
+    run = Run("llama", LLAMA, "bf16", recompute="full", stage=3)
+    config, resolved = resolve(run.tree, run.split, 1)
+    sizes = (4096, 14336, 32, 8, 128, 128256)
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
+    shapes = ((128256, 4096), (14336, 4096), (128256, 4096))
+    parameters = tuple(Parameter(n, s) for n, s in zip(names, shapes, strict=True))
+    model = Model("8b", parameters, Dimensions("llama", 32, *sizes, tied=False))
+    rank = Rank.of(model, config, resolved)
+    found = memory_of(model, config, resolved, "cuda", states_of(rank), buffers(rank))
+    assert found.is_complete
+    assert found.peak == max(found.phases.values()) == found.phases[found.at]
+    assert found.allocated == found.peak - found.framework
+    assert {"parameters", "optimizer", "activations", "recomputed", "loss"} <= set(found.parts)
+    unknown = replace(model, dimensions=None)
+    assert not memory_of(unknown, config, resolved, "cuda", states_of(rank), buffers(rank)).is_complete

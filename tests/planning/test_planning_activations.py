@@ -1,0 +1,108 @@
+"""The table of what blocks keep and need, against blocks traced at sizes that it was not made from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.traced_blocks import LAYERS, Case, Sizes, trace
+
+from pipeline.planning.activations import Activations, activations_of, families, row_name, rows
+from pipeline.planning.model import Dimensions
+from pipeline.planning.work import Recompute, Work
+
+GPT2 = (("resid_pdrop", 0.0), ("embd_pdrop", 0.0), ("attn_pdrop", 0.0))
+CASES = [
+    Case("llama", "cpu", "fp32"),
+    Case("llama", "cpu", "fp32", grouped=False),
+    Case("llama", "cpu", "fp32", apart=True),
+    Case("llama", "cpu", "fp32", selective=True),
+    Case("llama", "cpu", "autocast"),
+    Case("llama", "cpu", "autocast", selective=True, apart=True),
+    Case("llama", "cpu", "half"),
+    Case("qwen2", "cpu", "autocast"),
+    Case("qwen2", "cpu", "half", apart=True),
+    Case("gpt2", "cpu", "fp32", grouped=False, extra=GPT2),
+    Case("gpt2", "cpu", "autocast", selective=True, grouped=False, extra=GPT2),
+    Case("gemma3_text", "cpu", "half", selective=True),
+]
+# Rows: one, as documents of several would be calls of their own.
+SIZES = Sizes(1, 316, 336, 504, 6, 3, 56)
+
+
+def table_of(case: Case, sizes: Sizes) -> Activations:
+    recompute = Recompute("selective" if case.selective else "none")
+    work = Work(
+        case.family,
+        case.device,
+        case.precision,
+        sizes.rows,
+        sizes.length,
+        apart=case.apart,
+        recompute=recompute,
+        grouped=case.grouped,
+    )
+    groups = sizes.key_value_heads if case.grouped else sizes.heads
+    wide = (sizes.hidden, sizes.intermediate, sizes.heads, groups, sizes.head_dim)
+    found = activations_of(work, Dimensions(case.family, LAYERS, *wide, 61, tied=False))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=row_name)
+def test_a_block_keeps_and_needs_what_the_table_says(case):
+    groups = SIZES.key_value_heads if case.grouped else SIZES.heads
+    sizes = SimpleNamespace(**vars(SIZES) | {"key_value_heads": groups})
+    seen: Any = trace(case, sizes, torch.device("cpu"))  # type: ignore[arg-type]
+    table = table_of(case, SIZES)
+    block = table.blocks[0]
+    start = {name: live[0] for name, live in seen.items()}
+    measured = {
+        "start": max(seen["start"]),
+        "before": start["forward 0"],
+        "forward": max(seen["forward 1"]),
+        "end": max(seen[f"forward {LAYERS}"]),
+        "kept backward": start["backward 1"] - start["backward 0"],
+        "backward": max(seen["backward 1"]) - start["backward 1"],
+        "carried": start["backward 0"],
+    }
+    said = {
+        "start": table.start,
+        "before": table.before,
+        "forward": table.before + block.kept + block.forward,
+        "end": table.before + LAYERS * block.kept + table.end,
+        "kept backward": block.kept_backward,
+        "backward": block.backward,
+        "carried": table.carried + block.kept_backward,
+    }
+    assert said == pytest.approx(measured, rel=5e-3)
+
+
+def test_a_family_that_nobody_traced_is_told_as_unknown():
+    work = Work("newfound", "cpu", "fp32", 1, 8)
+    assert activations_of(work, Dimensions("newfound", 2, 8, 8, 1, 1, 8, 16, tied=False)) is None
+
+
+def test_a_budget_decides_how_many_blocks_recompute():
+    wide = Dimensions("llama", 4, 64, 128, 4, 2, 16, 61, tied=False)
+    work = Work("llama", "cpu", "fp32", 1, 64, grouped=True)
+
+    def kept(recompute: Recompute) -> list[float]:
+        found = activations_of(Work(**vars(work) | {"recompute": recompute}), wide)
+        assert found is not None
+        return [block.kept for block in found.blocks]
+
+    whole, least = kept(Recompute())[0], kept(Recompute("full"))[0]
+    assert least == 64 * 64 * 4 < whole
+    assert kept(Recompute("full", 2)) == [least, whole, least, whole]
+    assert kept(Recompute("full", 1, 4 * least + 2.5 * (whole - least))) == [least, least, whole, whole]
+
+
+def test_the_table_has_whole_numbers():
+    """Bytes of a product: a fraction says that a size is missing among them."""
+    for name, row in rows().items():
+        for form in [row["kept"], row["kept_backward"], *row["forward"], *row["backward"]]:
+            assert all(value == round(value) for value in form.values()), name
+    assert {"llama", "mistral", "gpt2", "qwen2"} <= set(families())
