@@ -1,7 +1,7 @@
 """The pictures of docs/: python benchmarks/figures.py benchmarks/results/cpu-2026-11-25.json ...
 
 docs/speed.svg from results of throughput.py (one panel a model and kind of rows), docs/scaling.svg from
-scaling_model.py and the published runs. The same input gives the same bytes.
+scaled_runs.py. The same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-from published import GPUS, compared, forecasts
+from scaled_runs import GPUS, compared, forecasts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SAVED: dict[str, Any] = {"bbox_inches": "tight", "metadata": {"Date": None}}
@@ -87,9 +87,9 @@ def scaling(path: Path) -> None:
     left.set_title("Llama 3 8B on H100s: a GPU's tokens/s, predicted", loc="left")
     left.legend(fontsize=7, loc="lower left")
     runs = [each for each in compared() if not each.is_fit]
-    names = [f"{each.series}: {each.plan.world} GPUs" for each in runs]
+    names = [f"{each.series}: {each.job.gpus} GPUs" for each in runs]
     for place, each in enumerate(runs):
-        right.barh(place, 100 * each.error, color="#3b6fb6" if each.plan.tensor == 1 else "#e08a2e")
+        right.barh(place, 100 * each.error, color="#3b6fb6" if each.job.tensor == 1 else "#e08a2e")
         at = min(100 * each.error, FARTHEST)
         right.annotate(f" {100 * each.error:+.1f} ", (max(at, 0), place), fontsize=7, va="center")
     right.set_yticks(range(len(names)), names, fontsize=7)

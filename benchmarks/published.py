@@ -1,189 +1,142 @@
-"""Published runs at several sizes, and how far scaling_model.py is from them.
+"""Published speeds of others' runs beside what pipeline/planning predicts: `python benchmarks/published.py`
 
-The first run of each series fits the one rate that no data sheet has; the others are predicted.
+Prints the tables of docs/performance.md. published_speeds.jsonl has the runs, `fit`: calibrate.py may look at
+them, `test`: it may not. scaled_runs.py has those at several sizes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import mean, median
 
-from scaling_model import Cluster, Plan, Shape, fitted, predict
+from pipeline.planning.hardware import Gpu, find_gpu
+from pipeline.planning.job import Job
+from pipeline.planning.rates import COMPILED, EAGER, Kernels, Rates, rates_of
+from pipeline.planning.timing import step_time
 
-# NCCL's own constants for the latency of a hop of a ring (src/graph/tuning.cc, protocol Simple).
-LINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
-# Of the step, one deviation of a rank from the mean: fitted to all FSDP runs below together.
-STRAGGLING = 0.03
-# Bus bandwidth of nccl-tests inside a node (NVLink 4: 900 GB/s both ways, NVLink 3: 600); a card a GPU.
-H100 = Cluster(4e14, 3.7e11, 5e10, LINK_LATENCY, NETWORK_LATENCY, memory=3.0e12, straggling=STRAGGLING)
-H100_HBM2E = replace(H100, memory=2.2e12)
-H200 = replace(H100, memory=4.3e12)
-A100 = replace(H100, link=2.3e11, network=2.5e10, memory=1.4e12)
-
-LLAMA_8B = Shape(8.03e9, 32, 4096, 8192)
-LLAMA_1B = Shape(1.24e9, 16, 2048, 4096)
-TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/"
-FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
-NANOTRON = "https://huggingface.co/nanotron/old_bench"
-
-
-@dataclass(frozen=True)
-class Series:
-    """Runs that differ in the split alone: (plan, tokens a second of one GPU)."""
-
-    name: str
-    source: str
-    shape: Shape
-    cluster: Cluster
-    runs: tuple[tuple[Plan, float], ...]
-
-
-def _fsdp(rows: float, recompute: bool, *measured: tuple[int, float]) -> tuple[tuple[Plan, float], ...]:
-    plan = Plan(1, stage=3, rows=rows, recompute=recompute, reduce_bytes=4)
-    return tuple((replace(plan, data=gpus), rate) for gpus, rate in measured)
-
-
-def _cut(gpus: int, tensor: int, pipeline: int = 1) -> Plan:
-    data = gpus // tensor // pipeline
-    return Plan(data, 1, tensor, pipeline, rows=8, micro_batches=1024 // 8 // data, reduce_bytes=4)
-
-
-SERIES = (
-    Series(
-        "Llama 3.1 8B, FSDP, H100",
-        TORCHTITAN + "llama3_h100_202412_torchtitan.md",
-        LLAMA_8B,
-        H100_HBM2E,
-        _fsdp(2, False, (8, 5762), (128, 5605)),
-    ),
-    Series(
-        "the same, compiled",
-        TORCHTITAN + "llama3_h100_202412_torchtitan.md",
-        LLAMA_8B,
-        H100_HBM2E,
-        _fsdp(2, False, (8, 6667), (128, 6514)),
-    ),
-    Series(
-        "Llama 3.1 8B, FSDP, H200, fp8",
-        TORCHTITAN + "llama3_8b_h200_2025-06_torchtitan.md",
-        LLAMA_8B,
-        H200,
-        _fsdp(2, False, (32, 10938), (64, 10753)),
-    ),
-    Series(
-        "MPT 7B, FSDP, A100 40 GB",
-        FOUNDRY,
-        Shape(6.66e9, 32, 4096, 2048),
-        A100,
-        _fsdp(18, True, (32, 3725), (64, 3665), (128, 3623)),
-    ),
-    Series(
-        "MPT 3B, FSDP, A100 40 GB",
-        FOUNDRY,
-        Shape(2.65e9, 32, 2560, 2048),
-        A100,
-        _fsdp(6, False, (64, 9736), (128, 9538)),
-    ),
-    Series(
-        "MPT 13B, FSDP, H100",
-        FOUNDRY,
-        Shape(12.85e9, 40, 5120, 2048),
-        H100,
-        _fsdp(2, False, (8, 4792), (16, 4767), (32, 4811), (64, 4800)),
-    ),
-    Series(
-        "MPT 1B, FSDP, H100",
-        FOUNDRY,
-        Shape(1.316e9, 24, 2048, 2048),
-        H100,
-        _fsdp(20, False, (16, 46037), (32, 45130), (64, 44402)),
-    ),
-    Series(
-        "Llama 3.2 1B, tensor and pipeline, H100",
-        NANOTRON,
-        LLAMA_1B,
-        H100,
-        ((_cut(8, 2), 33200), (_cut(8, 4), 27800), (_cut(8, 4, 2), 25800), (_cut(16, 8, 2), 14300)),
-    ),
-)
+SPEEDS = Path(__file__).with_name("published_speeds.jsonl")
+# torchtitan's H100s have slower memory, and half the watts of others.
+H100_HBM2E = replace(find_gpu("h100"), bandwidth=2.4e12)
+# Software that is not ours: only the calibration looks at it, to tell a card's rates from its software's.
+MPT = replace(EAGER, name="llm-foundry: attention by Triton, ALiBi", attention=(0.293, 0.161), stream=271)
+MEGATRON = replace(EAGER, name="Megatron style, eager")
+KERNELS = {
+    "compiled": COMPILED,
+    "eager": EAGER,
+    "mpt": MPT,
+    "megatron": MEGATRON,
+    "megatron-rms": replace(MEGATRON, name="the same with a kernel for RMS norm", stream=252),
+    "fused": replace(COMPILED, name="Transformer Engine", attention=(0.37, 0.555), stream=78, waiting=0.17),
+}
+REPOSITORIES = {
+    "llm-foundry": "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md",
+    "Aleph Alpha": "https://github.com/Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts",
+    "torchtitan": "https://github.com/pytorch/torchtitan/blob/4d88a8a44/docs/performance.md",
+    "torchtune": "https://github.com/pytorch/torchtune/blob/main/README.md",
+    "fms-fsdp": "https://github.com/foundation-model-stack/fms-fsdp/blob/main/README.md",
+    "TinyLlama": "https://github.com/jzhang38/TinyLlama/blob/main/README.md",
+    "MaxText": "https://github.com/NVIDIA/dgxc-benchmarking/blob/v25.02/maxtext/README_70b.md",
+    "NeMo": "https://github.com/NVIDIA/dgxc-benchmarking/tree/v25.02",
+    "NeMo AutoModel": "https://github.com/NVIDIA-NeMo/Automodel/blob/main/docs/performance-summary.mdx",
+    "Qwen": "https://github.com/QwenLM/Qwen/blob/main/README.md",
+}
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One run: tokens a second of one GPU."""
+class Speed:
+    """One published run: tokens a second of one GPU."""
 
-    series: str
     source: str
-    plan: Plan
-    published: float
-    predicted: float
-    is_fit: bool
-    """The first of its series: what the rate was fitted to."""
+    model: str
+    gpu: str
+    kernels: str
+    use: str
+    job: Job
+    tokens_per_second: float
 
     @property
-    def error(self) -> float:
-        return self.predicted / self.published - 1
+    def group(self) -> tuple[str, str, str]:
+        """Source, kind of card, and what is trained."""
+        kind = "LoRA" if not self.job.weight_gradients else ""
+        return self.source, self.gpu.partition(" ")[0], kind
 
 
-def compared() -> list[Comparison]:
-    """Every published run beside what is predicted for it."""
+def gpu_of(name: str) -> Gpu:
+    return H100_HBM2E if name == "H100 500 W" else find_gpu(name)
+
+
+def load() -> list[Speed]:
+    """Every run of the file."""
+    known = {field.name for field in fields(Job)}
     found = []
-    for series in SERIES:
-        cluster = fitted(series.shape, series.cluster, *series.runs[0])
-        for place, (plan, rate) in enumerate(series.runs):
-            reached = predict(series.shape, cluster, plan).tokens_per_second
-            found.append(Comparison(series.name, series.source, plan, rate, reached, place == 0))
+    for line in SPEEDS.read_text().splitlines():
+        row = json.loads(line)
+        job = Job(**{key: value for key, value in row.items() if key in known})
+        told = (row[key] for key in ("source", "model", "gpu", "kernels", "use"))
+        found.append(Speed(*told, job, row["tokens_per_second"]))
     return found
 
 
-GPUS = (8, 32, 128, 512, 1024)
-
-
-def forecasts(gpus: tuple[int, ...] = GPUS) -> dict[str, list[float]]:
-    """Llama 3 8B on H100s, 2 rows of 8,192 a GPU and step: tokens a second of one GPU by split and GPUs.
-
-    What does not fit into memory is predicted all the same.
-    """
-    plan, rate = SERIES[1].runs[0]
-    cluster = fitted(LLAMA_8B, H100, plan, rate)
-
-    # As many rows a GPU as without the cut: one replica has more micro-batches of them.
-    plans = {
-        "DDP": Plan(1, 0, rows=2),
-        "ZeRO 1 or 2": Plan(1, 1, rows=2),
-        "ZeRO 3": Plan(1, 3, rows=2),
-        "ZeRO 3, hpZ": Plan(1, 3, rows=2, hpz=True),
-        "tensor 8, ZeRO 1": Plan(1, 1, tensor=8, rows=2, micro_batches=8),
-        "pipeline 8, ZeRO 1": Plan(1, 1, pipeline=8, rows=1, micro_batches=16),
-        "sequence 8, ZeRO 3": Plan(1, 3, sequence=8, rows=2, micro_batches=8),
-    }
-    found: dict[str, list[float]] = {}
-    for name, each in plans.items():
-        inner = each.tensor * each.pipeline * each.sequence
-        sized = [replace(each, data=count // inner) for count in gpus]
-        found[name] = [predict(LLAMA_8B, cluster, plan).tokens_per_second for plan in sized]
+def rates_for(speed: Speed, kernels: dict[str, Kernels] | None = None) -> Rates:
+    """Of the run's card and software."""
+    gpu = gpu_of(speed.gpu)
+    # Where nobody says what the network is: what makers' nodes have; it was slower in Aleph Alpha's.
+    network = 1.25e10 if speed.source == "Aleph Alpha" else gpu.network
+    found = rates_of(gpu, network, kernels=(kernels or KERNELS)[speed.kernels])
+    assert found is not None
     return found
 
 
-def markdown() -> str:
-    """Both tables of docs/performance.md."""
-    lines = ["| published run | GPUs | published | predicted | error |", "|---|---|---|---|---|"]
-    for each in compared():
-        cut = "".join(
-            f", {name} {degree}"
-            for name, degree in (("tensor", each.plan.tensor), ("pipeline", each.plan.pipeline))
-            if degree > 1
-        )
-        error = "fitted" if each.is_fit else f"{each.error:+.1%}"
-        lines.append(
-            f"| [{each.series}]({each.source}) | {each.plan.world}{cut} | {each.published:,.0f} "
-            f"| {each.predicted:,.0f} | {error} |"
-        )
-    lines += ["", "| tokens a second of one GPU, on | " + " | ".join(f"{count:,}" for count in GPUS) + " |"]
-    lines.append("|---|" + "---|" * len(GPUS))
-    for name, rates in forecasts().items():
-        lines.append(f"| {name} | " + " | ".join(f"{rate:,.0f}" for rate in rates) + " |")
+def error(speed: Speed, rates: Rates | None = None) -> float:
+    """Predicted seconds over published ones, minus 1."""
+    reached = step_time(speed.job, rates or rates_for(speed)).tokens_per_second
+    return speed.tokens_per_second / reached - 1
+
+
+def rank_correlation(pairs: list[tuple[float, float]]) -> float:
+    """Spearman's, of pairs without ties that matter."""
+    places = []
+    for side in (0, 1):
+        order = sorted(range(len(pairs)), key=lambda k: pairs[k][side])
+        places.append({k: place for place, k in enumerate(order)})
+    count = len(pairs)
+    squares = sum((places[0][k] - places[1][k]) ** 2 for k in range(count))
+    return 1 - 6 * squares / (count * (count**2 - 1))
+
+
+def accuracy() -> str:
+    """A table, by source: how far the predicted seconds of a step are from the published ones."""
+    groups: dict[tuple[str, ...], list[Speed]] = defaultdict(list)
+    for speed in load():
+        groups[(speed.use, *speed.group)].append(speed)
+    lines = ["| runs | card | for | number | mean error | median | worst |", "|---|---|---|---|---|---|---|"]
+    for (use, source, card, kind), speeds in sorted(groups.items()):
+        errors = [error(speed) for speed in speeds]
+        worst = max(errors, key=abs)
+        name = f"[{source}]({REPOSITORIES[source]})" + (f", {kind}" if kind else "")
+        sizes = [mean(map(abs, errors)), median(map(abs, errors))]
+        told = " | ".join(f"{size:.1%}" for size in sizes)
+        lines.append(f"| {name} | {card} | {use} | {len(errors)} | {told} | {worst:+.0%} |")
     return "\n".join(lines) + "\n"
 
 
+def summary(use: str = "test") -> tuple[int, float, float]:
+    """(runs, mean error, rank correlation) of dense models that are trained whole, by torch's kernels."""
+    speeds = [s for s in load() if s.use == use and s.job.weight_gradients and s.kernels != "fused"]
+    errors = [error(speed) for speed in speeds]
+    pairs = [
+        (s.tokens_per_second, s.tokens_per_second / (1 + e)) for s, e in zip(speeds, errors, strict=True)
+    ]
+    return len(speeds), mean(map(abs, errors)), rank_correlation(pairs)
+
+
 if __name__ == "__main__":
-    print(markdown())
+    print(accuracy())
+    runs, size, correlation = summary()
+    print(f"{runs} runs for the test: mean error {size:.1%}, rank correlation {correlation:.3f}\n")
+    import scaled_runs
+
+    print(scaled_runs.markdown())

@@ -1,7 +1,7 @@
 """How training scales: python benchmarks/scaling.py [--ranks 1 2 4]
 
 Measures collectives and the pipeline's own engines at a few ranks here, fits what a hop and a byte cost, and
-holds scaling_model.py to those steps; then the same model beside published runs, and up to 1,024 GPUs.
+holds pipeline/planning/timing.py to those steps; then its model beside published runs, and to 1,024 GPUs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import numpy as np
 from processes import Gate, Participant, Task
-from published import compared, forecasts, markdown
 from report import append_line, machine
-from scaling_model import Cluster, Plan, Shape, fitted, predict
+from scaled_runs import compared, forecasts, markdown
 from throughput import Group, group_tasks
 from workload import MODELS, Workload
+
+from pipeline.planning.job import Job
+from pipeline.planning.rates import Rates
+from pipeline.planning.timing import fitted, step_time
 
 SIZES = [1 << power for power in range(12, 25, 2)]  # bytes of a whole tensor
 REPEATS = 10
@@ -115,32 +118,40 @@ def measure_engines(arguments: argparse.Namespace, folder: Path) -> list[dict[st
     return found
 
 
-def shape_of(model: str) -> Shape:
-    """Of one of the benchmark's models."""
+def job_of(model: str) -> Job:
+    """One rank's micro-batch of one of the benchmark's models."""
     size, work = MODELS[model]["model"], Workload.of(model)
     hidden, inner = size["hidden_size"], size["intermediate_size"]
     share = size.get("num_key_value_heads", size["num_heads"]) / size["num_heads"]
-    of_layer = (2 + 2 * share) * hidden**2 + 3 * hidden * inner
-    embeddings = 2 * hidden * MODELS[model]["vocab_size"]
-    return Shape(size["num_layers"] * of_layer + embeddings, size["num_layers"], hidden, work.sequence_length)
+    blocks = size["num_layers"] * ((2 + 2 * share) * hidden**2 + 3 * hidden * inner)
+    words = MODELS[model]["vocab_size"]
+    return Job(
+        parameters=blocks + 2 * hidden * words,
+        blocks=blocks,
+        layers=size["num_layers"],
+        hidden=hidden,
+        length=work.sequence_length,
+        vocabulary=words,
+        rows=work.micro_batch_size,
+        weight_bytes=4,
+        reduce_bytes=4,
+    )
 
 
 def predicted_here(steps: list[dict[str, Any]], hop: float, rate: float, model: str) -> list[dict[str, Any]]:
-    """Each measured step beside the predicted one. Every stage's FLOPs are fitted to its own single rank; n
+    """Each measured step beside the predicted one. Every stage's speed is fitted to its own single rank; n
     ranks share the cores, so each of them has an n-th, and nothing runs beside a collective."""
-    shape, rows = shape_of(model), Workload.of(model).micro_batch_size
-    here = Cluster(1e9, rate, rate, hop, hop, memory=1e10, per_node=1 << 20, overlap=0.0)
+    job = job_of(model)
+    here = Rates(1e9, 1e9, 1e10, rate, rate, hop, hop, per_node=1 << 20, overlap=0.0)
     found = []
     for step in steps:
-        stage = 0 if step["split"] == "plain" else int(step["split"])
-        plan = Plan(1, stage, rows=rows, weight_bytes=4, reduce_bytes=4)
+        split = replace(job, stage=0 if step["split"] == "plain" else int(step["split"]))
         alone = next((e for e in steps if e["split"] == step["split"] and e["ranks"] == 1), None)
         if alone is None:
             continue
-        tokens = rows * shape.length / alone["seconds"]
-        one = fitted(shape, here, plan, tokens)
-        shared = replace(one, flops=one.flops / step["ranks"], memory=one.memory / step["ranks"])
-        seconds = predict(shape, shared, replace(plan, data=step["ranks"])).seconds
+        one = fitted(split, here, split.tokens / alone["seconds"])
+        shared = replace(one, speed=one.speed / step["ranks"])
+        seconds = step_time(replace(split, data=step["ranks"]), shared).seconds
         found.append({**step, "predicted": seconds, "error": seconds / step["seconds"] - 1})
     return found
 

@@ -1,0 +1,212 @@
+"""GPUs, networks and processors by their data sheets: memory as torch counts it, bandwidths, links, watts.
+
+What training reaches of these numbers is rates.py's. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from itertools import permutations
+
+from pipeline.errors import ConfigError
+from pipeline.peak_flops import peak_flops
+
+GIB = 2**30
+# Of one direction of a link, what a ring of NCCL reaches (bus bandwidth of nccl-tests: 230 of 300 GB/s on an
+# A100, 370 of 450 on an H100); over PCIe ranks share the host's bridges.
+LINK_SHARE, PCIE_SHARE, COPY_SHARE = 0.8, 0.5, 0.8
+SHARED_NETWORK = (
+    100  # Gbit/s of a whole node, of cards that no maker puts into nodes with a network card each
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device as torch counts them; what is 0 is not known."""
+
+    name: str
+    memory: int
+    """Bytes, `torch.cuda.mem_get_info`'s total: less than the data sheet's."""
+    bandwidth: float = 0.0
+    """Bytes a second of its memory."""
+    pcie: float = 0.0
+    """Bytes a second to its host, one way."""
+    nvlink: float = 0.0
+    """Bytes a second to the GPUs of its node, one way; 0: they talk over PCIe."""
+    network: float = 0.0
+    """Bytes a second of the network card that the maker's nodes have for each GPU."""
+    watts: float = 0.0
+    """The limit of the board; of a module of two devices, half."""
+    measured_flops: float | None = None
+    """FLOP/s that were measured on it, in place of a data sheet's."""
+
+    def peak(self, precision: str, tf32: bool = False) -> float | None:
+        """Dense peak in FLOP/s; None: not known, or it has no such units."""
+        return self.measured_flops or peak_flops(self.name, precision, tf32)
+
+    @property
+    def link(self) -> float:
+        """Bytes a second of a ring inside a node, per GPU."""
+        return self.nvlink * LINK_SHARE or self.pcie * PCIE_SHARE
+
+    @property
+    def host(self) -> float:
+        """Bytes a second of a copy to or from its host's pinned memory."""
+        return self.pcie * COPY_SHARE
+
+
+# Makers' data sheets; memory as torch says it (out-of-memory messages have it to two places).
+# Where a name leaves the choice, the first line that it fits is meant.
+# name | GiB | GB/s memory | GB/s PCIe or chip to chip | GB/s NVLink | Gbit/s network card of a GPU | W
+_SHEETS = """
+H100 SXM 80GB       | 79.1  | 3350 | 64  | 450 | 400 | 700
+H100 PCIe 80GB      | 79.1  | 2039 | 64  | 0   | 200 | 350
+H100 NVL 94GB       | 93.1  | 3938 | 64  | 0   | 200 | 400
+H200 SXM 141GB      | 139.8 | 4800 | 64  | 450 | 400 | 700
+H200 NVL 141GB      | 139.8 | 4800 | 64  | 0   | 200 | 600
+H20 96GB            | 95.1  | 4000 | 64  | 450 | 400 | 400
+H800 SXM 80GB       | 79.1  | 3350 | 64  | 200 | 400 | 700
+H800 PCIe 80GB      | 79.1  | 2039 | 64  | 0   | 200 | 350
+GH200 96GB          | 94.5  | 4000 | 450 | 450 | 400 | 900
+B200 180GB          | 178.35| 8000 | 64  | 900 | 400 | 1000
+B300 288GB          | 268.2 | 8000 | 64  | 900 | 800 | 1400
+GB200 192GB         | 184.0 | 8000 | 225 | 900 | 400 | 1200
+GB300 288GB         | 268.2 | 8000 | 225 | 900 | 800 | 1400
+A100 SXM 80GB       | 79.15 | 2039 | 32  | 300 | 200 | 400
+A100 PCIe 80GB      | 79.15 | 1935 | 32  | 0   | 100 | 300
+A100 SXM 40GB       | 39.4  | 1555 | 32  | 300 | 200 | 400
+A100 PCIe 40GB      | 39.4  | 1555 | 32  | 0   | 100 | 250
+A800 80GB           | 79.15 | 2039 | 32  | 200 | 200 | 400
+A30 24GB            | 23.5  | 933  | 32  | 0   | 0   | 165
+A40 48GB            | 44.4  | 696  | 32  | 0   | 0   | 300
+A10G 24GB           | 22.05 | 600  | 32  | 0   | 0   | 300
+A10 24GB            | 22.05 | 600  | 32  | 0   | 0   | 150
+L4 24GB             | 22.0  | 300  | 32  | 0   | 0   | 72
+L40S 48GB           | 44.4  | 864  | 32  | 0   | 0   | 350
+L40 48GB            | 44.4  | 864  | 32  | 0   | 0   | 300
+RTX 5090 32GB       | 31.36 | 1792 | 64  | 0   | 0   | 575
+RTX 5080 16GB       | 15.5  | 960  | 64  | 0   | 0   | 360
+RTX 4090 24GB       | 23.52 | 1008 | 32  | 0   | 0   | 450
+RTX 4080 16GB       | 15.6  | 717  | 32  | 0   | 0   | 320
+RTX 4070 Ti SUPER 16GB | 15.6 | 672 | 32 | 0  | 0   | 285
+RTX 3090 24GB       | 23.57 | 936  | 32  | 0   | 0   | 350
+RTX 3090 Ti 24GB    | 23.57 | 1008 | 32  | 0   | 0   | 450
+RTX 3080 10GB       | 9.6   | 760  | 32  | 0   | 0   | 320
+RTX 3060 12GB       | 11.6  | 360  | 32  | 0   | 0   | 170
+RTX PRO 6000 96GB   | 94.97 | 1792 | 64  | 0   | 0   | 600
+RTX 6000 Ada 48GB   | 47.4  | 960  | 32  | 0   | 0   | 300
+RTX 5000 Ada 32GB   | 31.5  | 576  | 32  | 0   | 0   | 250
+RTX A6000 48GB      | 47.4  | 768  | 32  | 0   | 0   | 300
+RTX A5000 24GB      | 23.5  | 768  | 32  | 0   | 0   | 230
+V100 SXM 32GB       | 31.73 | 900  | 16  | 150 | 100 | 300
+V100 SXM 16GB       | 15.77 | 900  | 16  | 150 | 100 | 300
+V100-PCIE 16GB      | 15.77 | 900  | 16  | 0   | 0   | 250
+T4 16GB             | 14.74 | 320  | 16  | 0   | 0   | 70
+Quadro RTX 8000 48GB | 47.4 | 672  | 16  | 0   | 0   | 295
+Quadro RTX 6000 24GB | 23.6 | 672  | 16  | 0   | 0   | 295
+TITAN RTX 24GB      | 23.6  | 672  | 16  | 0   | 0   | 280
+MI355X 288GB        | 287.98| 8000 | 64  | 537 | 400 | 1400
+MI350X 288GB        | 287.98| 8000 | 64  | 537 | 400 | 1000
+MI325X 256GB        | 255.98| 6000 | 64  | 448 | 400 | 1000
+MI300X 192GB        | 191.98| 5300 | 64  | 448 | 400 | 750
+MI250X 64GB         | 63.98 | 1638 | 36  | 100 | 100 | 280
+MI250 64GB          | 63.98 | 1638 | 32  | 100 | 100 | 280
+MI210 64GB          | 63.98 | 1638 | 32  | 0   | 0   | 300
+MI100 32GB          | 31.98 | 1229 | 32  | 0   | 0   | 300
+"""
+
+
+def _read_sheets() -> dict[str, Gpu]:
+    found = {}
+    for line in _SHEETS.strip().splitlines():
+        name, *numbers = (cell.strip() for cell in line.split("|"))
+        gib, memory, pcie, nvlink, network, watts = map(float, numbers)
+        rates = (memory * 1e9, pcie * 1e9, nvlink * 1e9, network * 1e9 / 8)
+        found[name] = Gpu(name, int(gib * GIB), *rates, watts=watts)
+    return found
+
+
+GPUS = _read_sheets()
+_NOISE = {"nvidia", "amd", "instinct", "tesla", "geforce", "generation", "accelerator", "oam", "gpu"}
+_NOISE |= {"hbm2", "hbm2e", "hbm3", "hbm3e"}
+_NEVER_ALONE = {"sxm", "pcie", "nvl", "rtx", "ada", "ti", "super", "pro", "quadro"}
+
+
+def _words(name: str) -> list[str]:
+    plain = re.sub(r"(\d+)\s*gi?b\b", r"\1", name.lower())
+    plain = re.sub(r"\bsxm\d\b", "sxm", plain)
+    return [word for word in re.findall(r"[a-z0-9]+", plain) if word not in _NOISE]
+
+
+def find_gpu(name: str) -> Gpu:
+    """A card by a loose name: `h200`, `A100-40GB`, `rtx4090`, torch's `NVIDIA A100-SXM4-80GB`.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest names.
+    """
+    asked = "".join(_words(name))
+    for gpu in GPUS.values():
+        words = _words(gpu.name)
+        size = next(word for word in reversed(words) if re.search(rf"\b{word}GB", gpu.name))
+        for count in range(1, len(words) + 1):
+            for some in permutations(words, count):
+                if "".join(some) == asked and set(some) - _NEVER_ALONE - {size}:
+                    return gpu
+    squashed = {"".join(_words(each)): each for each in GPUS}
+    squashed |= {"".join(_words(each)[:count]): each for each in GPUS for count in (1, 2)}
+    near = [squashed[word] for word in difflib.get_close_matches(asked, squashed, 6, 0.5)]
+    told = f"nearest: {', '.join(list(dict.fromkeys(near))[:3])}" if near else "such as h100, a100, rtx 4090"
+    raise ConfigError(f"--gpu {name}: no such GPU is known here; {told}; or give --gpu-memory GIB")
+
+
+def gpu_of_memory(gib: float) -> Gpu:
+    """Any card with this memory: nothing can be said of its times.
+
+    Raises:
+        ConfigError: not a positive number.
+    """
+    if not 0 < gib < 1e6:
+        raise ConfigError(f"--gpu-memory {gib:g}: give the GiB of one GPU, such as 80")
+    return Gpu(f"a GPU of {gib:g} GiB", int(gib * GIB))
+
+
+def this_cpu(cores: int, memory: int, flops: float | None = None) -> Gpu:
+    """One rank's share of this machine's processors.
+
+    Args:
+        cores: Of the rank.
+        memory: Bytes that it may take.
+        flops: A second, as measured on it; None: nothing can be said of its times.
+    """
+    # 10 GB/s of memory for each rank, and as much between them: of the order of what scaling.py measures.
+    return Gpu(f"{cores} CPU core{'s' * (cores > 1)}", memory, 1e10, 1e10, measured_flops=flops)
+
+
+NETWORK_HELP = (
+    "Gbit/s between nodes of the network card that each GPU has (400: a node of 8 has 8 such cards); "
+    "100/node: one card that the node's GPUs share"
+)
+
+
+def network_rate(text: str | None, gpu: Gpu, per_node: int) -> float:
+    """Bytes a second between nodes of one GPU.
+
+    Args:
+        text: As NETWORK_HELP says; None: what the maker's nodes have for this GPU, or 100 Gbit/s a node.
+        per_node: GPUs of a node.
+
+    Raises:
+        ConfigError: no positive number, alone or before `/node`.
+    """
+    if text is None:
+        return gpu.network or SHARED_NETWORK * 1e9 / 8 / per_node
+    number, slash, unit = text.strip().lower().partition("/")
+    try:
+        gigabits = float(number)
+    except ValueError:
+        gigabits = 0.0
+    if not 0 < gigabits < 1e6 or (slash and unit not in ("node", "gpu")):
+        raise ConfigError(f"--network {text}: give {NETWORK_HELP}")
+    return gigabits * 1e9 / 8 / (per_node if unit == "node" else 1)
