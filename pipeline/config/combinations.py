@@ -108,6 +108,12 @@ RULES = [
         ),
     ),
     Rule(
+        "`micro_batch_size: auto` with `parallel: dp`",
+        "what fits is found by a rank on its one device, and nn.DataParallel has several",
+        "ddp, or micro_batch_size as a number",
+        lambda c: c.config.batch.micro_batch_size == "auto" and c.split.parallel == "dp",
+    ),
+    Rule(
         "`compile` with tensor or sequence parallelism or with `parallel: dp`",
         "ranks talk to each other inside of a block there, and nn.DataParallel copies blocks in every step",
         "ZeRO, ddp or pipeline stages, or no compile",

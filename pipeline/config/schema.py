@@ -5,12 +5,19 @@ The text under a field is its documentation; docs/configuration.md is generated 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.config.data_schema import DataConfig
+from pipeline.config.data_schema import DataConfig, DocumentsConfig
 from pipeline.config.model_schema import Closed, ModelConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfig
 from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
@@ -55,12 +62,24 @@ class BatchConfig(Closed):
     """Any two of the three numbers; the third follows for the world size of the run. Without this section:
     `micro_batch_size: 8`."""
 
-    micro_batch_size: int | None = Field(None, gt=0, le=MOST_SAMPLES_AT_ONCE)
-    """Samples one rank takes through the model at once."""
+    micro_batch_size: Annotated[int, Field(gt=0, le=MOST_SAMPLES_AT_ONCE)] | Literal["auto"] | None = None
+    """Samples one rank takes through the model at once. `auto`, beside `global_batch_size`: the largest that
+    fits, found at the start by steps that do not count. The global batch, and so the curve, stays."""
     gradient_accumulation_steps: int | None = Field(None, gt=0, le=MOST_ACCUMULATED)
     """Micro-batches a rank adds up before the optimizer steps. Default where nothing else decides it: 1."""
     global_batch_size: int | None = Field(None, gt=0, le=MOST_SAMPLES_A_STEP)
     """Samples an optimizer step sees: micro x accumulation x data-parallel size."""
+
+    @field_validator("micro_batch_size", mode="wrap")
+    @classmethod
+    def _number_or_auto(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+        if isinstance(value, float) and value.is_integer():  # 1e1
+            value = int(value)
+        try:
+            return validated(value)
+        except ValidationError as error:  # one line for the two that it might be
+            message = error.errors()[0]["msg"]
+            raise ValueError(f"{message[0].lower()}{message[1:]}, or auto; given {value!r}") from None
 
 
 class EngineConfig(Closed):
@@ -248,3 +267,9 @@ class RunConfig(Closed):
         if self.adapter is None and self.optimizer.learning_rate is None:
             raise ValueError("optimizer.learning_rate: expected a number above 0, given null")
         return self
+
+
+def cache_folder(config: RunConfig) -> Path:
+    """Where a recipe's runs keep what is made anew if it is lost: beside its prepared data, if it has any."""
+    default = DocumentsConfig.model_fields["cache_dir"].default
+    return Path(getattr(config.data, "cache_dir", default)).expanduser()

@@ -52,6 +52,9 @@ class BatchSource(Protocol):
     def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
         """Has no later step take the samples at these positions of the order, [first, last) each."""
 
+    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """Has the next groups be of as many samples in other micro-batches."""
+
     def read_again(self, first: int) -> list[Batch] | None:
         """The group that begins at a position of the order, to be looked at; None: it cannot be had again."""
 
@@ -202,6 +205,16 @@ class TrainLoader:
     def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
         """See BatchSource. What was fetched ahead is read anew."""
         self._left_out = LeftOut([*self._left_out.stretches, *stretches])
+        self.close()
+
+    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """See BatchSource. What was fetched ahead is read anew."""
+        how = {
+            "micro_batch_size": micro_batch_size,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+        }
+        self._draws_from = partial(self._draws_from, **how)
+        self._gradient_accumulation_steps = gradient_accumulation_steps
         self.close()
 
     def read_again(self, first: int) -> list[Batch]:

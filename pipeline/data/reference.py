@@ -59,6 +59,17 @@ class ReferenceTable:
         return np.where(keys == 0, 0.0, found).astype(np.float32)
 
 
+class OfZeros(ReferenceTable):
+    """What stands in for the reference where only its size counts."""
+
+    def __init__(self) -> None:
+        super().__init__(np.zeros(0, np.uint64), np.zeros(0, np.float32))
+
+    def look_up(self, keys: Keys) -> NDArray[np.float32]:
+        """Of keys (B, S): zeros."""
+        return np.zeros(keys.shape, np.float32)
+
+
 class WithReference:
     """A collate whose batches have `reference_logps` (B, S), fp32, besides."""
 

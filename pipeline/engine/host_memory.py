@@ -43,6 +43,12 @@ def freed_at_once() -> Iterator[None]:
         trim(0)
 
 
+def give_back() -> None:
+    """What glibc's heap keeps of freed tensors goes back to the system; nothing where there is no glibc."""
+    if (trim := _of_glibc("malloc_trim")) is not None:
+        trim(0)
+
+
 def chosen_by_user(environment: Mapping[str, str]) -> bool:
     """Whether the environment tunes glibc's malloc: MALLOC_*, or glibc.malloc.* in GLIBC_TUNABLES."""
     is_set = any(name.startswith("MALLOC_") for name in environment)

@@ -116,6 +116,10 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
         """
         ...
 
+    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """How the next steps' batches are divided; between two steps."""
+        ...
+
     def gradients_shown_to(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
         """Around a step: `take` is given the gradients that move the weights (averaged over the global batch,
         unscaled, clipped), over all ranks each value once. Of a step that is not taken it may be given none.

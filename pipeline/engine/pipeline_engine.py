@@ -106,6 +106,14 @@ class PipelineEngine(DeepSpeedBase):
         with self.phases.measured("generation"):
             return generate(self.module, prompts, settings, self.device)
 
+    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """See Engine.divide."""
+        super().divide(micro_batch_size, gradient_accumulation_steps)
+        self._engine.micro_batch_size, self._engine.micro_batches = (
+            micro_batch_size,
+            gradient_accumulation_steps,
+        )
+
     def train_step(
         self,
         micro_batches: Sequence[Batch],

@@ -91,6 +91,9 @@ class TorchEngine:
         """See Engine.close."""
         self.__dict__ = {}
 
+    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """See Engine.divide."""
+
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 

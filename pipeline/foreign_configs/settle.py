@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pipeline.config.objective_schema import ObjectiveConfig
 from pipeline.errors import ConfigError
-from pipeline.foreign_configs.mapping import Draft, NotTakenError, names, number, text, whole
+from pipeline.foreign_configs.mapping import Draft, NotTakenError, flag, names, number, text, whole
 
 SCHEDULES = {
     "linear": ("linear", 0.0),
@@ -58,7 +58,8 @@ def settle_batch(draft: Draft, micro: str, accumulation: str) -> None:
     told = f"{size} (a GPU) x {steps} (accumulated) x {draft.gpus} (GPUs, --gpus)"
     if min(size, steps) < 1:
         raise ConfigError(f"{draft.file.at(micro)}: {told} is no number of samples")
-    draft.put("batch.micro_batch_size", size)
+    finds = draft.given("auto_find_batch_size", flag)
+    draft.put("batch.micro_batch_size", "auto" if finds else size, "the largest that fits" if finds else "")
     draft.put("batch.global_batch_size", size * steps * draft.gpus, told)
 
 

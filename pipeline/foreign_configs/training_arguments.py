@@ -25,6 +25,7 @@ max_steps: max_steps
 schedule.min_learning_rate_ratio, schedule.decay_steps: lr_scheduler_kwargs
 schedule.warmup_steps: warmup_steps warmup_ratio
 batch.global_batch_size: gradient_accumulation_steps
+batch.micro_batch_size: auto_find_batch_size
 checkpoint.every: save_steps save_strategy
 eval.every: eval_steps eval_strategy
 checkpoint.resume: resume_from_checkpoint
@@ -90,7 +91,7 @@ torch.compile's backend and mode are chosen here: torch_compile_backend torch_co
 the optimizer takes no arguments of another: optim_args optim_target_modules
 a run ends with its last step, or by what the section watch says: early_stopping_patience
   early_stopping_steps
-not done here: auto_find_batch_size bf16_full_eval fp16_full_eval torch_empty_cache_steps
+not done here: bf16_full_eval fp16_full_eval torch_empty_cache_steps
 """)
 
 DEFAULTS: dict[str, Any] = {

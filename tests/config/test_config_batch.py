@@ -101,3 +101,32 @@ def test_fewer_samples_than_ranks_cannot_be_split():
 def test_a_number_that_follows_has_the_limits_of_a_stated_one(stated, name, most):
     with pytest.raises(ConfigError, match=f"; {name} is at most {most}"):
         plan_batch(BatchConfig(**stated), 1)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5_000), ranks)
+def test_auto_leaves_open_what_divides_a_ranks_share(share, dp_world_size):
+    plan = plan_batch(
+        BatchConfig(micro_batch_size="auto", global_batch_size=share * dp_world_size), dp_world_size
+    )
+    assert plan.is_open
+    assert plan.candidates == [n for n in range(1, share + 1) if share % n == 0]
+    for size in plan.candidates:
+        divided = plan.divided(size)
+        assert not divided.is_open
+        assert divided == plan_batch(
+            BatchConfig(micro_batch_size=size, global_batch_size=share * dp_world_size), dp_world_size
+        )
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({}, "give global_batch_size"),
+        ({"gradient_accumulation_steps": 2, "global_batch_size": 8}, "drop it, or give micro_batch_size as"),
+        ({"global_batch_size": 7}, "what a rank sees of a step = 7 / 2 = 3.500.* of 6 or 8 divides"),
+    ],
+)
+def test_what_auto_cannot_stand_with_is_refused(others, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_batch(BatchConfig(micro_batch_size="auto", **others), 2)

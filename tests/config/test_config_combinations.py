@@ -46,6 +46,11 @@ EXAMPLES = [
     (8, {STAGES: 8, STAGE: 1}, {STAGES: 4}),
     (1, {ACCUMULATION: "fp32", BF16: True, STAGE: 0}, {STAGE: 1}),
     (2, {ACCUMULATION: "fp32", BF16: True, STAGE: 1, SEQUENCE: 2}, {STAGE: 2}),
+    (
+        1,
+        {"engine.parallel": "dp", "batch.micro_batch_size": "auto", "batch.global_batch_size": 8},
+        {"engine.parallel": "ddp"},
+    ),
     (2, {COMPILE: True, TENSOR: 2, STAGE: 1}, {TENSOR: 1}),
     (
         1,

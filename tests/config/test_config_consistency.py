@@ -103,7 +103,7 @@ def test_what_cannot_stand_together_is_told_first(refused, text, arguments, mess
         (CNN, f"seed={'9' * 30}"),
         (CNN, "eval.every=true"),
         (CNN, "log.every=auto"),
-        (CNN, "batch={micro_batch_size: auto}"),
+        (CNN, "batch={micro_batch_size: many}"),
         (CNN, "checkpoint.every={a: 1}"),
     ],
 )

@@ -67,6 +67,7 @@ def test_nothing_else_imports_what_a_recipe_names():
     assert users == {
         "data/custom.py",
         "models/custom.py",
+        "models/counted.py",
         "data/documents/iterable.py",
         "objectives/__init__.py",
         "sinks/own.py",

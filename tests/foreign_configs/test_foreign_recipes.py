@@ -103,6 +103,8 @@ def test_a_batch_is_theirs_times_the_gpus(imported):
     assert made.config.batch.global_batch_size == 2 * 8 * 4
     assert imported(AXOLOTL, gpus=3).config.batch.global_batch_size == 2 * 4 * 3
     assert imported(TRL, gpus=2).config.batch.global_batch_size == 8 * 1 * 2  # the Trainer's default
+    found = imported(LLAMA_FACTORY, gpus=4, auto_find_batch_size=True).config.batch  # of the same step
+    assert (found.micro_batch_size, found.global_batch_size) == ("auto", 64)
 
 
 @pytest.mark.parametrize("tree", [LLAMA_FACTORY, AXOLOTL, TRL])

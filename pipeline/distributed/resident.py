@@ -1,0 +1,42 @@
+"""What of this process is in memory: now, and at the most since a moment. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+FORGET_PEAK = "5"  # proc(5), clear_refs: resets the mark of the peak, and touches nothing else
+
+
+def resident_now() -> int:
+    """Bytes.
+
+    Raises:
+        OSError: not Linux.
+    """
+    return _read("VmRSS:")
+
+
+def resident_peak() -> int:
+    """Bytes, the most since `forget_peak`.
+
+    Raises:
+        OSError: not Linux.
+    """
+    return _read("VmHWM:")
+
+
+def forget_peak() -> None:
+    """The mark of the peak starts again at what there is now.
+
+    Raises:
+        OSError: not Linux, or /proc cannot be written.
+    """
+    CLEAR.write_text(FORGET_PEAK)
+
+
+def _read(name: str) -> int:
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{STATUS} has no {name}")

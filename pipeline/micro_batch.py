@@ -1,0 +1,279 @@
+"""`batch.micro_batch_size: auto`: the largest that fits, tried in the run's own engine before its first step.
+
+A trial is a real step of which nothing stays (engine.refusal), so that a run is the one with the number
+given, to the last bit. planning.largest says what to try, kept_sizes.py remembers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config.batch import BatchPlan
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import Resolved
+from pipeline.data.batches import Batch, described, tensors
+from pipeline.data.loader import TrainLoader
+from pipeline.data.random_numbers import seed_step
+from pipeline.device_failures import explain
+from pipeline.distributed.machine import memory_now
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.watchdog import is_from_peers
+from pipeline.engine.interface import Engine, Limits
+from pipeline.errors import ConfigError, DeviceMemoryError
+from pipeline.kept_sizes import KeptSize
+from pipeline.models.regional_compile import compile_again
+from pipeline.objectives import Objective
+from pipeline.objectives.timed import TimedObjective
+from pipeline.peaks import Peaks, as_if_stepped, peaks_on
+from pipeline.planning.largest import MARGIN, TRIED_UP_TO, Use, fits, largest, next_trial, predicted
+from pipeline.remedies import Remedies
+from pipeline.stepping import with_keys
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+NOTHING_STAYS = Limits(-torch.inf, -torch.inf)
+LOOKED_AT = 8
+"""Groups of own data, whose rows may differ in length, of which the largest is tried."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """All that a search needs of a run."""
+
+    config: RunConfig
+    resolved: Resolved
+    job: Job
+    engine: Engine
+    objective: Objective
+    loader: Callable[[BatchPlan], TrainLoader]
+    """Reads this rank's batches of a plan."""
+    cache: Path
+    """Folder of what is kept between starts."""
+    guess: int | None = None
+    """Of the answer, from a plan; None: there is none."""
+    limit: int | None = None
+    """Bytes that a rank may hold; None: what its device has for it."""
+
+
+def settle(search: Search) -> Resolved:
+    """With the number in place of `auto`, which the engine then keeps to. Collective.
+
+    Raises:
+        DeviceMemoryError: a trial took more than was to be expected; the next start begins below it.
+        ConfigError: memory cannot be measured here.
+    """
+    plan = search.resolved.plan
+    if not plan.is_open:
+        return search.resolved
+    size = Trials(search).find() if len(plan.candidates) > 1 else plan.candidates[0]
+    found = search.resolved.divided(size)
+    search.engine.divide(size, found.plan.gradient_accumulation_steps)
+    return found
+
+
+class Trials:
+    """One search. Every method is collective."""
+
+    def __init__(self, search: Search):
+        self._of = search
+        self._peaks: Peaks = peaks_on(search.job.device, search.job.ranks.local_world_size)
+        self._tried: dict[int, list[Use]] = {}
+        self._kept = KeptSize(search.cache, self._known())
+
+    def find(self) -> int:
+        """The size."""
+        job, kept = self._of.job, self._kept
+        job.on_main(kept.read)
+        kept.found, kept.needs, kept.trying = job.broadcast_object((kept.found, kept.needs, kept.trying))
+        candidates = self._of.resolved.plan.candidates
+        if kept.trying is not None:
+            self._tell(f"{kept.trying} ran out of memory at an earlier start, or was cut off ({kept.file})")
+            candidates = [size for size in candidates if size < kept.trying] or candidates[:1]
+        if kept.found in candidates and self._still_fits():
+            self._tell(f"micro_batch_size {kept.found}, found before ({kept.file}; without it, found anew)")
+            return kept.found
+        while (size := next_trial(candidates, self._tried, self._of.guess)) is not None:
+            with self._written_down(size):
+                self._tried[size] = self.measure(size)
+        size = largest(self._tried) or min(self._tried)
+        kept.found, kept.needs = size, max(use.most for use in self._tried[size])
+        kept.tried = {str(each): max(use.most for use in uses) for each, uses in self._tried.items()}
+        if job.ranks.is_main_process:
+            kept.write()
+        self._tell(self._summary(size, candidates))
+        if self._of.resolved.compile:
+            compile_again(self._of.engine.module)
+        self._of.engine.phases.restart()
+        return size
+
+    def _still_fits(self) -> bool:
+        """Whether every rank's device has room for what was measured before."""
+        self._begin()
+        return all(self._of.job.gather_object(self._kept.needs <= TRIED_UP_TO * self._limit()))
+
+    def measure(self, size: int) -> list[Use]:
+        """What a step of such micro-batches holds on each rank."""
+        of, stages = self._of, self._of.resolved.split.pipeline_stages
+        plan = of.resolved.plan.divided(size)
+        # The second one finds the gradients of the first; stages are filled by as many as there are.
+        count = min(plan.gradient_accumulation_steps, max(2, stages))
+        batches, further = self._batches(replace(plan, gradient_accumulation_steps=count))
+        timed = TimedObjective(of.objective, of.engine.phases)
+        of.engine.divide(size, count)
+        seed_step(of.config.seed, 0, of.engine.seed_rank)
+        if of.resolved.compile:  # which takes memory of its own, once
+            compile_again(of.engine.module)
+            of.engine.train_step(batches, timed, 0.0, 0, NOTHING_STAYS)
+        self._begin()
+        limit = self._limit()
+        ear = _Ear(self._peaks)
+        with as_if_stepped() as unmade, of.engine.phases.heard_by(ear.ends):
+            of.engine.train_step(batches, timed, 0.0, 0, NOTHING_STAYS)
+        ear.ends("other")
+        limit = min(limit, self._limit())  # NCCL takes its own with the first step
+        add = unmade[0] + further
+        return of.job.gather_object(
+            Use(ear.forward, ear.work + add, ear.most.get("optimizer", 0) + add, limit)
+        )
+
+    def _batches(self, plan: BatchPlan) -> tuple[list[Batch], int]:
+        """A group of real rows; and bytes that a run holds of them besides: a GPU has two whole steps'."""
+        loader, config = self._of.loader(plan), self._of.config
+        looked_at = LOOKED_AT if ":" in config.data.kind else 1
+        groups = [loader.read_again(number * plan.global_batch_size) for number in range(looked_at)]
+        group = max(groups, key=_bytes_of)
+        further = 0
+        if self._of.job.device.type == "cuda":
+            share = self._of.resolved.plan.gradient_accumulation_steps / (plan.micro_batch_size * len(group))
+            further = int(2 * share * _bytes_of(group))
+        return with_keys(group, config.seed, 0) if _adds_noise(config) else group, further
+
+    def _begin(self) -> None:
+        try:
+            self._peaks.begin()
+        except OSError as error:
+            raise ConfigError(
+                f"batch.micro_batch_size: auto: memory cannot be measured here ({error}); give a number"
+            ) from None
+
+    def _limit(self) -> int:
+        return self._of.limit or self._peaks.limit()
+
+    @contextmanager
+    def _written_down(self, size: int) -> Iterator[None]:
+        """Around a trial: what does not come back from it is known to the next start."""
+        kept, job = self._kept, self._of.job
+        before, kept.trying = kept.trying, size
+        if job.ranks.is_main_process:
+            kept.write()
+        job.barrier()
+        try:
+            yield
+        except BaseException as error:
+            is_memory = isinstance(explain(error, job.device, lambda _: Remedies("", [])), DeviceMemoryError)
+            if is_memory:
+                log.warning(
+                    "micro_batch_size auto: the trial of %d ran out of memory; the same command starts "
+                    "below it (%s)",
+                    size,
+                    kept.file,
+                )
+            elif job.ranks.is_main_process and not is_from_peers(error):
+                kept.trying = before
+                kept.write()
+            raise
+        kept.trying = before
+
+    def _tell(self, line: str) -> None:
+        if self._of.job.ranks.is_main_process:
+            log.info("%s", line)
+
+    def _summary(self, size: int, candidates: Sequence[int]) -> str:
+        """What was tried, what each took, what was chosen and why not more."""
+
+        def of(uses: Sequence[Use]) -> str:
+            return f"{max(use.most for use in uses) / GIB:.2f}"
+
+        limit = min(use.limit for use in self._tried[size])
+        tried = ", ".join(f"{each} {of(uses)}" for each, uses in self._tried.items())
+        line = (
+            f"micro_batch_size {size}, found by trials (GiB of the fullest rank): {tried}; a step may take "
+        )
+        line += f"{MARGIN * limit / GIB:.2f} of {limit / GIB:.2f}"
+        larger = next((each for each in candidates if each > size), None)
+        if not fits(self._tried[size]):
+            line += "; nothing smaller than this, which takes more"
+        elif larger is None:
+            line += "; there is no larger one" + (" below" if self._kept.trying else " in the global batch")
+        elif larger not in self._tried:
+            line += f"; {larger} would take about {max(predicted(larger, self._tried)) / GIB:.2f}"
+        return f"{line}; kept in {self._kept.file}"
+
+    def _known(self) -> dict[str, Any]:
+        """All that decides the answer."""
+        of, config = self._of, self._of.config
+        resolved, device = of.resolved, of.job.device
+        smallest = self._of.loader(replace(resolved.plan.divided(1), gradient_accumulation_steps=1))
+        (row,) = smallest.read_again(0)
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+            memory = torch.cuda.get_device_properties(device).total_memory
+        else:
+            name, memory = "cpu", memory_now().limit
+        return {
+            "row": {key: described(value) for key, value in row.items()},
+            "model": config.model.model_dump(mode="json"),
+            "adapter": None if config.adapter is None else config.adapter.model_dump(mode="json"),
+            "objective": config.objective.model_dump(mode="json"),
+            "optimizer": config.optimizer.model_dump(mode="json"),
+            "split": str(resolved.split),
+            "ranks": [resolved.split.world_size, of.job.ranks.local_world_size],
+            "compile": resolved.compile,
+            "tf32": resolved.tf32,
+            "deepspeed": resolved.deepspeed,
+            "samples": resolved.plan.global_batch_size,
+            "device": name,
+            "memory_gib": round(memory / GIB, 1),
+            "limit": of.limit,
+            "versions": {name: metadata.version(name) for name in ("torch", "transformers", "deepspeed")},
+        }
+
+
+class _Ear:
+    """Takes the peak of each phase where it ends."""
+
+    def __init__(self, peaks: Peaks):
+        self._peaks = peaks
+        self._began = peaks.now()
+        self.most: dict[str, int] = {}
+        self.forward = 0
+
+    def ends(self, phase: str) -> None:
+        """See Phases.heard_by."""
+        most = self._peaks.take()
+        self.most[phase] = max(self.most.get(phase, 0), most)
+        if phase == "forward":
+            self.forward = max(self.forward, most - self._began)
+        self._began = self._peaks.now()
+
+    @property
+    def work(self) -> int:
+        """Before the update."""
+        return max((most for phase, most in self.most.items() if phase != "optimizer"), default=0)
+
+
+def _bytes_of(group: Sequence[Batch]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(group))
+
+
+def _adds_noise(config: RunConfig) -> bool:
+    return config.model.neftune_alpha is not None

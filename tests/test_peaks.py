@@ -1,0 +1,50 @@
+"""What a stretch of a step held: of this process, as the system counts it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipeline.distributed.resident import resident_now
+from pipeline.optim import at_rest
+from pipeline.peaks import OfHost, as_if_stepped
+
+MIB = 2**20
+
+
+def test_a_peak_is_that_of_its_own_stretch():
+    peaks = OfHost(1)
+    peaks.begin()
+    before = peaks.now()
+    torch.ones(16 * MIB)  # 64 MiB, gone at once
+    assert 60 * MIB < peaks.take() - before < 90 * MIB
+    torch.ones(4 * MIB)
+    assert peaks.take() - before < 40 * MIB
+    assert peaks.limit() > before
+    assert OfHost(2).limit() < peaks.limit()
+
+
+def test_states_of_a_refused_step_are_in_memory_and_unchanged():
+    """On a CPU pages of zeros are in none until they are written to."""
+    p = nn.Parameter(torch.ones(16 * MIB))
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.AdamW([p], fused=True)
+    before = resident_now()
+    with as_if_stepped() as unmade, at_rest(optimizer, p.device):
+        optimizer.step()
+    assert resident_now() - before > 120 * MIB  # two states of 64 MiB
+    state = optimizer.state[p]
+    assert not any(bool(state[name].any()) for name in ("exp_avg", "exp_avg_sq", "step"))
+    assert unmade == [0]
+
+
+def test_states_that_a_refused_step_does_not_make_are_counted():
+    p = nn.Parameter(torch.ones(8, 4))
+    p.grad = torch.ones_like(p)
+    muon = torch.optim.Muon([p])
+    for expected in (8 * 4 * 4, 0):
+        with as_if_stepped() as unmade, at_rest(muon, p.device):
+            muon.step()
+        assert unmade == [expected]
+        p.grad = torch.ones_like(p)
+        muon.step()
