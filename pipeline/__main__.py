@@ -16,6 +16,7 @@ from pipeline.commands import (
     generate,
     import_config,
     inspect,
+    plan,
     prepare,
     report,
     sync,
@@ -24,6 +25,7 @@ from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.errors import CommandLine, DeviceFailedError, PipelineError, report_errors
 
 COMMANDS = {
+    "plan": plan,
     "prepare": prepare,
     "checkpoints": checkpoints,
     "evaluate": evaluate,
@@ -64,7 +66,8 @@ def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:
     except Exception as error:
         if isinstance(error, PipelineError):
             raise
-        from pipeline.device_failures import explain, of_files
+        from pipeline.device_failures import explain
+        from pipeline.remedies import of_files
 
         mistake = explain(error, None, of_files)
         if mistake is None:

@@ -1,4 +1,4 @@
-"""What to tell of a device that is out of memory or failed: one line, the numbers, the largest lever first.
+"""What to tell of a device that is out of memory or failed: one line, where, the numbers, what helps.
 
 Looks at what torch, CUDA, NCCL and the system say; asks a device that failed nothing.
 """
@@ -8,19 +8,21 @@ from __future__ import annotations
 import errno
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 import torch
 
-from pipeline.config.batch import BatchPlan
-from pipeline.config.loading import get_dotted
-from pipeline.config.settings import Resolved, Settings
-from pipeline.distributed.machine import memory_now
+from pipeline.config.settings import Settings
+from pipeline.distributed.diagnosis import advise
+from pipeline.distributed.machine import memory_now, own_limit
+from pipeline.distributed.part_of_run import part_of_run
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.stacks import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
+from pipeline.planning.account import Account, Held, Planned
+from pipeline.planning.changes import size
+from pipeline.remedies import Changing, Remedies, Remedying, Shortage, changes_of, elsewhere
 
 GIB = 2**30
 # torch.OutOfMemoryError, and what cuBLAS, cuDNN, NCCL and the CPU's allocator say.
@@ -34,26 +36,14 @@ _FAILED = re.compile(
 )
 _SIZE = r"([\d.]+ [KMGTPE]?i?B)"
 # Of the allocator's own message, which knows how it was at that moment.
+_ASKED, _FREE, _ALLOCATED = "asked for {}", "{} were free", "{} allocated"
 _TOLD = {
-    "asked for {}": rf"[Tt]ried to allocate {_SIZE}",
+    _ASKED: rf"[Tt]ried to allocate {_SIZE}",
     "of {} in all": rf"total capacity of {_SIZE}",
-    "{} were free": rf"of which {_SIZE} is free",
-    "{} allocated": rf"{_SIZE} is allocated by PyTorch",
+    _FREE: rf"of which {_SIZE} is free",
+    _ALLOCATED: rf"{_SIZE} is allocated by PyTorch",
     "{} more reserved": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
-
-
-class Remedies(NamedTuple):
-    """What was done, and what takes less memory."""
-
-    doing: str
-    """` at micro_batch_size 8`; empty: nothing to say."""
-    levers: list[str]
-    """Most first."""
-
-
-Remedying = Callable[[str], Remedies]
-"""Of the kind of device, `cuda` or `cpu`, whose memory is out."""
 
 
 def explain(error: BaseException, device: torch.device | None, remedies: Remedying) -> PipelineError | None:
@@ -105,27 +95,40 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 def _of_memory(error: BaseException, device: torch.device, remedies: Remedying) -> str:
-    text = re.sub(
-        r"(\d+) bytes", lambda found: f"{int(found[1]) / GIB:.2f} GiB", str(error)
-    )  # the CPU's allocator
+    text = re.sub(r"(\d+) bytes", lambda found: size(int(found[1])), str(error))  # the CPU's allocator
     if isinstance(error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text:
         device = torch.device("cpu")  # the host's, beside a GPU
-    numbers = [words.format(found[1]) for words, how in _TOLD.items() if (found := re.search(how, text))]
+    sizes = {words: found[1] for words, how in _TOLD.items() if (found := re.search(how, text))}
+    numbers = [words.format(number) for words, number in sizes.items()]
     if device.type == "cuda":
         if len(numbers) < 3:  # another's message than the allocator's
             numbers += _peaks(device)
     else:
-        numbers.append(str(memory_now()))
-    doing, levers = remedies(device.type)
+        numbers += [str(memory_now()), *filter(None, [own_limit()])]
+    frames = traceback.extract_tb(error.__traceback__)
+    asked, free, allocated = (_bytes(sizes.get(words)) for words in (_ASKED, _FREE, _ALLOCATED))
+    part, missing = part_of_run(frames), max(0, (asked or 0) - (free or 0))
+    told = remedies(Shortage(device.type, part, missing, allocated))
+    levers = told.levers
     if device.type == "cuda" and "more reserved" in " ".join(numbers):
         levers = [
             *levers,
             "PYTORCH_ALLOC_CONF=expandable_segments:True, where much is reserved and not allocated",
         ]
+    where = f"{'' if part is None else f' {part}'}{told.doing}, at {thread_position(frames).place}"
+    facts = [", ".join(numbers) or one_line(error), told.held and f"held: {told.held}", told.planned]
     return (
-        f"out of memory on {device}{doing}, {_place(error)}: {', '.join(numbers) or one_line(error)}. What "
+        f"out of memory on {device}{where}: {'; '.join(filter(None, facts))}. What "
         f"helps, most first: {'; '.join(levers)}"
     )
+
+
+def _bytes(told: str | None) -> int | None:
+    """Of `2.50 GiB`."""
+    if told is None:
+        return None
+    number, unit = told.split()
+    return int(float(number) * 1024 ** " KMGTPE".index(unit[0] if unit != "B" else " "))
 
 
 def _peaks(device: torch.device) -> list[str]:
@@ -140,102 +143,67 @@ def _peaks(device: torch.device) -> list[str]:
     return []
 
 
-def of_training(settings: Settings, job: Job | None, device: str) -> Remedies:
+def of_training(settings: Settings, job: Job | None, account: Account, shortage: Shortage) -> Remedies:
     """For a run with these settings.
 
     Args:
         job: None: it is not joined yet.
+        account: What is known of the rank's memory.
     """
-    resolved = None
+    held, resolved = _held(account, shortage), None
+    told, planned = "" if held is None else str(held), _planned(account)
     if job is not None:
+        device = describe_device(job.device)
         with suppress(PipelineError):
-            resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
-    doing = f" at micro_batch_size {resolved.plan.micro_batch_size}" if resolved is not None else ""
-    return Remedies(doing, _levers(settings, resolved, device))
+            resolved = settings.resolve(job.ranks.world_size, device)
+    is_beside = job is not None and job.device.type == "cuda" and shortage.kind == "cpu"
+    said = "" if planned is None or is_beside else str(planned)
+    if job is None or resolved is None:
+        return Remedies("", [*elsewhere(shortage.kind), "a smaller model"], told, said)
+    changing = Changing(settings, resolved, device, job.ranks.local_world_size, shortage, held)
+    doing = "" if resolved.plan.is_open else f" at micro_batch_size {resolved.plan.micro_batch_size}"
+    return Remedies(doing, changes_of(changing, planned), told, said)
 
 
-def of_evaluation(micro_batch_size: int, sequence_length: int | None, device: str) -> Remedies:
-    """For a model that is whole in this process, and evaluated."""
-    smaller = (
-        [f"batch.micro_batch_size={micro_batch_size // 2} (now {micro_batch_size}), which changes no number"]
-        if micro_batch_size > 1
-        else []
-    )
-    return Remedies(
-        f" in an evaluation at micro_batch_size {micro_batch_size}",
-        [*smaller, _shorter(sequence_length), *_elsewhere(device)],
-    )
+def _planned(account: Account) -> Planned | None:
+    """What the plan says: worked out here, where it costs no run a moment."""
+    with suppress(Exception):  # the memory is out, and the plan is not the news
+        return None if account.plan is None else account.plan()
+    return None
 
 
-def of_generation(max_new_tokens: int, device: str) -> Remedies:
-    """For a model that writes after a prompt."""
-    fewer = f"fewer tokens (max_new_tokens, now {max_new_tokens})"
-    return Remedies(" while text is generated", [fewer, "a shorter prompt", *_elsewhere(device)])
+def of_killed(settings: Settings, job: Job, account: Account) -> str:
+    """What helps where a rank of the run was killed for the host's memory, as one that is left knows."""
+    with suppress(PipelineError, RuntimeError, MemoryError):  # beside the thread that trains
+        remedies = of_training(settings, job, account, Shortage("cpu"))
+        return f"what helps, most first: {'; '.join(remedies.levers)}"
+    return advise()
 
 
-def of_files(device: str) -> Remedies:
-    """For what reads, converts or writes files and loads no model."""
-    return Remedies("", _elsewhere(device))
-
-
-def _elsewhere(device: str) -> list[str]:
-    if device == "cuda":
-        return [
-            "a GPU that nothing else uses (nvidia-smi), or a larger one",
-            "CUDA_VISIBLE_DEVICES= (empty), which leaves it to the CPU",
-        ]
-    look = "ps -eo rss,user,comm --sort=-rss | head"
-    return [f"an end to what else takes memory here ({look})", "a higher limit"]
-
-
-def _levers(settings: Settings, resolved: Resolved | None, device: str) -> list[str]:
-    found = []
-    if resolved is not None and (halved := _smaller(resolved.plan)) is not None:
-        found.append(halved)
-    if getattr(settings.config.model, "activation_checkpointing", "full") != "full":
-        found.append("model.activation_checkpointing=full")
-    split, is_gpu = resolved.split if resolved is not None else None, device == "cuda"
-    if split is not None and split.dp_world_size > 1 and split.zero_stage < 3 and split.pipeline_stages == 1:
-        found.append("--deepspeed ds_configs/zero3.json, which divides model and optimizer over the ranks")
-    json = settings.deepspeed or {}
-    if is_gpu and get_dotted(json, "zero_optimization.offload_optimizer.device") in (None, "none"):
-        found.append(
-            "--deepspeed ds_configs/zero3_offload.json, which keeps the optimizer in the host's memory"
-        )
-    shorter = _shorter(getattr(settings.config.data, "sequence_length", None))
-    return [*found, f"{shorter}, or a smaller model"]
-
-
-def _shorter(length: int | None) -> str:
-    return f"a shorter data.sequence_length (now {length})" if length else "smaller samples"
-
-
-def _smaller(plan: BatchPlan) -> str | None:
-    """The same step in smaller parts: half, or the next part that divides."""
-    size = plan.micro_batch_size
-    parts = next((n for n in range(2, size + 1) if size % n == 0), None)
-    if parts is None:
+def _held(account: Account, shortage: Shortage) -> Held | None:
+    """What the rank's engine holds on what is out of memory; None: there is no engine."""
+    if account.states is None:
         return None
-    steps = plan.gradient_accumulation_steps
-    return (
-        f"batch.micro_batch_size={size // parts} batch.gradient_accumulation_steps={steps * parts} (now "
-        f"{size} and {steps}), the same step with 1/{parts} of the activations"
-    )
+    total, before = shortage.allocated, 0
+    if shortage.kind == "cpu":
+        total, before = memory_now().resident, account.before
+    elif total is None:
+        total = torch.cuda.memory_allocated()
+    with suppress(RuntimeError, AttributeError, MemoryError):  # closed meanwhile; not a byte is left
+        return Held(account.states(shortage.kind), total, before)
+    return None
 
 
 def _of_device(error: RuntimeError, device: torch.device | None) -> str:
-    text = one_line(error)
+    text, frames = one_line(error), traceback.extract_tb(error.__traceback__)
     where = f"{device or 'the device'} failed"
     if "ECC" in text or "fallen off" in text:
         return (
             f"{where}: {text}; the card is at fault: see dmesg | grep -i xid, and leave it out until a reset"
         )
     index = " (an index outside of a table: ids, labels or positions)" if "assert" in text else ""
+    place = thread_position(frames).place
     return (
-        f"{where}{index}, {_place(error)}, or before: {text}; nothing of what it held is saved. Run the same "
+        f"{where}{index}, at {place}, or before: {text}; nothing of what it held is saved. Run the same "
         "again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the line is the right one"
     )
-
-
-def _place(error: BaseException) -> str:
-    return f"at {thread_position(traceback.extract_tb(error.__traceback__)).place}"

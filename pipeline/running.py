@@ -28,6 +28,7 @@ from pipeline.errors import (
     too_long_a_name,
 )
 from pipeline.joining import Joined, join
+from pipeline.planning.account import Account
 from pipeline.report.page import write_at_end
 from pipeline.run_lock import is_held
 
@@ -55,7 +56,7 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         mistake = too_long_a_name(error) if isinstance(error, OSError) else None
         job = begun.job if begun is not None else None
         device = job.device if job is not None else None
-        mistake = mistake or explain(error, device, partial(of_training, settings, job))
+        mistake = mistake or explain(error, device, partial(of_training, settings, job, Account()))
         if mistake is not None:
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
             return _end(begun, ranks, f"error: {mistake}", mistake.exit_code)

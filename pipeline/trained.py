@@ -30,7 +30,7 @@ from pipeline.config.settings import load_settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
 from pipeline.data.tokenizer import load_pretrained
-from pipeline.device_failures import explained, of_evaluation, of_generation
+from pipeline.device_failures import explained
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device, start_job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.inference import Inference
@@ -43,6 +43,7 @@ from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.objectives import BySegment, build_objective
 from pipeline.reference_logps import with_reference
+from pipeline.remedies import of_evaluation, of_generation
 from pipeline.sampling import asks_in_template, generate_text
 
 log = logging.getLogger(__name__)
@@ -224,8 +225,10 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
 def _micro_batch_size(trained: Trained) -> int:
     """The command line's or the recipe's; else what it came to in the run."""
     batch, deepspeed = trained.config.batch, trained.split["deepspeed"]
-    if batch.micro_batch_size is not None:
+    if isinstance(batch.micro_batch_size, int):
         return batch.micro_batch_size
+    if isinstance(found := trained.split.get("micro_batch_size"), int):
+        return found
     if deepspeed is not None:
         return int(deepspeed["train_micro_batch_size_per_gpu"])
     return plan_batch(batch, int(trained.split["world_size"])).micro_batch_size

@@ -24,11 +24,12 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import KINDS, weights_of
 from pipeline.checkpoint.shard_file import hash_stretch, opened
 from pipeline.checkpoint.weight_writer import SINGLE, source_of, write_weights
-from pipeline.device_failures import explained, of_files
+from pipeline.device_failures import explained
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
 from pipeline.models import adapter_files
 from pipeline.models.transformers_folder import auto_class_for
+from pipeline.remedies import of_files
 from pipeline.shards import WEIGHT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

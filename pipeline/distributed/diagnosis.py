@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pipeline.distributed.machine import Memory
+from pipeline.distributed.machine import GIB, Memory
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -57,15 +57,26 @@ class LostRank:
     memory: Memory | None
     num_kills: int = 0
     """Processes that its cgroup lost for want of memory since its last heartbeat."""
+    ranks_there: int = 1
+    """On its machine, itself among them."""
 
 
-def describe_lost(lost: Sequence[LostRank]) -> str:
-    """Who is gone, since when, and why as far as it shows."""
+def advise() -> str:
+    """What helps a rank that was killed for memory, of whatever run."""
+    return ADVICE
+
+
+def describe_lost(lost: Sequence[LostRank], advise: Callable[[], str] = advise) -> str:
+    """Who is gone, since when, and why as far as it shows.
+
+    Args:
+        advise: What helps, where memory is why; is asked then alone.
+    """
     parties = _by(lost, lambda each: (each.process.host, each.state))
-    return "; ".join(_of_party(party) for party in parties.values())
+    return "; ".join(_of_party(party, advise) for party in parties.values())
 
 
-def _of_party(party: Sequence[LostRank]) -> str:
+def _of_party(party: Sequence[LostRank], advise: Callable[[], str]) -> str:
     """One rank, or several that a machine took with it: what is said of them is said of the first."""
     lost = party[0]
     who, are, send = str(lost.process), "is", "sends"
@@ -82,14 +93,21 @@ def _of_party(party: Sequence[LostRank]) -> str:
     is_full = memory is not None and memory.used > NEARLY_FULL * memory.limit
     if lost.num_kills or is_full:
         how = "killed for memory (exit code -9)" if lost.num_kills else "most likely killed for memory"
-        return f"{who} {are} gone: {last}; {memory}: {how}; {ADVICE}"
+        ranks, resident = lost.ranks_there, 0 if memory is None else memory.resident
+        several = f": {ranks} ranks there x {resident / GIB:.1f} GiB" if ranks > 1 else ""
+        return f"{who} {are} gone: {last}; {memory}: {how}{several}; {advise()}"
     if lost.state == "gone":
         held = "" if memory is None else f"; {memory}"
         return f"{who} {are} gone: {last}{held}; killed or crashed: its launcher knows the exit code"
     return f"{who} {send} no heartbeat: {last}; its process, its machine or the link to it {are} gone"
 
 
-def describe_hang(reports: Sequence[RankReport], seconds: float, silent: Sequence[LostRank] = ()) -> str:
+def describe_hang(
+    reports: Sequence[RankReport],
+    seconds: float,
+    silent: Sequence[LostRank] = (),
+    advise: Callable[[], str] = advise,
+) -> str:
     """Who is behind, where, and where the others wait for them.
 
     Args:
@@ -105,7 +123,7 @@ def describe_hang(reports: Sequence[RankReport], seconds: float, silent: Sequenc
     busy = [w for w in everyone if w.collective is None]
     if silent:
         rest = f"; {_waits(waiting)}" if waiting else ""
-        return start + describe_lost(silent) + rest
+        return start + describe_lost(silent, advise) + rest
     if waiting and busy:
         # What is not at the same step waits for no one here, but is behind all the same.
         behind = [f"{w.process} is behind: {_place(w)}" for w in busy]

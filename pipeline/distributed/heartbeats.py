@@ -79,4 +79,5 @@ class Heartbeats:
             process_state(process.pid) if is_near else None,
             None if heartbeat is None else heartbeat.memory,
             max(0, kills() - heartbeat.memory.num_kills) if is_near and heartbeat is not None else 0,
+            sum(each.machine == process.machine for each in self._everyone),
         )

@@ -112,6 +112,17 @@ def memory_now(root: Path = ROOT) -> Memory:
     return Memory(resident, tightest.used, tightest.limit, by_cgroup, kills(root))
 
 
+def own_limit() -> str | None:
+    """What this process alone may take, where its shell or its launcher set that (`ulimit`)."""
+    flags = {"ulimit -d": resource.RLIMIT_DATA, "ulimit -v": resource.RLIMIT_AS}
+    limits = {flag: resource.getrlimit(each)[0] for flag, each in flags.items()}
+    found = {flag: limit for flag, limit in limits.items() if limit != resource.RLIM_INFINITY}
+    if not found:
+        return None
+    flag = min(found, key=found.__getitem__)
+    return f"this process may take {found[flag] / GIB:.1f} GiB ({flag})"
+
+
 def available_memory(root: Path = ROOT) -> int:
     """Bytes that processes here may still take: the machine's, or what the fullest cgroup leaves.
 

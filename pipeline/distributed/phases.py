@@ -74,6 +74,7 @@ class Phases:
         self._totals: dict[str, float] = defaultdict(float)
         self._unread: list[Spent] = []
         self._phase = OTHER
+        self._listen: Callable[[str], None] | None = None
         self._start()
 
     def _start(self) -> None:
@@ -98,7 +99,18 @@ class Phases:
         finally:
             self._switch(outer)
 
+    @contextmanager
+    def heard_by(self, listen: Callable[[str], None]) -> Iterator[None]:
+        """Inside, `listen` is called where a phase ends, with its name."""
+        self._listen = listen
+        try:
+            yield
+        finally:
+            self._listen = None
+
     def _switch(self, phase: str) -> None:
+        if self._listen is not None:
+            self._listen(self._phase)
         self._phase = phase
         self._now.mark(phase, Moment(self._clock, self._device))
 

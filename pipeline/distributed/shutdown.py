@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from traceback import FrameSummary
 
-from pipeline.distributed.diagnosis import RankProcess, RankReport, describe_hang, describe_lost
+from pipeline.distributed.diagnosis import RankProcess, RankReport, advise, describe_hang, describe_lost
 from pipeline.distributed.heartbeats import Heartbeats
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import write_exit_code
@@ -50,6 +50,8 @@ class Shutdown:
         """Where the training thread was, if it has left there by an exception."""
         self.tell: Callable[[int, str], None] = _tell_nobody
         """Is given the step and what is told, by the rank that tells; takes seconds at the most."""
+        self.advise: Callable[[], str] = advise
+        """What helps where a rank was killed for memory."""
         self._store, self._heartbeats = store, heartbeats
         self._everyone, self._rank = everyone, rank
         self._progress = progress
@@ -93,7 +95,7 @@ class Shutdown:
                 f"no answer for {silent:.1f} s"
             )
         else:
-            line = describe_lost([self._heartbeats.describe(0, silent)])
+            line = describe_lost([self._heartbeats.describe(0, silent)], self.advise)
         if self._is_reporter():
             self._publish(line)
             self.tell(self._progress.activity.step, line)
@@ -133,8 +135,8 @@ class Shutdown:
         known = heard | {each.process.rank for each in lost}
         lost += [self._heartbeats.describe(rank) for rank in ranks if rank not in known]
         if failure.why == "lost":
-            return describe_lost(lost) if lost else f"{failure.what}; by now all ranks answer"
-        return describe_hang(reports, failure.seconds, lost)
+            return describe_lost(lost, self.advise) if lost else f"{failure.what}; by now all ranks answer"
+        return describe_hang(reports, failure.seconds, lost, self.advise)
 
     def _publish(self, line: str) -> None:
         self._tells = True

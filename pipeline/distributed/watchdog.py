@@ -95,6 +95,13 @@ class Watchdog:
         """To whom `write_to` named: what ends the job, of a rank that raised it."""
         self._shutdown.tell(self._progress.activity.step, sentence)
 
+    def advised_by(self, advise: Callable[[], str]) -> None:
+        """What is told to help where a rank was killed for memory; raises nothing."""
+        self._shutdown.advise = advise
+
+    def _described(self, lost: Sequence[LostRank]) -> str:
+        return describe_lost(lost, self._shutdown.advise)
+
     def before_leaving(self, work: Callable[[], object]) -> None:
         """What is done before the process is ended: it raises nothing and takes seconds."""
         self._shutdown.before_leaving = work
@@ -157,7 +164,7 @@ class Watchdog:
                 self._heartbeats.check_processes()
                 suspected = self._suspected
                 if suspected is None and (lost := self._lost(watched)):
-                    suspected = Failure(self._rank, "lost", HANG_EXIT_CODE, what=describe_lost(lost))
+                    suspected = Failure(self._rank, "lost", HANG_EXIT_CODE, what=self._described(lost))
                 if failure is None and suspected is not None:
                     failure = self._store.claim(suspected)
             except dist.DistNetworkError:  # its process has ended: the guard does the rest

@@ -26,6 +26,7 @@ import psutil
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.launching.environment import write_document
 from pipeline.launching.node_agent import pack, unpack
+from pipeline.launching.ranks_memory import RanksMemory
 
 SILENCE = 30.0  # seconds without a word from the launch script, which speaks every five
 TICK = 1.0
@@ -189,19 +190,22 @@ def describe_node() -> dict[str, Any]:
 def watch(guard: Guard, connection: Connection) -> dict[str, Any]:
     """Until the launch script says that the run is over, or is gone; what is left to tell it then."""
     started = gone = False
+    memory = RanksMemory(guard.ranks)
     while True:
         for message in connection.read(TICK):
             if "signal" in message:
                 guard.send(message["signal"])
             if "end" in message:
                 killed = end(guard, message["end"])
-                return {"ended": guard.exit_records(), "killed": killed}
+                return {"ended": guard.exit_records(), "killed": killed, "memory": memory.told()}
         if not connection.is_open:
             end(guard, SILENCE)
             return {}
         if not gone:
             running = guard.is_running()
             started = started or running
+            if running:
+                memory.look()
             if started and not running:
                 gone = True
                 connection.send({"gone": guard.exit_records()})

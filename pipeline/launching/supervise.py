@@ -19,6 +19,7 @@ from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import LaunchError
 from pipeline.launching.exit_codes import exit_code, ranks_without_exit_code
 from pipeline.launching.node_agent import pack, unpack
+from pipeline.launching.ranks_memory import describe
 
 KEEP_ALIVE = 5.0  # seconds between two messages to a guard
 READY = 60.0  # seconds a guard has to answer
@@ -40,6 +41,8 @@ class _NodeState:
     is_lost: bool = False
     has_ended: bool = False
     killed: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
+    """See ranks_memory.describe."""
 
     @property
     def has_failed(self) -> bool:
@@ -158,6 +161,7 @@ class Supervisor:
                 state.is_gone, state.exit_records = True, message["gone"]
             if "ended" in message:
                 state.has_ended, state.exit_records, state.killed = True, message["ended"], message["killed"]
+                state.memory = message["memory"]
             self._changed.set()
         if not state.has_ended:
             state.is_lost = True
@@ -222,6 +226,10 @@ class Supervisor:
             places = {rank: f" on {name}" for rank, name in self._places.items()}
             named = ", ".join(f"{rank}{places.get(rank, '')}" for rank in silent)
             _say(f"ended without a word, as if killed: rank {named}")
+        for state in self._states:
+            is_silent = not records or state.name in {self._places.get(rank, state.name) for rank in silent}
+            if (silent or not records) and (why := describe(state.memory, is_silent)) is not None:
+                _say(f"{state.name}: {why}")
         code = exit_code(records, self._places, launcher or 0)
         return 1 if code == 0 and self._any_lost() else code
 

@@ -11,27 +11,27 @@ from pipeline.models.custom import build_custom
 from pipeline.models.sharding import ModelRequest
 from pipeline.models.vision import build_cnn
 
-# What torch says where a tensor is larger than the memory, or than a number of bytes can be.
-NO_MEMORY = ("allocate memory", "calculation overflowed", "out of memory")
+# What torch says where a tensor is larger than a number of bytes can be.
+TOO_LARGE = "calculation overflowed"
 
 
 def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Module:
     """The model the recipe names, in fp32 on the CPU, or as `request.sharding` has it.
 
     Raises:
-        ModelError: it cannot be built, does not fit the data or into memory, or its weights do not fit it.
+        ModelError: it cannot be built, does not fit the data or any memory, or its weights do not fit it.
     """
     torch.manual_seed(seed)
     try:
         model = _build(config, request)
         request.sharding.made(model)
         request.sharding.settle(model, request.draws)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
-            raise
+    except RuntimeError as error:
+        if TOO_LARGE not in str(error):
+            raise  # out of memory too: whoever knows of the run tells what helps
         reason = " ".join(str(error).split())[-120:]
         raise ModelError(
-            f"model: it does not fit into memory ({reason}); make it smaller, or divide it with "
+            f"model: it does not fit into any memory ({reason}); make it smaller, or divide it with "
             "zero_optimization.stage 3"
         ) from None
     return model

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from support.cgroup import memory_limited
 
 from pipeline.errors import LaunchError
 from pipeline.launching.guard import Guard, _environment
@@ -56,6 +59,19 @@ def test_a_launcher_that_ends_well_with_ranks_that_did_not(folder, capfd):
     assert supervise(folder, "say 0 0; RANK=1 setsid sleep 60 & exit 0") == 1
     said = capfd.readouterr().err
     assert "ended without a word, as if killed: rank 1 on here" in said
+
+
+@pytest.mark.skipif(not os.access("/dev/kmsg", os.R_OK), reason="the kernel's log is not to be read")
+def test_a_rank_that_is_killed_for_memory_is_told_as_such(folder, capfd):
+    """A real kill, by a cgroup; the guard has to have seen the rank before."""
+    eats = f"{sys.executable} -c 'import time; time.sleep(3); x = bytes(range(256)) * 2**20'"
+    with memory_limited(64) as members:
+        script = f"RANK=1 sh -c 'echo $$ > {members}; exec \"$@\"' - {eats} & say 0 0; wait $!; exit 1"
+        assert supervise(folder, script) == 1
+    said = capfd.readouterr().err
+    assert re.search(
+        r"^here: killed for memory: 1 rank x 0.1 GiB, and .* allows|has .* GiB; lower", said, re.M
+    )
 
 
 # A chain of forks may run ahead of one that looks on a busy machine; a single look missed it 62 times.

@@ -13,6 +13,7 @@ from filelock import FileLock
 from support.recorded import event, row
 
 from pipeline.report import page
+from pipeline.report.killed import note_processes
 from pipeline.report.page import encode, panels_of, render, report_of_killed, write_at_end
 from pipeline.report.runs import UNSAID, read_run
 
@@ -70,15 +71,27 @@ def test_what_a_watchdog_found_is_shown_until_the_run_goes_on(make_run):
 
 
 def test_a_killed_run_that_goes_on_has_its_report_first(make_run):
-    told = report_of_killed(path := make_run("killed", [row(1), row(2)], finished=False))
+    told = report_of_killed(path := make_run("killed", [row(1), row(2)], finished=False), str)
     assert told is not None
     assert told.message == "the last process of this run ended without saying how (killed?) after step 2"
     assert '"state":"ended without saying how' in (path / "report.html").read_text()
     stopped = make_run("stopped", [row(1), event(1, "time")], finished=False)
     fresh = make_run("fresh", finished=False)
     for each in (stopped, fresh):
-        assert report_of_killed(each) is None
+        assert report_of_killed(each, str) is None
         assert not (each / "report.html").exists()
+
+
+def test_a_run_that_was_most_likely_killed_for_memory(make_run):
+    path = make_run("killed", [row(1) | {"memory/peak_resident_gib": 1e6}], finished=False)
+    assert "why" not in read_run(path).facts
+    note_processes(path, [])
+    assert (
+        read_run(path).facts["why"].startswith("most likely killed for memory: 1 rank there x 1000000.0 GiB")
+    )
+    told = report_of_killed(path, lambda: "batch.micro_batch_size=4")
+    assert told is not None
+    assert told.line.endswith("GiB; batch.micro_batch_size=4")
 
 
 def test_a_run_that_is_trained_now(make_run):

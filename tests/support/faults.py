@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -103,6 +104,35 @@ def _fail(fault: str) -> None:
         raise getattr(torch, "AcceleratorError", RuntimeError)(ASSERTED)
     if fault == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Hungry(nn.Module):
+    """A linear classifier that keeps so many MiB a sample for its backward. With `most`, from here on its
+    process may take that many MiB more, as if a limit had been set; of a GPU, where there is one, in all.
+    """
+
+    def __init__(self, each: int, most: int | None):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.each = each
+        if most is not None and os.environ.get("DS_ACCELERATOR") == "cuda":
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(most * 2**20 / total)
+        elif most is not None:
+            status = Path("/proc/self/status").read_text()
+            now = int(status.partition("VmData:")[2].split()[0]) // 1024
+            resource.setrlimit(resource.RLIMIT_DATA, ((now + most) * 2**20,) * 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.linear(inputs)
+        for index in range(len(inputs) if self.training else 0):
+            kept = torch.ones(self.each * 2**18, device=inputs.device)
+            logits = logits + logits[index, 0] * kept[:1] * 0  # the product keeps all of it
+        return logits
+
+
+def hungry(each: int, most: int | None = None) -> nn.Module:
+    return Hungry(each, most)
 
 
 def faulty(fault: str, rank: int = 0, at: int = 3, once_file: str | None = None) -> nn.Module:

@@ -1,0 +1,55 @@
+"""A single change of a run, as words for its command line, with what it gains and costs; which come first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that takes less memory, everything else staying as it is."""
+
+    name: str
+    """In a few words: `smaller micro-batch`."""
+    overrides: tuple[str, ...]
+    """Put behind the command that was typed: `model.activation_checkpointing=full`, `--deepspeed`, `FILE`."""
+    gain: int | None
+    """Bytes a rank; None: not known."""
+    slower: float | None
+    """A step takes so many times as long; None: not known."""
+    why: str
+    """What it does, and what else it changes."""
+
+    def __str__(self) -> str:
+        gain = [] if self.gain is None else [f"-{size(self.gain)}"]
+        price = [] if self.slower in (None, 1.0) else [f"{self.slower} times as long"]
+        return f"{' '.join(self.overrides) or self.name} ({', '.join([*gain, *price, self.why])})"
+
+
+def ranked(changes: Sequence[Change], missing: int) -> list[Change]:
+    """Those that are enough by themselves first, the cheapest of them at the front; then by what they gain,
+    and last what is not known, as it comes.
+
+    Args:
+        missing: Bytes, at the least.
+    """
+
+    def key(change: Change) -> tuple[int, float]:
+        if change.gain is None:
+            return 2, 0.0
+        if change.gain >= missing:
+            return 0, change.slower or 1.0
+        return 1, -float(change.gain)
+
+    return sorted(changes, key=key)
+
+
+def size(num_bytes: float) -> str:
+    """In KiB, MiB or GiB."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.2f} {name}" if unit == GIB else f"{num_bytes / unit:.0f} {name}"
+    return f"{num_bytes / 1024:.0f} KiB"

@@ -1,0 +1,126 @@
+"""Runs that are sent out of memory: what they say, and that what they say helps."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.cgroup import memory_limited
+from support.launch import BIN, ROOT, TORCHRUN, TRAIN, environment, launch, write_recipe
+from support.ranks import free_port
+
+FAULTS = {"PYTHONPATH": str(ROOT / "tests")}
+ZERO2 = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
+
+
+def hungry(folder, **arguments):
+    return write_recipe(
+        folder,
+        model={"kind": "support.faults:hungry", "args": arguments},
+        data={"kind": "support.faults:points"},
+        objective={"kind": "classification"},
+        max_steps=2,
+        eval={"every": 0},
+    )
+
+
+def advice(text):
+    """The words of the first change."""
+    (words,) = re.findall(r"[Ww]hat helps, most first: (.*?) \(", text)
+    return shlex.split(words)
+
+
+def test_a_run_that_is_out_of_memory_trains_with_what_it_says(tmp_path):
+    arguments = ["--config", str(hungry(tmp_path, each=96, most=640))]
+    result = launch(*arguments, **FAULTS)
+    assert result.returncode == 12, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: out of memory on cpu in the forward at micro_batch_size 8, at ")
+    assert "asked for 96 MiB, it held" in line
+    assert re.search(r"this process may take .* GiB \(ulimit -d\); held: .*MiB activations", line)
+    words = advice(line)
+    assert words == ["batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2"]
+    result = launch(*arguments, *words, **FAULTS)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_so_does_one_on_a_gpu(tmp_path):
+    arguments, cuda = ["--config", str(hungry(tmp_path, each=96, most=640))], {"DS_ACCELERATOR": "cuda"}
+    result = launch(*arguments, **FAULTS | cuda)
+    assert result.returncode == 12, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: out of memory on cuda(:0)? in the forward at micro_batch_size 8, at ", line)
+    assert "asked for 96.00 MiB" in line
+    assert re.search(r"held: .* 576 MiB activations and temporaries", line)
+    words = advice(line)
+    assert words[0] == "batch.micro_batch_size=4"
+    result = launch(*arguments, *words, **FAULTS | cuda)
+    assert result.returncode == 0, result.stderr
+
+
+def limited(mib, *words):
+    """(exit code, output) of a command in a cgroup of so many MiB."""
+    with memory_limited(mib) as members:
+        shell = f"echo $$ > {members}; exec {shlex.join(words)}"
+        done = subprocess.run(
+            ["sh", "-c", shell],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env=environment(**FAULTS),
+        )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("launcher", "code"),
+    [
+        ([sys.executable, *TORCHRUN, "--nproc-per-node", "2", "--standalone", TRAIN], 1),
+        ([str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "{port}", TRAIN, *ZERO2], 247),
+        ([str(ROOT / "launch" / "multi_gpu.sh"), "--num_gpus", "2", *ZERO2], 124),
+    ],
+    ids=["torchrun", "deepspeed", "multi_gpu.sh"],
+)
+def test_a_rank_that_was_killed_for_memory_is_told_as_such(tmp_path, launcher, code):
+    """By the rank that is left, and by our script; where none is left, by the next start."""
+    words = [word.format(port=free_port()) for word in launcher]
+    arguments = ["--config", str(hungry(tmp_path, each=256))]
+    ended, text = limited(2560, *words, *arguments)
+    assert ended != 0
+    if "is gone" in text:
+        assert ended == code
+        assert re.search(r"killed for memory \(exit code -9\): 2 ranks there x \d\.\d GiB; what helps", text)
+    if "multi_gpu.sh" in launcher[0]:
+        assert re.search(
+            r"^this machine: killed for memory: 2 ranks x \d\.\d GiB, and its cgroup allows 2.5 GiB",
+            text,
+            re.M,
+        )
+    ended, text = limited(
+        2560, *words, *arguments, "batch.micro_batch_size=2", "batch.gradient_accumulation_steps=2"
+    )
+    assert ended == 0, text
+
+
+@pytest.mark.nightly
+def test_a_run_that_was_killed_whole_is_told_of_by_its_next_start(tmp_path):
+    arguments = ["--config", str(hungry(tmp_path, each=256))]
+    ended, _ = limited(1800, sys.executable, TRAIN, *arguments)
+    assert ended == -9
+    ended, text = limited(1800, sys.executable, TRAIN, *arguments)
+    assert ended == -9
+    (line,) = [line for line in text.splitlines() if line.startswith("the last process of this run")]
+    assert re.search(
+        r"killed (rank 0 .* )?for memory: 1 rank there x \d\.\d GiB, and its cgroup allows", line
+    )
+    words = advice(line)
+    ended, text = limited(1800, sys.executable, TRAIN, *arguments, *words)
+    assert ended == 0, text
