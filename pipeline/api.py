@@ -13,8 +13,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from pipeline.config.settings import Settings
+from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import read_ranks
 from pipeline.durable import replace_text
@@ -29,17 +30,22 @@ from torch import nn
 
 from pipeline.assemble import assemble
 from pipeline.data.digest import check_same_data
-from pipeline.device_failures import explained, of_generation, of_training
-from pipeline.distributed.machine import process_age
+from pipeline.device_failures import explained, of_killed, of_training
+from pipeline.distributed.machine import memory_now, process_age
 from pipeline.distributed.process_group import Job, describe_device
+from pipeline.engine.held import states
+from pipeline.expectation import planned
 from pipeline.joining import Joined, join
 from pipeline.long_lived import LongLived
 from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
 from pipeline.plan import announce
+from pipeline.planning.account import Account
 from pipeline.profiling import build_profiler, watch_memory
+from pipeline.remedies import of_generation
+from pipeline.report.killed import note_processes
 from pipeline.report.page import report_of_killed
-from pipeline.run_directory import agree_on_run_directory
+from pipeline.run_directory import agree_on_run_directory, describe_split
 from pipeline.sampling import TEMPERATURE, asks_in_template, generate_text, sample_text
 from pipeline.sinks.notify import tell_at_once
 from pipeline.training import Loop, Step
@@ -71,15 +77,17 @@ class Run:
         with ExitStack() as stack:
             if joined is None:
                 ranks = read_ranks(os.environ)
-                planned = settings.plan(ranks.world_size)
+                expected = settings.plan(ranks.world_size)
                 if ranks.world_size > 1:
                     stop_with_launcher(ranks)
-                joined = join(settings, ranks, planned.deepspeed)
+                joined = join(settings, ranks, expected.deepspeed)
                 stack.push(partial(_leave, joined.job))
             self._settings, self._job, self._data = settings, joined.job, joined.data
             self._explained = partial(explained, self._job.device)
-            self._remedies = partial(of_training, settings, self._job)
+            self._account = Account(memory_now().resident)
+            self._remedies = partial(of_training, settings, self._job, self._account)
             stack.enter_context(self._explained(self._remedies))
+            self._account.plan = partial(planned, settings, self._job, self._data)
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
             check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
@@ -94,15 +102,22 @@ class Run:
             joined.directory = self._directory
             if lock is not None:
                 stack.callback(lock.release)
-            killed = report_of_killed(self._directory) if lock is not None else None
+            advise = partial(of_killed, settings, self._job, self._account)
+            killed = report_of_killed(self._directory, advise) if lock is not None else None
             stack.push(self._mark_finished)
             log_to_file(self._directory, self._job.ranks)
+            if self._job.ranks.is_main_process:
+                note_processes(self._directory, self._job.everyone)
             if self._job.watchdog is not None:
                 tell = partial(tell_at_once, config.notify, self._directory.resolve().name)
                 self._job.watchdog.write_to(self._directory, tell)
+                self._job.watchdog.advised_by(advise)
             long_lived = stack.enter_context(LongLived())
             stack.enter_context(watch_memory(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
+            self._account.states = partial(states, self._parts.engine)
+            if resolved.plan.is_open:
+                resolved = self._settled(known)
             self._parts.meters.count_from(began)
             if leaves:
                 stack.push(partial(_close_engine, self._parts))
@@ -116,6 +131,16 @@ class Run:
             self._asks = asks_in_template(config.data, self._data.tokenizer)
             announce(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
+
+    def _settled(self, known: dict[str, Any]) -> Resolved:
+        """With the micro-batch that was found, which what is kept of the run then says."""
+        resolved = self._parts.resolved
+        found = resolved.plan.micro_batch_size
+        self._remedies = partial(of_training, self._settings.divided(found), self._job, self._account)
+        known |= {"deepspeed": resolved.deepspeed, "micro_batch_size": found}
+        if self.is_main_process:
+            describe_split(self._directory, known)
+        return resolved
 
     @property
     def directory(self) -> Path:

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.build_engine import build_engine
@@ -18,27 +19,29 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.loader import BatchSource, TrainLoader
 from pipeline.data.mixture import MixtureOrder
-from pipeline.distributed.process_group import Job, describe_device
+from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, Evaluates
 from pipeline.errors import ConfigError
+from pipeline.expectation import expect, guessed
 from pipeline.histograms import HistogramMeter
+from pipeline.micro_batch import Search, settle
 from pipeline.models.adapters import learning_rate_for
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
 from pipeline.objectives import BySegment, Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
-from pipeline.reference_logps import Rows, compute_reference, with_reference
+from pipeline.plan import tell_of_choices
+from pipeline.reference_logps import Rows, compute_reference, with_reference, with_zeros
 from pipeline.replica_check import ReplicaCheck
 from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
 from pipeline.sampling import asks_in_template, build_sampler
-from pipeline.schedule import remark
 from pipeline.sinks import Sinks, build_sinks
 from pipeline.watchers.build import build_watchers
 
@@ -47,36 +50,35 @@ log = logging.getLogger(__name__)
 
 def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path) -> Parts:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
-    objective = build_objective(config, resolved.compile)
-    check_axis(config, objective)
+    objective = checked_objective(config, resolved)
     checkpoints = build_store(config, resolved, job, directory)
-    job.progress.at("resuming")
-    checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
-    job.progress.at("starting")
+    checkpoint = chosen(checkpoints, job)  # before anything is built: what is passed over is told first
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
     adapter = adapters.described(config, engine.module, job, open_checkpoint)
+    if checkpoint is None:
+        resolved = settled(config, resolved, job, with_zeros(data, objective), engine, objective)
     data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint, adapter)
     loader = build_loader(config, resolved.plan, data, engine)
     max_steps = config.max_steps or math.ceil(epochs_in_samples(config, loader) / loader.global_batch_size)
-    tell_of_precision(resolved, job)
-    tell_of_length(config, loader, max_steps)
-    if job.ranks.is_main_process:
-        write_description(engine.module, data.tokenizer, directory / "model")
+    tell_of_choices(config, resolved, job, loader, max_steps)
+    keep_description(engine, data, job, directory)
     job.progress.at("resuming")
-    if checkpoint is not None:
-        adapters.refuse_other_base(checkpoint.state, adapter, directory)
-    start, remembered = go_on(checkpoints, checkpoint, engine, loader, max_steps)
+    start, remembered = go_on(checkpoints, checkpoint, engine, loader, max_steps, adapter)
     job.progress.at("starting")
+    if resolved.plan.is_open:  # weights and states of the checkpoint are there
+        resolved = settled(config, resolved, job, data, engine, objective)
+        loader.divide(resolved.plan.micro_batch_size, resolved.plan.gradient_accumulation_steps)
     held_out = build_eval_loader(config, resolved.plan, data, engine)
     logs, evaluations = Cadence(config.log.every, max_steps), Cadence(config.eval.every, max_steps)
     owes = remembered.get("eval_loss") is None and evaluations.due_or_first(start.global_step)
     meters = build_meters(config, resolved, engine, objective, job, directory, checkpoint)
     due = rows_until(start.global_step, logs, evaluations if held_out else None, owes)
-    span = (start.global_step, max_steps)
-    sinks = open_sinks(config, resolved, job, checkpoints, span, due, owes)
+    sinks = open_sinks(config, resolved, job, checkpoints, span := (start.global_step, max_steps), due, owes)
     safeguard = build_safeguard(config, sinks, remembered)
+    watchers = build_watchers(config, resolved, engine, job, span, safeguard.bands, remembered)
     return Parts(
         job=job,
+        resolved=resolved,
         engine=engine,
         objective=objective,
         loader=loader,
@@ -84,10 +86,11 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         checkpoints=checkpoints,
         sinks=sinks,
         meters=meters,
-        watchers=build_watchers(config, resolved, engine, job, span, safeguard.bands, remembered),
         safeguard=safeguard,
         replica_check=ReplicaCheck(job, engine.replicas, config.watch, start.global_step),
         rows_behind=int(engine.device.type == "cuda" and not safeguard.goes_back),
+        expectation=(expectation := expect(config, resolved, job, data)),
+        watchers=(*watchers, expectation),
         start=start,
         owes_evaluation=owes,
         max_steps=max_steps,
@@ -104,6 +107,26 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         adds_noise=config.model.neftune_alpha is not None,
         tell_sample=writer_of_samples(config, data, engine, sinks),
     )
+
+
+def chosen(checkpoints: CheckpointStore, job: Job) -> Manifest | None:
+    """The checkpoint that the run goes on from. Collective."""
+    job.progress.at("resuming")
+    found = checkpoints.choose()
+    job.progress.at("starting")
+    return found
+
+
+def settled(
+    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, engine: Engine, objective: Objective
+) -> Resolved:
+    """With the size of a micro-batch that fits, where the recipe leaves it open. Collective."""
+
+    def loader(plan: BatchPlan) -> TrainLoader:
+        return build_loader(config, plan, data, engine)
+
+    guess = guessed(config, resolved, job, data) if resolved.plan.is_open else None
+    return settle(Search(config, resolved, job, engine, objective, loader, cache_folder(config), guess))
 
 
 def with_its_reference(
@@ -136,10 +159,18 @@ def epochs_in_samples(config: RunConfig, loader: TrainLoader) -> float:
     return (config.max_epochs or 1.0) * loader.samples_per_epoch
 
 
-def check_axis(config: RunConfig, objective: Objective) -> None:
-    """Raises a ConfigError where W&B is to draw over what the run does not count."""
+def keep_description(engine: Engine, data: DataBundle, job: Job, directory: Path) -> None:
+    """What a checkpoint's weights are to be read into, and the tokenizer."""
+    if job.ranks.is_main_process:
+        write_description(engine.module, data.tokenizer, directory / "model")
+
+
+def checked_objective(config: RunConfig, resolved: Resolved) -> Objective:
+    """The recipe's; a ConfigError where W&B is to draw over what the run does not count."""
+    objective = build_objective(config, resolved.compile)
     if config.wandb.x_axis == "tokens_seen" and objective.unit != "tokens":
         raise ConfigError(f"wandb.x_axis: tokens_seen: this run counts {objective.unit}; set global_step")
+    return objective
 
 
 def open_sinks(
@@ -198,21 +229,13 @@ def described(config: RunConfig, resolved: Resolved, job: Job, directory: Path) 
     return known
 
 
-def tell_of_precision(resolved: Resolved, job: Job) -> None:
-    """What this device makes of the run's precision, where that is worth a line."""
-    device = describe_device(job.device)
-    if (slow := resolved.slow_precision(device)) is not None:
-        log.warning("%s", slow)
-    if (told := resolved.told_of_bf16(device)) is not None:
-        log.info("%s", told)
-
-
 def go_on(
     checkpoints: CheckpointStore,
     checkpoint: Manifest | None,
     engine: Engine,
     loader: BatchSource,
     max_steps: int,
+    adapter: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[TrainState, dict[str, Any]]:
     """Engine and data as the checkpoint has them; where that is, and all that it remembers.
 
@@ -221,6 +244,7 @@ def go_on(
     """
     if checkpoint is None:
         return TrainState.start(engine.device), {}
+    adapters.refuse_other_base(checkpoint.state, adapter, checkpoints.folder.parent)
     if checkpoint.global_step > max_steps:
         raise ConfigError(
             f"{checkpoints.folder.parent} is at step {checkpoint.global_step} already, and max_steps is "
@@ -246,23 +270,6 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
         num_workers=config.loader.num_workers,
         num_words=num_words(engine.module) if isinstance(config.model, CausalLMConfig) else None,
         left_out=config.loader.leave_out,
-    )
-
-
-def tell_of_length(config: RunConfig, loader: TrainLoader, max_steps: int) -> None:
-    """What is odd about so many steps, or so little data."""
-    for line in filter(None, (remark(config.schedule, max_steps), little_data(loader))):
-        log.warning("%s", line)
-
-
-def little_data(loader: TrainLoader) -> str | None:
-    """What to say of a data set that a single step goes through, and on."""
-    samples, step = loader.samples_per_epoch, loader.global_batch_size
-    if samples >= step:
-        return None
-    return (
-        f"the training data has {samples} samples and a step takes {step}: it sees some of them more than "
-        "once; add data, or lower batch.global_batch_size"
     )
 
 

@@ -152,10 +152,13 @@ def describe(settings: Settings, world_size: int) -> str:
     resolved = settings.resolve(world_size, Device.probe())
     plan, config = resolved.plan, settings.config
     parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", recipe_yaml(config)]
-    if resolved.deepspeed is not None:
+    filled = resolved.deepspeed
+    if filled is not None and plan.is_open:
+        filled = filled | {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    if filled is not None:
         parts += [
             f"# DeepSpeed ({settings.split_path}, every auto filled)",
-            json.dumps(resolved.deepspeed, indent=2),
+            json.dumps(filled, indent=2),
             "",
         ]
     ranks = f"{world_size} rank{'s' * (world_size > 1)}"

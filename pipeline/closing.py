@@ -6,29 +6,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import PipelineError
+from pipeline.events import PLAN
 from pipeline.sinks.console import count, decimals, duration
-from pipeline.sinks.jsonl import METRICS_FILE, iterate_metrics
+from pipeline.sinks.jsonl import METRICS_FILE, iterate_record
 
 
 def summed_up(run_dir: Path) -> list[str]:
     """Lines whose first words stand under each other; none where the record cannot be read."""
     try:
-        return list(lines_of(iterate_metrics(run_dir / METRICS_FILE)))
+        return list(lines_of(iterate_record(run_dir / METRICS_FILE)))
     except PipelineError:
         return []
 
 
-def lines_of(rows: Iterable[Mapping[str, float]]) -> Iterator[str]:
+def lines_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """The lines.
 
     Args:
-        rows: Of metrics.jsonl, in order.
+        rows: Lines of metrics.jsonl, in order.
     """
     step, seconds, tokens = 0, 0.0, 0.0
-    losses, evaluations = _Best(), _Best()
+    losses, evaluations, plan = _Best(), _Best(), ""
     for row in rows:
+        if row.get("event") == PLAN:
+            plan = str(row["message"]).removeprefix("plan: ")
         if "train/loss" in row:
             before, step = step, int(row["step"])
             seconds += (step - before) * row.get("perf/step_time_seconds", 0.0)
@@ -42,6 +46,8 @@ def lines_of(rows: Iterable[Mapping[str, float]]) -> Iterator[str]:
     for name, best in (("loss", losses), ("eval loss", evaluations)):
         if best.has_any:
             yield f"{name:<10}  {best}"
+    if plan:
+        yield f"plan        {plan}"
 
 
 class _Best:

@@ -27,9 +27,9 @@ def printable(text: str) -> str:
     return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def shown(text: str) -> str:
+def shown(text: str, longest: int = LONGEST_LINE) -> str:
     """At most three lines of what a message says, without megabytes and escapes of what it repeats."""
-    lines = [_cut(printable(line), LONGEST_LINE) for line in text.strip().split("\n")]
+    lines = [_cut(printable(line), longest) for line in text.strip().split("\n")]
     if len(lines) > MOST_LINES:
         more = len(lines) - MOST_LINES + 1
         lines = [*lines[: MOST_LINES - 1], f"... and {more} more"]
@@ -52,9 +52,10 @@ class PipelineError(Exception):
     """Something the user gave cannot work. The message says what was given and what to change."""
 
     exit_code = 2
+    longest_line = LONGEST_LINE
 
     def __str__(self) -> str:
-        return shown(super().__str__())
+        return shown(super().__str__(), self.longest_line)
 
 
 class ConfigError(PipelineError):
@@ -89,6 +90,7 @@ class DeviceMemoryError(PipelineError):
     """The device, or the host, has no memory left for what the run needs."""
 
     exit_code = 12
+    longest_line = 2 * LONGEST_LINE  # where, what was held by what, and three changes
 
 
 class DeviceFailedError(PipelineError):

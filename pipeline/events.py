@@ -14,6 +14,8 @@ import numpy.typing as npt
 RUN_FAILED = "run_failed"
 TIME = "time"
 """The last line of a process that ended as it should: where its time went."""
+PLAN = "plan"
+"""What a run took against what was expected of it."""
 RUN_KILLED = "run_killed"
 ROLLBACK = "rollback"
 """A run went back to the event's step: rows of later ones belong to what it gave up."""

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.optimizer_schema import ScheduleConfig
+from pipeline.config.settings import Resolved
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.loader import BatchSource
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, StepResult
+from pipeline.expectation import Expectation
 from pipeline.histograms import HistogramMeter
 from pipeline.metrics import Meters
 from pipeline.objectives import Objective
@@ -88,6 +90,8 @@ class Parts:
     """Everything the loop needs, built by pipeline.assemble."""
 
     job: Job
+    resolved: Resolved
+    """With the micro-batch that was found, where the recipe leaves it open."""
     engine: Engine
     objective: Objective
     loader: BatchSource
@@ -103,6 +107,8 @@ class Parts:
     rows_behind: int
     """Steps that are launched before a row is read: 1 on a GPU, which is at work on it; 0 on a CPU, or where
     the run may go back."""
+    expectation: Expectation
+    """What the run is expected to take."""
     start: TrainState
     owes_evaluation: bool
     """That of the step it starts at has still to be done: of the first one, or of one that was stopped."""

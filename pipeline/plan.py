@@ -6,20 +6,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.config.half_masters import has_half_masters, has_half_states
-from pipeline.config.loading import get_dotted
-from pipeline.config.optimizer_schema import OptimizerConfig
+from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
+from pipeline.data.loader import TrainLoader
 from pipeline.distributed.machine import available_memory, memory_now
+from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine
 from pipeline.models.adapters import held_apart, more_than_it_holds
 from pipeline.models.sharding import number_of
+from pipeline.models.sizes import model_of
 from pipeline.parts import Parts
+from pipeline.planning.rank import Rank
+from pipeline.planning.states import States, states_of
+from pipeline.schedule import remark
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +65,10 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     tokens = f", {parts.max_steps * samples * length:,} tokens" if length else ""
     done = f"; {parts.start.global_step} done" if parts.start.global_step else ""
     yield "steps", f"{parts.max_steps:,}, {parts.max_steps * samples:,} samples{tokens}{done}"
-    apart, num_bytes = held_apart(engine.module)
-    others = engine.num_parameters - apart
-    states = num_bytes + others * bytes_per_parameter(
-        resolved, settings.config.optimizer, share * engine.num_parameters / others
-    )
-    yield "memory", f"{size(states)} a rank for {HELD}; {memory_there(job.device)}"
+    states = _of_states(held_by(settings, resolved, parts))
+    yield "memory", f"{states} for {HELD}; {memory_there(job.device)}"
+    if (line := parts.expectation.line) is not None:
+        yield "plan", line
     yield "run", f"{directory}: metrics.jsonl, checkpoints/, logs/"
 
 
@@ -84,38 +85,25 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / MIB:.1f} MiB" if num_bytes < GIB else f"{num_bytes / GIB:.1f} GiB"
 
 
-def bytes_per_parameter(resolved: Resolved, optimizer: OptimizerConfig, trained: float = 1.0) -> float:
-    """Bytes of a rank's device by parameter of the whole model: the table "What fits on one card" of
-    docs/performance.md. What is offloaded is not on the device.
+def held_by(settings: Settings, resolved: Resolved, parts: Parts) -> States:
+    """What this rank holds of weights, gradients and optimizer state, by the planner's formula."""
+    module, names = parts.engine.module, None
+    if resolved.split.pipeline_stages > 1:
+        from pipeline.engine.stages import named  # imports DeepSpeed, which there it is
 
-    Args:
-        trained: Share of the parameters that are trained.
-    """
-    split, json = resolved.split, resolved.deepspeed or {}
-    masters = {"adamw": 12, "sgd": 8 if optimizer.momentum else 4, "adafactor": 4}[optimizer.kind]
-    weights, gradients, kept = 4.0, 4.0 * trained, (masters - 4.0) * trained
-    if resolved.deepspeed is not None and (split.precision != "fp32" or split.zero_stage):
-        half = 2.0 if split.precision != "fp32" else 4.0
-        weights, gradients, kept = half, half * trained, masters * trained
-        if has_half_masters(json):
-            kept = (masters - 4.0) * trained
-        if has_half_states(json):
-            kept = kept / 2 + (2.0 * trained if split.zero_stage < 3 else 0.0)
-    stage, ranks = split.zero_stage, split.dp_world_size * split.sequence_parallel
-    if _is_elsewhere(json, "offload_param"):
-        weights = 0.0
-    if _is_elsewhere(json, "offload_optimizer"):
-        kept = 0.0
-    held = (
-        weights / (ranks if stage >= 3 else 1)
-        + gradients / (ranks if stage >= 2 else 1)
-        + kept / (ranks if stage >= 1 else 1)
-    )
-    return held / (split.tensor_parallel * split.pipeline_stages)
+        names = named(module.modules())
+    job = parts.job
+    own, on_cpu = model_of(module, names), job.device.type == "cpu"
+    return states_of(Rank.of_part(own, settings.config, resolved, job.ranks.rank, on_cpu))
 
 
-def _is_elsewhere(json: dict[str, Any], what: str) -> bool:
-    return get_dotted(json, f"zero_optimization.{what}.device") not in (None, "none")
+def _of_states(states: States) -> str:
+    elsewhere = [
+        f" and {size(held.total)} {where}"
+        for held, where in ((states.host, "in host memory"), (states.disk, "on disk"))
+        if held.total
+    ]
+    return f"{size(states.device.total)} a rank{''.join(elsewhere)}"
 
 
 def memory_there(device: torch.device) -> str:
@@ -127,3 +115,29 @@ def memory_there(device: torch.device) -> str:
     now = memory_now()
     whose = "its cgroup allows" if now.by_cgroup else "the machine has"
     return f"{whose} {size(now.limit)}, of which {size(available_memory())} are free"
+
+
+def tell_of_choices(
+    config: RunConfig, resolved: Resolved, job: Job, loader: TrainLoader, max_steps: int
+) -> None:
+    """What this device makes of the run's precision, and what its length means for schedule and data, where
+    that is worth a line.
+    """
+    device = describe_device(job.device)
+    if (slow := resolved.slow_precision(device)) is not None:
+        log.warning("%s", slow)
+    if (told := resolved.told_of_bf16(device)) is not None:
+        log.info("%s", told)
+    for line in filter(None, (remark(config.schedule, max_steps), little_data(loader))):
+        log.warning("%s", line)
+
+
+def little_data(loader: TrainLoader) -> str | None:
+    """What to say of a data set that a single step goes through, and on."""
+    samples, step = loader.samples_per_epoch, loader.global_batch_size
+    if samples >= step:
+        return None
+    return (
+        f"the training data has {samples} samples and a step takes {step}: it sees some of them more than "
+        "once; add data, or lower batch.global_batch_size"
+    )

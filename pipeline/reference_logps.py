@@ -23,12 +23,12 @@ from safetensors.numpy import load, save
 
 from pipeline.data.bundle import DataBundle
 from pipeline.data.eval_loader import EvalLoader
-from pipeline.data.reference import Keys, ReferenceTable, WithReference, keys_of
+from pipeline.data.reference import Keys, OfZeros, ReferenceTable, WithReference, keys_of
 from pipeline.distributed.process_group import Job
 from pipeline.durable import synchronise, write_durably
 from pipeline.engine.interface import Engine
 from pipeline.errors import CheckpointError
-from pipeline.objectives import BySegment, Recorded
+from pipeline.objectives import BySegment, Objective, Recorded
 from pipeline.shards import WEIGHT
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,12 @@ def compute_reference(
     if not is_new and job.ranks.is_main_process:
         log.info("reference: log-probabilities of %d answers are from %s", len(table.keys), kept)
     return _joined(rows.data, table)
+
+
+def with_zeros(data: DataBundle, objective: Objective) -> DataBundle:
+    """Data whose batches are as large as with what the reference says."""
+    asked = isinstance(objective, BySegment) and objective.has_reference
+    return _joined(data, OfZeros()) if asked else data
 
 
 def _joined(data: DataBundle, table: ReferenceTable) -> DataBundle:

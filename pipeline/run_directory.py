@@ -210,19 +210,21 @@ def _take_changes(path: Path, checkpoint: str, differences: list[Difference]) ->
 
 
 def _describe(path: Path, config: RunConfig, split: Tree) -> None:
-    files = {
-        "recipe.yaml": recipe_yaml(config),
-        "split.json": json.dumps(split, indent=2),
-        ENVIRONMENT: json.dumps(_environment(), indent=2),
-    }
-    if split["deepspeed"] is not None:
-        files["ds_config.json"] = json.dumps(split["deepspeed"], indent=2)
+    files = {"recipe.yaml": recipe_yaml(config), ENVIRONMENT: json.dumps(_environment(), indent=2)}
     if (diff := git_diff()) is not None:
         files[GIT_DIFF] = diff
     else:
         (path / GIT_DIFF).unlink(missing_ok=True)  # of the code that it went on from
     for name, text in files.items():
         replace_text(path / name, text)
+    describe_split(path, split)
+
+
+def describe_split(path: Path, split: Tree) -> None:
+    """How the work is divided, as it is known by now. For rank 0."""
+    replace_text(path / "split.json", json.dumps(split, indent=2))
+    if split["deepspeed"] is not None:
+        replace_text(path / "ds_config.json", json.dumps(split["deepspeed"], indent=2))
 
 
 def _environment() -> Tree:

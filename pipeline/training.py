@@ -156,8 +156,10 @@ class Loop:
         return self._parts.checkpoints.folder / folder_name(self.state.global_step)
 
     def _conclude(self) -> None:
-        """Tells where this process's time went, after its last row."""
+        """Tells what the run took against what was expected, and where this process's time went."""
         if self._has_begun and not self._parts.sinks.is_empty:
+            if (came := self._parts.expectation.conclusion()) is not None:
+                self._parts.sinks.tell(self.state.global_step, came)
             self._parts.sinks.tell(self.state.global_step, self._parts.meters.conclusion())
 
     def __enter__(self) -> Loop:

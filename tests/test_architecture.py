@@ -15,22 +15,23 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers first; a module imports from its own layer or from lower ones.
 LAYERS = [
     ["errors", "events", "foreign", "redaction"],
-    ["config", "importing", "durable", "op_builds", "run_lock", "shards", "working_tree"],
-    ["distributed", "logs", "foreign_configs"],
-    ["launching", "device_failures"],
+    ["config", "importing", "durable", "op_builds", "peak_flops", "run_lock", "shards", "working_tree"],
+    ["distributed", "kept_sizes", "logs", "foreign_configs", "planning"],
+    ["launching", "remedies"],
+    ["device_failures"],
     ["doctor"],
-    ["objectives", "optim", "schedule", "peak_flops", "models", "data", "sampling", "sinks"],
+    ["objectives", "optim", "schedule", "models", "data", "sampling", "sinks"],
     ["engine"],
-    ["checkpoint", "evaluation", "inspection", "reference_logps", "report"],
+    ["checkpoint", "evaluation", "inspection", "peaks", "reference_logps", "report"],
     [
         *("band", "metrics", "memory_meter", "replica_check", "rows", "safeguard", "step_numbers"),
-        *("gpu_meter", "histograms", "node_meter", "profiler", "wall_time", "watchers"),
+        *("expectation", "gpu_meter", "histograms", "node_meter", "profiler", "wall_time", "watchers"),
     ],
     ["long_lived"],
     ["identity"],
     ["run_directory", "parts"],
     ["stepping", "training"],
-    ["assemble", "build_engine", "build_meters", "joining", "profiling", "plan"],
+    ["assemble", "build_engine", "build_meters", "joining", "micro_batch", "profiling", "plan"],
     ["trained", "api"],
     ["closing"],
     ["running"],
@@ -58,7 +59,9 @@ TORCH_FREE = [
     "launching",
     "doctor",
     "op_builds",
+    "planning",
     "foreign_configs",
+    "planning",
 ]
 
 

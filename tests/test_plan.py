@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,19 +16,32 @@ from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.cli import build_parser
 from pipeline.closing import lines_of, summed_up
-from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.launching.environment import split_arguments
 from pipeline.logs import log_to_console
-from pipeline.plan import bytes_per_parameter, size
+from pipeline.plan import size
+from pipeline.planning.model import Model, Parameter
+from pipeline.planning.states import states
 
 HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 BF16 = {"bf16": {"enabled": True}}
 HALVES = {"bf16": {"enabled": True, **HALF}}
+SHARDED = {"stage3_param_persistence_threshold": 0}
 
 
 def zero(stage: int, more: dict[str, Any] | None = None, **section: Any) -> dict[str, Any]:
     return deepspeed_json(stage, **section) | (more or {})
+
+
+# A model of a million parameters in many matrices, as blocks have them.
+MANY = Model("many", tuple(Parameter(f"layers.{n}.weight", (100, 100)) for n in range(100)))
+
+
+def bytes_a_parameter(
+    tree: dict[str, Any], json: dict[str, Any] | None, ranks: int, model: Model = MANY
+) -> float:
+    config, resolved = resolve(tree, json, ranks)
+    return states(model, config, resolved).device.total / model.numel
 
 
 @pytest.mark.parametrize(
@@ -37,29 +51,32 @@ def zero(stage: int, more: dict[str, Any] | None = None, **section: Any) -> dict
         (None, 4, 16),
         (zero(0), 2, 16),
         (zero(1, BF16), 1, 16),
-        (zero(1, BF16), 4, 2 + 2 + 3),
+        (zero(1, BF16), 4, 2 + (2 + 12) / 4),
         (zero(2, BF16), 4, 2 + (2 + 12) / 4),
-        (zero(3, BF16), 4, 16 / 4),
+        (zero(3, BF16, **SHARDED), 4, 16 / 4),
         (zero(2, HALVES), 1, 10),
         (zero(2, HALVES), 2, 2 + 1 + 3),
-        (zero(3, HALVES), 1, 8),
-        (zero(2, BF16, offload_optimizer={"device": "cpu"}), 1, 4),
-        (zero(3, BF16, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}), 2, 1),
+        (zero(3, HALVES, **SHARDED), 1, 10),
+        (zero(2, BF16, offload_optimizer={"device": "cpu"}), 1, 2),
+        (
+            zero(3, BF16, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}, **SHARDED),
+            2,
+            0,
+        ),
     ],
 )
 def test_memory_is_what_performance_md_says(json, ranks, expected):
-    """And tests/parity/test_memory.py measures."""
+    """And tests/planning/test_states.py counts."""
     tree = recipe(batch={"global_batch_size": 8})
-    _, resolved = resolve(tree, json, ranks)
-    assert bytes_per_parameter(resolved, OptimizerConfig()) == pytest.approx(expected)
+    assert bytes_a_parameter(tree, json, ranks) == pytest.approx(expected, rel=1e-3)
 
 
 def test_what_is_frozen_has_weights_alone_and_other_optimizers_keep_less():
-    _, resolved = resolve(recipe(), None, 1)
-    assert bytes_per_parameter(resolved, OptimizerConfig(), trained=0.0) == 4
-    assert bytes_per_parameter(resolved, OptimizerConfig(), trained=0.5) == 4 + 6
+    half = Model("half", tuple(replace(p, trains=n < 50) for n, p in enumerate(MANY.parameters)))
+    assert bytes_a_parameter(recipe(), None, 1, half) == pytest.approx(4 + 6, rel=1e-3)
     for kind, momentum, expected in (("sgd", 0.9, 12), ("sgd", 0.0, 8), ("adafactor", 0.9, 8)):
-        assert bytes_per_parameter(resolved, OptimizerConfig(kind=kind, momentum=momentum)) == expected
+        tree = recipe(optimizer={"kind": kind, "momentum": momentum})
+        assert bytes_a_parameter(tree, None, 1) == pytest.approx(expected, rel=0.02)
     assert (size(1.5 * 2**20), size(2.25 * 2**30)) == ("1.5 MiB", "2.2 GiB")
 
 
@@ -125,12 +142,18 @@ def told(tmp_path_factory):
     return recipe, done, run_directories(folder)[-1]
 
 
+def rows_and_events(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
 def test_the_plan_stands_before_the_first_step(told):
     _, done, run = told
     lines = done.stderr.splitlines()
     plan = {
-        line.split()[0]: line for line in lines if re.match(r"(model|split|batch|steps|memory|run)  ", line)
+        line.split()[0]: line
+        for line in lines
+        if re.match(r"(model|split|batch|steps|memory|plan|run)  ", line)
     }
     assert re.search(r"llama, [\d,]+ parameters$", plan["model"])
     assert plan["split"].endswith("plain PyTorch, one process, fp32; 1 rank on cpu")
@@ -139,6 +162,11 @@ def test_the_plan_stands_before_the_first_step(told):
     assert re.search(
         r"0\.6 MiB a rank for weights.*; .* [\d.]+ GiB, of which [\d.]+ GiB are free", plan["memory"]
     )
+    expected = re.search(r"([\d.]+) GiB of [\d.]+ expected", plan["plan"])
+    (took,) = [row for row in rows_and_events(run) if row.get("event") == "plan"]
+    assert float(expected[1]) == pytest.approx(took["memory_expected_gib"], abs=0.01)
+    assert took["memory_measured_gib"] == pytest.approx(took["memory_expected_gib"], rel=0.2)
+    assert took["level"] == "info"
     assert str(run) in plan["run"]
     logged = (run / "logs" / "rank00000.log").read_text()
     assert all(line in logged for line in plan.values())
@@ -157,10 +185,11 @@ def test_evaluation_and_end_can_be_read_in_a_file(told):
     for line, (name, loss) in zip(lines[at + 1 : at + 3], sets.items(), strict=True):
         assert line.split() == [name, "loss", f"{loss:.4f}"]
         assert line.index("loss") == lines[at].index("loss")
-    assert [line.split()[0] for line in lines[-7:]] == [
+    assert [line.split()[0] for line in lines[-8:]] == [
         "steps",
         "loss",
         "eval",
+        "plan",
         "metrics",
         "report",
         "checkpoint",
@@ -177,7 +206,7 @@ def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
     (warning,) = done.stderr.splitlines()
     assert warning.startswith("schedule.warmup_steps 50 is longer")
     assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        *("steps", "loss", "eval", "metrics", "report", "checkpoint", "settings"),
+        *("steps", "loss", "eval", "plan", "metrics", "report", "checkpoint", "settings"),
     ]
     run = run_directories(recipe.parent)[-1]
     assert "parameters" in (run / "logs" / "rank00000.log").read_text()

@@ -115,7 +115,8 @@ def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folde
 def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:
     from pipeline.data.batches import described
 
-    size = config.batch.micro_batch_size or 1
+    stated = config.batch.micro_batch_size
+    size = stated if isinstance(stated, int) else 1
     batch = _first_batch(config, bundle, size)
     sizes: dict[str, Any] = {"train": bundle.train, **bundle.eval}
     screen.title("Samples")

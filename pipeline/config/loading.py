@@ -5,12 +5,14 @@ Every error names the file, the line and the key.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,7 +79,12 @@ def read_yaml(path: Path) -> ConfigFile:
     Raises:
         ConfigError: missing, unreadable, malformed or a key given twice (line and column), not a mapping.
     """
-    text = read_text(path)
+    tree, places = _parsed(path, read_text(path))
+    return ConfigFile(path, copy.deepcopy(tree), dict(places))
+
+
+@lru_cache(maxsize=4)  # a plan asks for the same recipe with other overrides, again and again
+def _parsed(path: Path, text: str) -> tuple[Tree, dict[str, str]]:
     try:
         loader = Loader(text)
         node = loader.get_single_node()
@@ -95,7 +102,7 @@ def read_yaml(path: Path) -> ConfigFile:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found a {type(tree).__name__}")
-    return ConfigFile(path, tree, places)
+    return tree, places
 
 
 def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:

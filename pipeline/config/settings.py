@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -45,6 +45,16 @@ class Resolved:
     tf32: bool
     compile: bool
 
+    def divided(self, micro_batch_size: int) -> Resolved:
+        """With the same global batch in micro-batches of another size."""
+        plan, filled = self.plan.divided(micro_batch_size), self.deepspeed
+        if filled is not None:
+            filled = filled | {
+                "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+                "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+            }
+        return replace(self, plan=plan, deepspeed=filled)
+
     def slow_precision(self, device: Device) -> str | None:
         """What to say of a half precision in which this machine's processor is not faster than in fp32."""
         precision = self.split.precision
@@ -71,6 +81,21 @@ class Settings:
     recipe_path: Path
     split: ConfigFile | None
     """The file after --deepspeed."""
+    overrides: tuple[str, ...] = ()
+    """Of the command line, as they were given."""
+
+    def followed_by(self, words: Sequence[str]) -> Settings:
+        """The settings of the same command with further words behind it: overrides, `--deepspeed FILE`.
+
+        Raises:
+            ConfigError: as `load_settings`.
+        """
+        path, added = self.split_path, list(words)
+        if "--deepspeed" in added:
+            at = added.index("--deepspeed")
+            path = Path(added[at + 1])
+            del added[at : at + 2]
+        return load_settings(self.recipe_path, path, [*self.overrides, *added])
 
     @property
     def split_path(self) -> Path | None:
@@ -121,6 +146,11 @@ class Settings:
         refuse_impossible(choice, self.split)
         refuse_missing(choice)
         return resolved
+
+    def divided(self, micro_batch_size: int) -> Settings:
+        """With this number where the recipe leaves it open."""
+        batch = self.config.batch.model_copy(update={"micro_batch_size": micro_batch_size})
+        return replace(self, config=self.config.model_copy(update={"batch": batch}))
 
     def plan(self, world_size: int) -> Resolved:
         """`resolve` on the device that there most likely is: before torch is loaded and any data prepared.
@@ -191,7 +221,7 @@ def load_settings(
     config = _with_examples(_with_own_tokenizer(validate_recipe(file)))
     if not import_paths:
         refuse_code(config, file)
-    settings = Settings(config, recipe, split)
+    settings = Settings(config, recipe, split, tuple(overrides))
     if settings.deepspeed is not None and "engine" in config.model_fields_set:
         given = [file.place(f"engine.{key}") for key in config.engine.model_fields_set]
         place = "command line" if "command line" in given else [*given, file.place("engine")][0]

@@ -49,6 +49,17 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
         log.info("compile: no blocks of the model are alike and can be compiled; it runs as it is written")
 
 
+def compile_again(model: nn.Module) -> None:
+    """As if nothing had been compiled: what follows is compiled for what comes next, and not for what differs
+    from that to what was there before, with other kernels and other last digits.
+    """
+    torch._dynamo.reset()
+    for block in model.modules():
+        shared = getattr(getattr(vars(block).get("forward"), "__func__", None), "of_blocks", None)
+        if isinstance(shared, _Shared):
+            shared.forget()
+
+
 def _is_compilable(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     is_wrapped = any("forward" in vars(block) for block in blocks)
     talks = any(is_synchronised(layer) for layer in blocks[0].modules())
@@ -74,7 +85,12 @@ class _Shared:
         def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
             return self._call(block, args, named)
 
+        forward.of_blocks = self  # type: ignore[attr-defined]
         self.forward = forward
+
+    def forget(self) -> None:
+        """That any block was called."""
+        self._called.clear()
 
     def _call(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not self._compiled:

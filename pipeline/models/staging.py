@@ -24,13 +24,13 @@ from pipeline.errors import ModelError
 from pipeline.models.adapters import is_base
 from pipeline.models.attention import bounds_for
 from pipeline.models.sharding import runnable
+from pipeline.planning.cutting import NORMS
 
 # Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any,
 # and the bounds of documents (see document_attention).
 Carried = Tensor | tuple[Tensor, ...]
 
-# Names under which decoders keep the norm after their last block, and their rotary embeddings.
-NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
+# Names under which decoders keep their rotary embeddings.
 ROTARY = ("rotary_emb",)
 
 PROOF_TOKENS = 16

@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -111,13 +111,19 @@ def write_at_end(directory: Path) -> Path | None:
     return made[0] if made else None
 
 
-def report_of_killed(directory: Path) -> Event | None:
+def report_of_killed(directory: Path, advise: Callable[[], str]) -> Event | None:
     """Before a run goes on: if its last process ended without a word, its report is written, and what it
     says of that is told again by the run that goes on.
+
+    Args:
+        advise: What helps where it was killed for memory.
     """
     last = newest(directory / METRICS_FILE, "step")
-    if last is None or how_it_ended(directory, last)[0] != UNSAID:
+    state, why = how_it_ended(directory, last or {})
+    if state != UNSAID or (last is None and not why):
         return None
     write_at_end(directory)
-    message = f"the last process of this run {after(UNSAID, last['step'])}"
+    message = f"the last process of this run {after(UNSAID, last['step'] if last is not None else 0)}"
+    if why:
+        return Event(RUN_KILLED, f"{message}: {why}", advise())
     return Event(RUN_KILLED, message, "look for the out-of-memory killer (dmesg) and at the scheduler's log")

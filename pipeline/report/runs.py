@@ -14,14 +14,16 @@ from typing import Any
 
 from pipeline.config.loading import read_yaml
 from pipeline.errors import ConfigError, PipelineError, listed, printable
-from pipeline.events import RUN_FAILED, TIME
+from pipeline.events import PLAN, RUN_FAILED, TIME
 from pipeline.foreign import CONFIGURATION, open_plain, read_plain
+from pipeline.report.killed import why_killed
 from pipeline.report.record import Record, read_record
 from pipeline.run_lock import is_held
 from pipeline.sinks.console import duration
-from pipeline.sinks.jsonl import METRICS_FILE
+from pipeline.sinks.jsonl import METRICS_FILE, newest
 
 LOG_TAIL, FAILURE_LINES, MOST_LOGS = 1 << 16, 30, 256
+PEAK = "memory/peak_resident_gib"
 UNSAID = "ended without saying how (killed?)"
 
 
@@ -78,6 +80,9 @@ def read_run(path: Path, ended: bool = False) -> RunView:
         "model": next((model for model in models if model != "null"), ""),
         "main host": ", ".join(f"{number} × {name}" for name, number in counts.items()),
         "ranks": settings.get("world_size", ""),
+        "plan": next(
+            (str(e["message"]).removeprefix("plan: ") for e in record.events[::-1] if e["event"] == PLAN), ""
+        ),
         "commit": str(environment.get("git_commit", ""))[:10],
     }
     facts = {name: fact for name, fact in facts.items() if fact}
@@ -85,7 +90,7 @@ def read_run(path: Path, ended: bool = False) -> RunView:
 
 
 def how_it_ended(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
-    """The state of a run that nobody trains, and why, where it failed.
+    """The state of a run that nobody trains, and why, where it failed or was killed.
 
     Args:
         last: Of its metrics.jsonl.
@@ -96,7 +101,10 @@ def how_it_ended(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
         return "failed", failure
     if last.get("event") == RUN_FAILED:
         return "failed", str(last.get("message", ""))
-    return ("stopped" if last.get("event") == TIME else UNSAID), ""
+    if last.get("event") == TIME:
+        return "stopped", ""
+    row = newest(path / METRICS_FILE, PEAK) or {}
+    return UNSAID, why_killed(path, float(row.get(PEAK, 0.0)))
 
 
 def after(state: str, step: int) -> str:

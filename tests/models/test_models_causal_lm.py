@@ -377,11 +377,11 @@ def test_the_sharding_of_the_request_is_used():
 
 
 def endless_model():
-    return torch.nn.Linear(2**30, 2**29)  # two EiB: more than an address can say
+    return torch.nn.Linear(2**31, 2**31)  # 16 EiB: more than a number of bytes can say
 
 
 def test_a_model_larger_than_the_memory_is_told(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     config = CustomModelConfig(kind=f"{Path(__file__).stem}:endless_model")
-    with pytest.raises(ModelError, match=r"^model: it does not fit into memory \(.*\); make it smaller"):
+    with pytest.raises(ModelError, match=r"^model: it does not fit into any memory \(.*\); make it smaller"):
         build_model(config, ModelRequest(Whole(), vocab_size=None, sequence_length=None), 0)

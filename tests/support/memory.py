@@ -10,6 +10,9 @@ from threading import Event, Thread
 
 import torch
 
+from pipeline.distributed.resident import forget_peak as forget_peak
+from pipeline.distributed.resident import resident_now, resident_peak
+
 
 def held_bytes() -> int:
     """Bytes of all distinct tensor storages that Python can reach, gradients included.
@@ -32,7 +35,7 @@ def held_bytes() -> int:
 
 def resident_bytes(peak: bool = False) -> int:
     """Of this process, now or at the most since `forget_peak`."""
-    return _status("VmHWM:" if peak else "VmRSS:")
+    return resident_peak() if peak else resident_now()
 
 
 def anonymous_bytes() -> int:
@@ -63,9 +66,3 @@ def _status(wanted: str) -> int:
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(wanted))
     return int(line.split()[1]) * 1024
-
-
-def forget_peak() -> None:
-    """The kernel's mark of the most resident memory starts again at what there is now."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")

@@ -149,12 +149,12 @@ def trained(job, folder, split, steps, is_troubled, changes=None):
         loop.train()
     parts.loader.close()
     parts.engine.close()
-    return [line for line in lines if " went into " not in line]
+    return [line for line in lines if " went into " not in line and not line.startswith("plan: ")]
 
 
 def events(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("event", "time") not in ("time", "non_finite_cause")]
+    return [line for line in lines if line.get("event", "time") not in ("time", "plan", "non_finite_cause")]
 
 
 def check(told):

@@ -1,0 +1,212 @@
+"""`python -m pipeline plan`: what a run would take, before it starts and without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pipeline.commands.inputs import add_overrides
+from pipeline.config.settings import Settings, load_settings
+from pipeline.errors import ConfigError
+from pipeline.planning.forecast import Forecast, forecast
+from pipeline.planning.history import History, history_of
+from pipeline.planning.limits import (
+    largest_micro_batch,
+    largest_model,
+    longest_sequence,
+    words_of_length,
+    words_of_rows,
+    words_of_size,
+)
+from pipeline.planning.model import Model
+from pipeline.planning.place import Place, place_of
+from pipeline.planning.proposals import helpful
+from pipeline.planning.shapes import model_of
+from pipeline.planning.suggest import suggest, write
+from pipeline.planning.telling import GIB, as_json, change_rows, memory_rows, scaling_rows, summary, time_rows
+
+HELP = "say what a run takes (memory, time, disk) without a GPU, and what to change"
+DESCRIPTION = """\
+Says what a run takes before it starts: the memory of its fullest rank by what holds it, the time of a step by
+part, the host's memory, the disk. Then what to change. No weights are read, and no GPU is needed."""
+EPILOG = """\
+  python -m pipeline plan --config RECIPE.yaml --deepspeed ds_configs/zero3.json --gpu h100 --gpus 8
+  python -m pipeline plan --config RECIPE.yaml --gpu-memory 80 --gpus 8 --nodes 2 --suggest split.json
+"""
+SUGGESTED = "suggested.json"
+NETWORK = "Gbit/s between machines of each GPU's network card, or 100/node for one that they share"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--config", type=Path, metavar="RECIPE.yaml", help="recipe (default: the shipped one)"
+    )
+    parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="split and precision")
+    parser.add_argument("--gpu", metavar="NAME", help="h100, a100-40, 4090, ... (default: what is here)")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="what one GPU has")
+    parser.add_argument("--gpus", type=_positive, metavar="N", default=1, help="of one machine (default: 1)")
+    parser.add_argument("--nodes", type=_positive, metavar="N", default=1, help="machines (default: 1)")
+    parser.add_argument("--network", metavar="GBIT", help=NETWORK)
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="of one machine")
+    asked = parser.add_mutually_exclusive_group()
+    suggested = f"find the fastest split that fits, and write it (default: {SUGGESTED})"
+    asked.add_argument(
+        "--suggest", nargs="?", type=Path, const=Path(SUGGESTED), metavar="FILE.json", help=suggested
+    )
+    asked.add_argument("--longest", action="store_true", help="the longest sequence that fits")
+    largest = "the largest micro-batch, and the largest model of this family, that fit"
+    asked.add_argument("--largest", action="store_true", help=largest)
+    no_history = "the formulas alone, not corrected by what runs here took"
+    parser.add_argument("--no-history", action="store_true", help=no_history)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--no-color", action="store_true", help="plain text")
+    add_overrides(parser, "recipe keys and, with ds., DeepSpeed keys, as for launch/train.py")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or len(text) > 7 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no positive number")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.config is None:
+        from pipeline.cli import DEFAULT_RECIPE
+
+        arguments.config = DEFAULT_RECIPE
+    import_paths = not arguments.no_import_paths
+    settings = load_settings(
+        arguments.config, arguments.deepspeed, arguments.overrides, import_paths=import_paths
+    )
+    history = None if arguments.no_history else history_of(settings.config)
+    place = place_of(
+        arguments.gpu,
+        arguments.gpu_memory,
+        arguments.gpus,
+        arguments.nodes,
+        arguments.network,
+        arguments.host_memory,
+        history,
+    )
+    model = _model(settings)
+    if arguments.suggest is not None:
+        _suggest(settings, model, place, arguments)
+    elif arguments.longest or arguments.largest:
+        _limits(settings, model, place, arguments)
+    else:
+        _plan(settings, model, place, history, arguments)
+
+
+def _model(settings: Settings) -> Model:
+    model = model_of(settings.config)
+    if model is None:  # it has to be built
+        from pipeline.models.counted import count
+
+        model = count(settings.config)
+    return model
+
+
+def _plan(
+    settings: Settings, model: Model, place: Place, history: History | None, arguments: argparse.Namespace
+) -> None:
+    found = forecast(settings, model, place, history)
+
+    def at(changed: Settings) -> Forecast:
+        known = model if changed.config.model == settings.config.model else _model(changed)
+        if changed.config.adapter != settings.config.adapter or changed.config.data != settings.config.data:
+            known = _model(changed)
+        return forecast(changed, known, place, history)
+
+    changes = helpful(settings, found, at)
+    scaling = _scaling(settings, model, place, history)
+    if arguments.json:
+        print(json.dumps(as_json(found, changes, scaling), indent=2))
+        return
+    from pipeline.inspection.screen import Screen
+
+    screen = Screen(arguments.no_color)
+    for line in summary(found):
+        screen.line(line)
+    screen.title("Memory of the fullest rank")
+    for line in memory_rows(found):
+        screen.line(line)
+    if found.time is not None:
+        screen.title("A step")
+        screen.table(("", "seconds", "share"), time_rows(found))
+        screen.title("On more and fewer GPUs")
+        screen.table(("GPUs", "s a step", "tokens/s", "of one GPU", "GiB", "fits"), scaling_rows(scaling))
+    if changes:
+        screen.title("What to change" if found.fits is False else "What would be faster")
+        screen.table(
+            ("words for the command line", "GiB", "time", ""),
+            change_rows(changes),
+            ("words for the command line", ""),
+        )
+
+
+def _scaling(settings: Settings, model: Model, place: Place, history: History | None) -> list[Forecast]:
+    """On 1, 2, 4 ... GPUs, and on those asked for; without those on which the split or the batch is none."""
+    counts = {2**power for power in range(12) if 2**power <= 2 * place.ranks} | {place.ranks}
+    found = []
+    for count in sorted(counts):
+        try:
+            found.append(forecast(settings, model, place.with_gpus(count), history))
+        except ConfigError:
+            continue
+    return found
+
+
+def _suggest(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
+    found = suggest(settings, model, place)
+    if found is None:
+        raise ConfigError(
+            f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {place}; take more "
+            "GPUs, more memory, an adapter (adapter=lora), or a shorter data.sequence_length"
+        )
+    command = f"python -m pipeline {shlex.join(sys.argv[1:])}"
+    why = write(found, arguments.suggest, arguments.config, command)
+    if arguments.json:
+        told = {"file": str(arguments.suggest), "overrides": found.best.overrides}
+        print(json.dumps(as_json(found.best.found, [], []) | told, indent=2))
+        return
+    print(why.read_text("utf-8"), end="")
+
+
+Find: TypeAlias = Callable[[Settings, Model, Place], Forecast | None]
+Words: TypeAlias = Callable[[Forecast], str]
+LIMITS: dict[str, tuple[Find, Words]] = {
+    "longest sequence": (longest_sequence, words_of_length),
+    "largest micro-batch": (largest_micro_batch, words_of_rows),
+    "largest model": (largest_model, words_of_size),
+}
+"""What can be as large as fits: who finds it, and its words for the command line."""
+
+
+def _limits(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
+    names = ["longest sequence"] if arguments.longest else ["largest micro-batch", "largest model"]
+    told: dict[str, Any] = {}
+    for name in names:
+        find, words = LIMITS[name]
+        found = find(settings, model, place)
+        told[name] = found and {
+            "overrides": words(found),
+            "parameters": found.model.numel,
+            "peak_bytes": found.peak,
+        }
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+        return
+    for name, each in told.items():
+        text = f"none fits on {place}"
+        if each is not None:
+            size = f"{each['parameters']:,} parameters, {each['peak_bytes'] / GIB:.1f} GiB"
+            text = f"{each['overrides']}   ({size})"
+        print(f"{name:<20}  {text}")

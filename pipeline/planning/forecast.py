@@ -1,0 +1,212 @@
+"""What a run takes: memory of a rank, time of a step, the host's memory, the disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from pipeline.config.loading import get_dotted
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.optimizer_schema import OptimizerConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import Resolved, Settings
+from pipeline.planning.buffers import Buffers, buffers
+from pipeline.planning.history import Correction, History, Kind
+from pipeline.planning.job import Job
+from pipeline.planning.memory import Memory, memory_of
+from pipeline.planning.model import Model
+from pipeline.planning.place import Place
+from pipeline.planning.rank import Rank
+from pipeline.planning.states import States, states_of
+from pipeline.planning.timing import StepTime, step_time
+
+HOUR = 3600.0
+UNCORRECTED = Correction()
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one run at one place."""
+
+    model: Model
+    config: RunConfig
+    resolved: Resolved
+    place: Place
+    states: States
+    memory: Memory
+    time: StepTime | None
+    """None: not known of this model or this device."""
+    correction: Correction = UNCORRECTED
+    """By what was measured here; the time has it already."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the fullest rank's device holds at the most."""
+        return int(self.memory.peak * self.correction.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank's device and its machine hold it."""
+        on_host = self.place.host_memory is None or self.host_bytes <= self.place.host_memory
+        return self.peak + self.memory.spare <= self.memory.share * self.place.memory and on_host
+
+    @property
+    def host_bytes(self) -> int:
+        """Of one machine, all its ranks together."""
+        return int(self.memory.host) * min(self.place.per_node, self.resolved.split.world_size)
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Of one machine's disk, where states are swapped to it."""
+        return self.states.disk.total * min(self.place.per_node, self.resolved.split.world_size)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs as perf/mfu counts them, over the peak of the data sheet."""
+        peak = self.place.gpu.peak(self.resolved.split.precision, self.resolved.tf32)
+        return None if self.time is None or peak is None else self.time.mfu(peak)
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint: fp32 weights of what is trained, and what the optimizer keeps."""
+        kept = _kept_per_parameter(self.config.optimizer)
+        has_base = self.config.adapter is not None
+        return sum(
+            int(p.numel * (4 + kept)) if p.trains else 0 if has_base else 4 * p.numel
+            for p in self.model.parameters
+        )
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the run's checkpoints take at the most: those that stay, and one that is being written."""
+        config = self.config.checkpoint
+        return self.checkpoint_bytes * (config.keep_last + config.keep_best + 1)
+
+    @property
+    def hours(self) -> float | None:
+        """Of all steps, without evaluation and checkpoints; None: their number or speed is not known."""
+        steps = self.config.max_steps
+        return None if self.time is None or steps is None else self.time.seconds * steps / HOUR
+
+    @property
+    def kilowatt_hours(self) -> float | None:
+        """All GPUs at the power that the maker states."""
+        if self.hours is None or self.place.watts is None:
+            return None
+        return self.hours * self.place.watts * self.resolved.split.world_size / 1000
+
+    @property
+    def cost(self) -> float | None:
+        """By `log.price_per_device_hour`."""
+        price = self.config.log.price_per_device_hour
+        return (
+            None
+            if self.hours is None or price is None
+            else self.hours * price * self.resolved.split.world_size
+        )
+
+
+Holding = tuple[States, Buffers]
+"""Of the fullest rank: what no micro-batch and no recomputation changes."""
+
+
+def forecast(settings: Settings, model: Model, place: Place, history: History | None = None) -> Forecast:
+    """Of a run with these settings.
+
+    Args:
+        history: None: nothing is corrected.
+
+    Raises:
+        ConfigError: it cannot be split so over the ranks of the place.
+    """
+    resolved = settings.resolve(place.ranks, place.device)
+    return forecast_of(settings.config, resolved, model, place, history)
+
+
+def forecast_of(
+    config: RunConfig,
+    resolved: Resolved,
+    model: Model,
+    place: Place,
+    history: History | None = None,
+    holding: Holding | None = None,
+) -> Forecast:
+    """As `forecast`, of settings that are resolved for the place.
+
+    Args:
+        holding: None: it is worked out.
+    """
+    kind = place.device.kind
+    states, kept = holding or holding_of(model, config, resolved, kind == "cpu")
+    memory = memory_of(model, config, resolved, kind, states, kept)
+    correction, time = UNCORRECTED, None
+    if history is not None:
+        correction = history.correction(Kind.of(place.gpu.name, model, resolved))
+    rates = place.rates(resolved)
+    if rates is not None and (job := job_of(model, config, resolved)) is not None:
+        time = step_time(job, replace(rates, speed=rates.speed * correction.speed))
+    return Forecast(model, config, resolved, place, states, memory, time, correction)
+
+
+def holding_of(model: Model, config: RunConfig, resolved: Resolved, on_cpu: bool) -> Holding:
+    """Of pipeline stages the fullest; of other ranks the first, which no other has more than."""
+    split = resolved.split
+    apart = split.world_size // split.pipeline_stages
+    ranks = (
+        Rank.of(model, config, resolved, stage * apart, on_cpu) for stage in range(split.pipeline_stages)
+    )
+    found = [(states_of(rank), buffers(rank)) for rank in ranks]
+    return max(found, key=lambda each: each[0].device.total + each[1].always + each[1].step)
+
+
+def job_of(model: Model, config: RunConfig, resolved: Resolved) -> Job | None:
+    """What the formulas of time see of a run; None: of a model without known blocks."""
+    length = getattr(config.data, "sequence_length", None)
+    if length is None:
+        return None
+    split, json = resolved.split, resolved.deepspeed or {}
+    zero = json.get("zero_optimization", {})
+    width = 2 if split.precision != "fp32" and resolved.deepspeed is not None else 4
+    fp8 = getattr(config.model, "fp8", "none")
+    return Job.of(
+        model,
+        length,
+        rows=resolved.plan.micro_batch_size,
+        micro_batches=resolved.plan.gradient_accumulation_steps,
+        data=split.dp_world_size,
+        tensor=split.tensor_parallel,
+        pipeline=split.pipeline_stages,
+        sequence=split.sequence_parallel,
+        stage=split.zero_stage,
+        hpz=(zero.get("zero_hpz_partition_size") or 1) > 1,
+        overlap=zero.get("overlap_comm") is not False,
+        recompute=_recomputed(config),
+        quantised=config.adapter is not None and config.adapter.quantize is not None,
+        fp8=0.0 if fp8 == "none" else 2 / 3 if fp8 == "rowwise_with_gw_hp" else 1.0,
+        weight_bytes=width,
+        reduce_bytes=width,
+        optimizer_on=_where(json, "optimizer"),
+        weights_on=_where(json, "param"),
+        activations_on="cpu" if getattr(config.model, "activation_offload", False) else "",
+    )
+
+
+def _recomputed(config: RunConfig) -> float:
+    model = config.model
+    if not isinstance(model, CausalLMConfig) or model.activation_checkpointing == "none":
+        return 0.0
+    if model.activation_checkpointing == "selective":
+        return 0.5
+    every = model.activation_checkpointing
+    return 1.0 if every == "full" else 1.0 / every
+
+
+def _where(json: dict[str, Any], what: str) -> str:
+    device = get_dotted(json, f"zero_optimization.offload_{what}.device")
+    return "" if device in (None, "none") else str(device)
+
+
+def _kept_per_parameter(optimizer: OptimizerConfig) -> float:
+    """Bytes that a checkpoint has of the optimizer's numbers, by parameter."""
+    return {"adamw": 8.0, "sgd": 4.0 if optimizer.momentum else 0.0, "adafactor": 0.0}[optimizer.kind]

@@ -1,0 +1,157 @@
+"""Where a run is planned for: GPUs by name or by memory, or this machine's processors."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass, replace
+
+from pipeline.config.settings import Resolved
+from pipeline.config.split import Device
+from pipeline.distributed.machine import memory_now
+from pipeline.errors import ConfigError
+from pipeline.planning.hardware import GIB, Gpu, find_gpu, network_rate, this_cpu
+from pipeline.planning.history import History
+from pipeline.planning.rates import COMPILED, EAGER, Rates, rates_of
+
+# Cards that stand for others of the same memory, by what they are sold with.
+STAND_INS = {24: "rtx 4090", 32: "rtx 5090", 40: "a100 40", 48: "l40s", 80: "h100", 141: "h200", 180: "b200"}
+FP8 = re.compile(r"^(H\d|GH|GB|B\d|L4|RTX (4|5\d{3} |50|6000 Ada|5000 Ada|PRO)|MI3)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Devices, machines, and what connects them."""
+
+    gpu: Gpu
+    device: Device
+    per_node: int
+    """GPUs of a machine, or ranks where there is none."""
+    nodes: int
+    network: float
+    """Bytes a second between machines of one GPU."""
+    host_memory: int | None = None
+    """Bytes of one machine; None: without a limit."""
+    remark: str = ""
+    """What of it is taken from another card."""
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        return self.per_node * self.nodes
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a rank has."""
+        return self.gpu.memory
+
+    @property
+    def watts(self) -> float | None:
+        """Of one device; None: not known."""
+        return self.gpu.watts or None
+
+    def rates(self, resolved: Resolved) -> Rates | None:
+        """For a run of that precision, compiled or not; None: nothing is known of this device."""
+        kernels = COMPILED if resolved.compile else EAGER
+        return rates_of(
+            self.gpu, self.network, self.per_node, kernels, resolved.split.precision, resolved.tf32
+        )
+
+    def with_gpus(self, count: int) -> Place:
+        """The same machines, with so many GPUs in all."""
+        per_node = min(count, self.per_node)
+        return replace(self, per_node=per_node, nodes=-(-count // per_node))
+
+    def __str__(self) -> str:
+        machines = f" on {self.nodes} machines" if self.nodes > 1 else ""
+        return f"{self.ranks} x {self.gpu.name}, {self.memory / GIB:.1f} GiB{machines}{self.remark}"
+
+
+def place_of(
+    name: str | None,
+    memory_gib: float | None,
+    per_node: int,
+    nodes: int,
+    network: str | None,
+    host_memory_gib: float | None,
+    history: History | None = None,
+) -> Place:
+    """What the command line asks for; without a name and a memory, what this machine has.
+
+    Raises:
+        ConfigError: no such GPU, or a number that cannot be.
+    """
+    host = None if host_memory_gib is None else int(_positive("--host-memory", host_memory_gib) * GIB)
+    if name is None and memory_gib is None:
+        return here(per_node, nodes, network, host, history)
+    gpu, remark = find_gpu(name) if name is not None else None, ""
+    if memory_gib is not None:
+        size = int(_positive("--gpu-memory", memory_gib) * GIB)
+        if gpu is None:
+            like = min(STAND_INS, key=lambda sold: abs(sold - memory_gib))
+            gpu = find_gpu(STAND_INS[like])
+            remark = f" (times as of {gpu.name})"
+            # A card that is sold as one of 80 GB has less.
+            gpu = gpu if memory_gib == like else replace(gpu, memory=size)
+        else:
+            gpu = replace(gpu, memory=size)
+    assert gpu is not None
+    return Place(gpu, _device(gpu), per_node, nodes, network_rate(network, gpu, per_node), host, remark)
+
+
+def here(
+    per_node: int,
+    nodes: int = 1,
+    network: str | None = None,
+    host: int | None = None,
+    history: History | None = None,
+) -> Place:
+    """This machine's GPUs, or its processors, shared among the ranks.
+
+    Args:
+        history: What processors reach is known from runs alone.
+    """
+    device, limit = Device.probe(), memory_now().limit
+    if device.kind == "cuda" and (gpu := _own_gpu()) is not None:
+        return Place(gpu, device, per_node, nodes, network_rate(network, gpu, per_node), host or limit)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpu = this_cpu(max(1, cores // per_node), limit // per_node)
+    if history is not None:
+        cpu = replace(cpu, measured_flops=history.flops(cpu.name))
+    return Place(cpu, Device.cpu(), per_node, nodes, network_rate(network, cpu, per_node))
+
+
+def on_gpus(name: str, memory: int, device: Device, per_node: int, nodes: int) -> Place:
+    """GPUs that a job has, as torch tells of them."""
+    gpu = known_gpu(name, memory)
+    return Place(gpu, device, per_node, nodes, network_rate(None, gpu, per_node), memory_now().limit)
+
+
+def _own_gpu() -> Gpu | None:
+    """By the driver's word, which needs no torch."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
+        name, mebibytes = answer.splitlines()[0].rsplit(",", 1)
+        return known_gpu(name.strip(), int(float(mebibytes) * 2**20))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def known_gpu(name: str, memory: int) -> Gpu:
+    """A card that is there: of one that is not in the list only the memory is known."""
+    try:
+        return replace(find_gpu(name), memory=memory)
+    except ConfigError:
+        return Gpu(name, memory)
+
+
+def _device(gpu: Gpu) -> Device:
+    return Device("cuda", bf16=gpu.peak("bf16") is not None, fp16=True, fp8=FP8.match(gpu.name) is not None)
+
+
+def _positive(option: str, value: float) -> float:
+    if not 0 < value < 1e6:
+        raise ConfigError(f"{option} {value:g}: expected GiB above 0")
+    return value

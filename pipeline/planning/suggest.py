@@ -1,0 +1,228 @@
+"""The fastest split that fits: every one that this trainer has, tried by the formulas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.loading import ConfigFile, Tree
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.schema import BatchConfig
+from pipeline.config.settings import Settings
+from pipeline.errors import ConfigError
+from pipeline.planning.forecast import Forecast, Holding, forecast_of, holding_of
+from pipeline.planning.model import Model
+from pipeline.planning.place import Place
+
+DEGREES = (1, 2, 4, 8)
+STAGES = (1, 2, 4, 8, 16)
+MOST_ROWS = 64
+NEAR = 1.01
+"""Steps that differ by less are taken for equally fast: the one that holds less is chosen."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A split that fits, and what it takes."""
+
+    json: Tree
+    overrides: tuple[str, ...]
+    """Of the recipe: batch and recomputation."""
+    found: Forecast
+    seconds: float
+    """Of a step."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The best of them."""
+
+    best: Candidate
+    tried: int
+    fitting: int
+
+
+def suggest(settings: Settings, model: Model, place: Place) -> Suggestion | None:
+    """The fastest that fits, with the global batch of the recipe; None: nothing fits.
+
+    Nothing that fits is both faster and smaller than what is found.
+    """
+    return choose(*fitting_splits(settings, model, place))
+
+
+def choose(fitting: list[Candidate], tried: int) -> Suggestion | None:
+    """Of those that are as good as the fastest the one that holds least."""
+    if not fitting:
+        return None
+    limit = NEAR * min(each.seconds for each in fitting)
+    best = min((each for each in fitting if each.seconds <= limit), key=lambda each: each.found.peak)
+    return Suggestion(best, tried, len(fitting))
+
+
+def fitting_splits(settings: Settings, model: Model, place: Place) -> tuple[list[Candidate], int]:
+    """Every split that fits, and how many were tried. Of those that differ in rows alone, a smaller one is
+    tried first: more rows hold more.
+    """
+    total = _global_batch(settings, place)
+    fitting: list[Candidate] = []
+    tried = 0
+    for tree in _splits(place, model):
+        known: dict[bool, Holding] = {}  # by whether gradients are added up over several micro-batches
+        for recomputation in _recomputations(settings):
+            for batch in _batches(tree, total, place):
+                try:
+                    changed = _with(settings, tree, recomputation, batch)
+                    resolved = changed.resolve(place.ranks, place.device)
+                    adds = resolved.plan.gradient_accumulation_steps > 1
+                    if adds not in known:
+                        known[adds] = holding_of(model, changed.config, resolved, False)
+                    found = forecast_of(changed.config, resolved, model, place, holding=known[adds])
+                except ConfigError:
+                    break
+                tried += 1
+                if found.time is None or not found.fits:
+                    break
+                words = (*_as_words(recomputation, "model."), *_as_words(batch, "batch."))
+                fitting.append(Candidate(tree, words, found, found.time.seconds))
+    return fitting, tried
+
+
+def _global_batch(settings: Settings, place: Place) -> int:
+    batch = settings.config.batch
+    if batch.global_batch_size is not None:
+        return batch.global_batch_size
+    rows = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
+    return rows * (batch.gradient_accumulation_steps or 1) * place.ranks
+
+
+def _splits(place: Place, model: Model) -> Iterator[Tree]:
+    """The JSON of every split over the ranks, and of every offload."""
+    auto = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    auto["gradient_clipping"] = "auto"
+    half: dict[str, Any] = {"bf16": {"enabled": True}} if place.device.bf16 else {"fp16": {"enabled": True}}
+    for cut in _cuts(place, model):
+        for zero in _zeros(place, cut):
+            yield {**auto, **cut, "zero_optimization": zero, **half}
+
+
+def _cuts(place: Place, model: Model) -> Iterator[dict[str, Any]]:
+    dimensions = model.dimensions
+    yield {}
+    if dimensions is None:
+        return
+    for degree in DEGREES[1:]:
+        if place.ranks % degree or degree > place.per_node:
+            continue
+        if dimensions.heads % degree == 0:
+            if dimensions.key_value_heads % degree == 0:
+                yield {"tensor_parallel": {"autotp_size": degree}}
+            yield {"sequence_parallel_size": degree}
+    for degree in STAGES[1:]:
+        if place.ranks % degree == 0 and degree <= dimensions.layers:
+            yield {"pipeline": {"stages": degree}}
+
+
+def _zeros(place: Place, cut: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    common = {"contiguous_gradients": True}
+    autos = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    autos["stage3_param_persistence_threshold"] = "auto"
+    yield {"stage": 0}
+    yield {"stage": 1, **common}
+    if "pipeline" in cut:
+        return
+    yield {"stage": 2, **common}
+    yield {"stage": 3, **common, **autos}
+    if place.nodes > 1 and not cut:
+        yield {"stage": 3, **common, **autos, "zero_hpz_partition_size": place.per_node}
+    yield {"stage": 2, **common, "offload_optimizer": {"device": "cpu"}}
+    if "tensor_parallel" in cut:
+        return
+    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": "nvme"}
+    yield {"stage": 3, **common, **autos, "offload_optimizer": host}
+    yield {"stage": 3, **common, **autos, "offload_optimizer": host, "offload_param": host}
+    yield {"stage": 3, **common, **autos, "offload_optimizer": disk, "offload_param": host}
+    yield {"stage": 3, **common, **autos, "offload_optimizer": disk, "offload_param": disk}
+
+
+def _recomputations(settings: Settings) -> list[dict[str, Any]]:
+    if not isinstance(settings.config.model, CausalLMConfig):
+        return [{}]
+    plain = {"activation_offload": False, "activation_budget_gib": None}
+    return [
+        plain | {"activation_checkpointing": "none"},
+        plain | {"activation_checkpointing": "selective"},
+        plain | {"activation_checkpointing": "full"},
+        plain | {"activation_checkpointing": "full", "activation_offload": True},
+    ]
+
+
+def _batches(tree: Tree, total: int, place: Place) -> Iterator[dict[str, int]]:
+    """Ascending in rows: the global batch in micro-batches."""
+    cut = tree.get("tensor_parallel", {}).get("autotp_size", 1) * tree.get("sequence_parallel_size", 1)
+    replicas = place.ranks // (cut * tree.get("pipeline", {}).get("stages", 1))
+    if total % replicas:
+        return
+    each = total // replicas
+    for rows in range(1, min(each, MOST_ROWS) + 1):
+        if each % rows == 0:
+            yield {"micro_batch_size": rows, "gradient_accumulation_steps": each // rows}
+
+
+def _with(settings: Settings, tree: Tree, model: dict[str, Any], batch: dict[str, int]) -> Settings:
+    config = settings.config
+    fields = config.model_fields_set - {"engine"}
+    values = {name: getattr(config, name) for name in fields}
+    values["model"] = config.model.model_copy(update=model)
+    values["batch"] = BatchConfig.model_validate(batch)
+    changed = config.model_construct(_fields_set=fields | {"model", "batch"}, **values)
+    return replace(settings, config=changed, split=ConfigFile(Path("suggested.json"), tree))
+
+
+def _as_words(values: dict[str, Any], section: str) -> tuple[str, ...]:
+    """As overrides; what says nothing is left out."""
+    return tuple(
+        f"{section}{key}={json.dumps(value) if isinstance(value, bool) else value}"
+        for key, value in values.items()
+        if value not in (None, False)
+    )
+
+
+def write(suggestion: Suggestion, path: Path, recipe: Path, command: str) -> Path:
+    """The JSON, and beside it a text that says why.
+
+    Args:
+        recipe: What is trained.
+        command: That was typed to find it.
+
+    Returns:
+        The path of the text.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    best = suggestion.best
+    found, time = best.found, best.found.time
+    assert time is not None
+    why = path.with_suffix(".txt")
+    words = " ".join(best.overrides)
+    text = f"""\
+{path.name}: the fastest of {suggestion.fitting:,} splits that fit, of {suggestion.tried:,} tried.
+
+{found.resolved.split}; {found.place}
+{found.resolved.plan}
+memory of the fullest rank: {found.peak / 2**30:.1f} of {(found.place.memory or 0) / 2**30:.1f} GiB
+host memory of a machine: {found.host_bytes / 2**30:.0f} GiB
+a step: {time.seconds:.2f} s, {time.tokens_per_second * time.gpus:,.0f} tokens/s
+
+Found by: {command}
+To train with it: deepspeed launch/train.py --config {recipe} --deepspeed {path} {words}
+"""
+    try:
+        path.write_text(json.dumps(best.json, indent=2) + "\n", "utf-8")
+        why.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"--suggest {path}: {error.strerror or error}") from None
+    return why

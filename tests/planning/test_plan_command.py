@@ -1,0 +1,125 @@
+"""`python -m pipeline plan`, as it is typed: what it says, what it refuses, what it does not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+from support.launch import ROOT
+
+from pipeline.__main__ import main
+
+LLAMA_8B = ["--config", str(ROOT / "launch" / "recipes" / "llama_8b.yaml")]
+ZERO3 = ["--deepspeed", str(ROOT / "ds_configs" / "zero3.json")]
+ON_8 = [*LLAMA_8B, *ZERO3, "--gpu", "h100", "--gpus", "8"]
+
+
+def plan(capsys, *words):
+    assert main(["plan", *words, "--no-history"]) in (0, None)
+    return capsys.readouterr().out
+
+
+def plan_json(capsys, *words):
+    return json.loads(plan(capsys, *words, "--json"))
+
+
+def test_it_answers_without_torch_and_what_stands_on_it():
+    code = (
+        "import sys; from pipeline.__main__ import main; main(sys.argv[1:]); "
+        "print([n for n in ('torch', 'transformers', 'deepspeed', 'numpy') if n in sys.modules])"
+    )
+    words = [sys.executable, "-c", code, "plan", *ON_8, "--no-history"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for text in (
+        "8,030,261,248 parameters",
+        "optimizer states",
+        "activations kept",
+        "tokens/s",
+        "fits",
+        "MFU",
+    ):
+        assert text in done.stdout
+
+
+def test_json_has_parts_that_make_the_peak_and_the_step(capsys):
+    told = plan_json(capsys, *ON_8)
+    memory, time = told["memory"], told["time"]
+    assert memory["peak_bytes"] == pytest.approx(max(memory["phases_bytes"].values()), rel=1e-6)
+    assert memory["peak_bytes"] <= sum(memory["parts_bytes"].values()) * 1.001
+    assert memory["fits"] is True
+    assert time["tokens_per_second"] == pytest.approx(8 * time["tokens_per_second_per_gpu"])
+    tokens = told["batch"]["global_batch_size"] * 4096
+    assert time["tokens_per_second"] * time["seconds"] == pytest.approx(tokens)
+    assert told["run"]["hours"] == pytest.approx(1000 * time["seconds"] / 3600)
+    assert [each["gpus"] for each in told["scaling"]] == [1, 2, 4, 8, 16]
+    assert told["checkpoint_bytes"] == 12 * 8_030_261_248
+    dear = plan_json(capsys, *ON_8, "log.price_per_device_hour=2.5")
+    assert dear["run"]["cost"] == pytest.approx(2.5 * 8 * told["run"]["hours"])
+
+
+def test_what_does_not_fit_is_told_what_to_change_and_each_change_helps(capsys):
+    tight = [*LLAMA_8B, *ZERO3, "--gpu", "h100", "--gpus", "2", "data.sequence_length=32768"]
+    tight += ["model.activation_checkpointing=none", "model.activation_budget_gib=null"]
+    now = plan_json(capsys, *tight)
+    assert now["memory"]["fits"] is False
+    assert now["changes"]
+    for change in now["changes"][:3]:
+        after = plan_json(capsys, *tight, *change["overrides"])
+        gain = now["memory"]["peak_bytes"] - after["memory"]["peak_bytes"]
+        assert gain == pytest.approx(change["gain"], rel=1e-6)
+        assert after["time"]["seconds"] / now["time"]["seconds"] == pytest.approx(change["slower"])
+    assert plan_json(capsys, *tight, *now["changes"][0]["overrides"])["memory"]["fits"] is True
+
+
+def test_the_longest_rows_fit_and_longer_ones_do_not(capsys):
+    words = json.loads(plan(capsys, *ON_8, "--longest", "--json"))["longest sequence"]["overrides"]
+    length = int(words.rpartition("=")[2])
+    one_row = [*ON_8, "batch.micro_batch_size=1", "batch.gradient_accumulation_steps=1"]
+    assert plan_json(capsys, *one_row, f"data.sequence_length={length}")["memory"]["fits"] is True
+    assert plan_json(capsys, *one_row, f"data.sequence_length={length + 128}")["memory"]["fits"] is False
+
+
+def test_the_largest_batch_and_model_fit_and_larger_ones_do_not(capsys):
+    told = json.loads(plan(capsys, *ON_8, "--largest", "--json"))
+    rows = int(told["largest micro-batch"]["overrides"].rpartition("=")[2])
+    once = "batch.gradient_accumulation_steps=1"
+    for more, fits in ((0, True), (1, False)):
+        words = [*ON_8, once, f"batch.micro_batch_size={rows + more}"]
+        assert plan_json(capsys, *words)["memory"]["fits"] is fits
+    model = [*told["largest model"]["overrides"].split(), once, "batch.micro_batch_size=1"]
+    found = plan_json(capsys, *ON_8, *model)
+    assert found["memory"]["fits"] is True
+    assert found["model"]["parameters"] == told["largest model"]["parameters"]
+
+
+def test_a_model_of_ones_own_is_counted(capsys):
+    recipe = ["--config", str(ROOT / "launch" / "recipes" / "digits_cnn.yaml")]
+    told = plan_json(capsys, *recipe, "--gpu", "a100")
+    assert told["model"]["parameters"] == 21_386
+    assert told["memory"]["parts_bytes"]["activations"] > 0
+    assert told["time"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--gpu", "h1000"], "no such GPU"),
+        (["--gpu-memory", "-3"], "--gpu-memory -3"),
+        (["--network", "fast"], "--network fast"),
+        (["--gpus", "0"], "no positive number"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["model.pretrained=./nowhere", "model.architecture=null"], "there is no such folder"),
+        (["model.num_layer=3"], "num_layers"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(capsys, words, text):
+    with pytest.raises(SystemExit) if text == "no positive number" else nullcontext() as ended:
+        code = main(["plan", *ON_8, *words])
+    assert (code if ended is None else ended.value.code) == 2
+    told = capsys.readouterr().err
+    assert text in told.splitlines()[-1]
+    assert "Traceback" not in told

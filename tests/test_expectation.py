@@ -1,0 +1,86 @@
+"""What a run was expected to take against what it took: told, judged and kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.tiny import recipe, settings
+
+from pipeline.expectation import Expectation
+from pipeline.planning.forecast import forecast
+from pipeline.planning.history import History, Kind
+from pipeline.planning.place import place_of
+from pipeline.planning.shapes import model_of
+from pipeline.watchers import Seen
+
+GPU = place_of("h100", None, 1, 1, None, None)
+
+
+@pytest.fixture
+def found():
+    tree = recipe(data={"kind": "text", "paths": ["python_stdlib"], "sequence_length": 64})
+    chosen = settings(tree, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    return forecast(chosen, model_of(chosen.config), GPU)
+
+
+def observed(found, history, memory, speed):
+    expectation = Expectation(found, history, 64)
+    expected = found.peak / 2**30
+    a_second = found.time.tokens_per_second * found.time.gpus / 64
+    for step in range(8):
+        slow = 0.01 if step == 0 else 1.0  # the compiler's
+        row = {
+            "memory/peak_reserved_gib": expected * memory if step == 5 else expected / 2,
+            "perf/samples_per_second": a_second * speed * slow,
+        }
+        assert expectation(step, Seen(row)) is None
+    return expectation.conclusion()
+
+
+def test_a_run_as_expected_is_told_and_kept(found, tmp_path):
+    told = observed(found, History(tmp_path), 1.05, 0.9)
+    assert told.level == "info"
+    assert told.fields["memory_measured_gib"] == pytest.approx(1.05 * told.fields["memory_expected_gib"])
+    kind = Kind.of(GPU.gpu.name, found.model, found.resolved)
+    correction = History(tmp_path).correction(kind)
+    assert (correction.memory, correction.speed) == (pytest.approx(1.05), pytest.approx(0.9))
+
+
+@pytest.mark.parametrize(("memory", "speed", "level"), [(1.0, 0.7, "warning"), (1.0, 1.3, "warning")])
+def test_one_that_is_far_from_it_is_a_warning(found, memory, speed, level):
+    assert observed(found, None, memory, speed).level == level
+
+
+def test_memory_that_is_far_from_it_is_a_warning(found):
+    large = replace(found.memory, phases=dict.fromkeys(found.memory.phases, 40 * 2**30))
+    assert observed(replace(found, memory=large), None, 1.3, 1.0).level == "warning"
+    assert observed(replace(found, memory=large), None, 1.1, 1.0).level == "info"
+
+
+def test_the_next_plan_of_its_kind_is_corrected_and_ends_at_what_was_measured(found, tmp_path):
+    history = History(tmp_path)
+    observed(found, history, 1.2, 0.8)
+    tree = recipe(data={"kind": "text", "paths": ["python_stdlib"], "sequence_length": 64})
+    chosen = settings(tree, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    after = forecast(chosen, model_of(chosen.config), GPU, history)
+    assert after.peak == pytest.approx(1.2 * found.peak, rel=1e-3)
+    assert after.correction.runs == 1
+    again = observed(after, history, 1.0, 1.0)
+    assert again.level == "info"
+    kind = Kind.of(GPU.gpu.name, found.model, found.resolved)
+    assert history.correction(kind).memory == pytest.approx(1.2, rel=1e-3)
+
+
+def test_a_process_on_a_cpu_that_held_more_before_is_not_judged(found):
+    on_cpu = replace(found, place=replace(found.place, device=replace(found.place.device, kind="cpu")))
+    for before, is_judged in ((0.0, True), (100.0, False)):
+        expectation = Expectation(on_cpu, None, 64, before)
+        expectation(1, Seen({"memory/peak_resident_gib": 100.0}))
+        assert (expectation.conclusion() is not None) == is_judged
+
+
+def test_nothing_is_said_of_what_was_not_expected_or_not_measured(found):
+    assert Expectation(None, None, 64).conclusion() is None
+    assert Expectation(None, None, 64).line is None
+    assert Expectation(found, None, 64).conclusion() is None
