@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from pipeline.commands.inputs import add_overrides
 from pipeline.config.settings import Settings, load_settings
 from pipeline.errors import ConfigError
-from pipeline.planning.forecast import Forecast, forecast
+from pipeline.planning.forecast import Forecast, forecast, largest_that_fits
 from pipeline.planning.history import History, history_of
 from pipeline.planning.limits import (
     largest_micro_batch,
@@ -64,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--longest", action="store_true", help="the longest sequence that fits")
     largest = "the largest micro-batch, and the largest model of this family, that fit"
     asked.add_argument("--largest", action="store_true", help=largest)
+    force = "write over what --suggest finds there"
+    parser.add_argument("--force", action="store_true", help=force)
     no_history = "the formulas alone, not corrected by what runs here took"
     parser.add_argument("--no-history", action="store_true", help=no_history)
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -97,12 +99,21 @@ def run(arguments: argparse.Namespace) -> None:
         history,
     )
     model = _model(settings)
+    settings = _with_a_micro_batch(settings, model, place, history)
     if arguments.suggest is not None:
         _suggest(settings, model, place, arguments)
     elif arguments.longest or arguments.largest:
         _limits(settings, model, place, arguments)
     else:
         _plan(settings, model, place, history, arguments)
+
+
+def _with_a_micro_batch(settings: Settings, model: Model, place: Place, history: History | None) -> Settings:
+    """In place of `auto` the largest that is expected to fit."""
+    resolved = settings.resolve(place.ranks, place.device)
+    if not resolved.plan.is_open:
+        return settings
+    return settings.divided(largest_that_fits(settings.config, resolved, model, place, history))
 
 
 def _model(settings: Settings) -> Model:
@@ -120,10 +131,10 @@ def _plan(
     found = forecast(settings, model, place, history)
 
     def at(changed: Settings) -> Forecast:
-        known = model if changed.config.model == settings.config.model else _model(changed)
-        if changed.config.adapter != settings.config.adapter or changed.config.data != settings.config.data:
-            known = _model(changed)
-        return forecast(changed, known, place, history)
+        shaping = ("model", "adapter", "data")
+        is_same = all(getattr(changed.config, key) == getattr(settings.config, key) for key in shaping)
+        known = model if is_same else _model(changed)
+        return forecast(_with_a_micro_batch(changed, known, place, history), known, place, history)
 
     changes = helpful(settings, found, at)
     scaling = _scaling(settings, model, place, history)
@@ -144,7 +155,7 @@ def _plan(
         screen.title("On more and fewer GPUs")
         screen.table(("GPUs", "s a step", "tokens/s", "of one GPU", "GiB", "fits"), scaling_rows(scaling))
     if changes:
-        screen.title("What to change" if found.fits is False else "What would be faster")
+        screen.title("What to change" if not found.fits else "What would be faster")
         screen.table(
             ("words for the command line", "GiB", "time", ""),
             change_rows(changes),
@@ -166,13 +177,8 @@ def _scaling(settings: Settings, model: Model, place: Place, history: History | 
 
 def _suggest(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
     found = suggest(settings, model, place)
-    if found is None:
-        raise ConfigError(
-            f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {place}; take more "
-            "GPUs, more memory, an adapter (adapter=lora), or a shorter data.sequence_length"
-        )
     command = f"python -m pipeline {shlex.join(sys.argv[1:])}"
-    why = write(found, arguments.suggest, arguments.config, command)
+    why = write(found, arguments.suggest, arguments.config, command, arguments.force)
     if arguments.json:
         told = {"file": str(arguments.suggest), "overrides": found.best.overrides}
         print(json.dumps(as_json(found.best.found, [], []) | told, indent=2))
@@ -192,6 +198,12 @@ LIMITS: dict[str, tuple[Find, Words]] = {
 
 def _limits(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
     names = ["longest sequence"] if arguments.longest else ["largest micro-batch", "largest model"]
+    if not forecast(settings, model, place).memory.is_complete:
+        option = "--longest" if arguments.longest else "--largest"
+        raise ConfigError(
+            f"{option}: what activations take is not known of {model.name}, computed so; without the option "
+            "the plan says what is known"
+        )
     told: dict[str, Any] = {}
     for name in names:
         find, words = LIMITS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from pipeline.errors import ConfigError
 from pipeline.planning.forecast import Forecast, forecast
 from pipeline.planning.model import Model
 from pipeline.planning.place import Place
-from pipeline.planning.shapes import model_of
+from pipeline.planning.shapes import model_of, read_config
 
 STEP = 128
 """Tokens by which a row grows."""
@@ -21,34 +22,40 @@ MOST_TOKENS, MOST_ROWS, MOST_SIZE = 2**26, 2**14, 64
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest whole number from 1 to `most` that fits, of those below which all fit; 0: none does."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, high * 2
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    """The largest whole number up to `most` that fits, of those below which all fit; 0: none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
 def longest_sequence(settings: Settings, model: Model, place: Place) -> Forecast | None:
-    """With rows as long as can be, micro-batches of one of them where more do not fit; None: none fits."""
-    one_row = _with_rows(settings, 1, place)
-    return _best(lambda n: _try(_with_length(one_row, n * STEP), None, place), MOST_TOKENS // STEP)
+    """With rows as long as fit, a micro-batch of one; None: none fits. Pretrained weights have a number of
+    positions, which is not exceeded.
+    """
+    one_row, most = _with_rows(settings, 1), MOST_TOKENS
+    if (given := getattr(settings.config.model, "pretrained", None)) is not None:
+        most = min(most, read_config(given).get("max_position_embeddings") or most)
+
+    def at(number: int) -> Forecast | None:
+        longer = _with_length(one_row, number * STEP)
+        return _try(longer, model_of(longer.config) or model, place)
+
+    return _best(at, most // STEP)
 
 
 def largest_micro_batch(settings: Settings, model: Model, place: Place) -> Forecast | None:
     """With as many rows in a micro-batch as fit, whatever the global batch."""
-    return _best(lambda n: _try(_with_rows(settings, n, place), model, place), MOST_ROWS)
+    return _best(lambda n: _try(_with_rows(settings, n), model, place), MOST_ROWS)
 
 
 def largest_model(settings: Settings, model: Model, place: Place) -> Forecast | None:
     """Of the same family and proportions: width and depth grow together, a micro-batch is one row."""
-    if model.dimensions is None or not isinstance(settings.config.model, CausalLMConfig):
-        return None
-    one_row = _with_rows(settings, 1, place)
-    return _best(lambda n: _try(_scaled(one_row, model, n), None, place), MOST_SIZE)
+    one_row = _with_rows(settings, 1)
+
+    def at(number: int) -> Forecast | None:
+        scaled = _scaled(one_row, model, number)
+        known = model_of(scaled.config)
+        return None if known is None else _try(scaled, known, place)
+
+    return None if model.dimensions is None else _best(at, MOST_SIZE)
 
 
 def _best(at: Callable[[int], Forecast | None], most: int) -> Forecast | None:
@@ -63,14 +70,13 @@ def _best(at: Callable[[int], Forecast | None], most: int) -> Forecast | None:
     return found.get(largest(fits, most))
 
 
-def _try(settings: Settings, model: Model | None, place: Place) -> Forecast | None:
+def _try(settings: Settings, model: Model, place: Place) -> Forecast | None:
     """None: it does not fit, or cannot be."""
     try:
-        known = model if model is not None else model_of(settings.config)
-        found = None if known is None else forecast(settings, known, place)
+        found = forecast(settings, model, place)
     except ConfigError:
         return None
-    return found if found is not None and found.fits else None
+    return found if found.fits else None
 
 
 def _with(settings: Settings, **values: Any) -> Settings:
@@ -85,15 +91,12 @@ def _with_length(settings: Settings, tokens: int) -> Settings:
     return _with(settings, data=config.data.model_copy(update={"sequence_length": tokens}), model=model)
 
 
-def _with_rows(settings: Settings, rows: int, place: Place) -> Settings:
-    batch = BatchConfig.model_construct(
-        micro_batch_size=rows, gradient_accumulation_steps=1, global_batch_size=None
-    )
-    return _with(settings, batch=batch)
+def _with_rows(settings: Settings, rows: int) -> Settings:
+    return _with(settings, batch=BatchConfig(micro_batch_size=rows, gradient_accumulation_steps=1))
 
 
 def _scaled(settings: Settings, model: Model, size: int) -> Settings:
-    """Eight sizes are a doubling of the width's parameters: 64 heads' widths a step."""
+    """With `size` key-value heads, and all else in proportion."""
     dimensions = model.dimensions
     assert dimensions is not None
     groups = dimensions.heads // dimensions.key_value_heads
@@ -117,7 +120,10 @@ def _scaled(settings: Settings, model: Model, size: int) -> Settings:
 
 def words_of_length(found: Forecast) -> str:
     """For the command line."""
-    return f"data.sequence_length={getattr(found.config.data, 'sequence_length', None)}"
+    words = [f"data.sequence_length={getattr(found.config.data, 'sequence_length', None)}"]
+    if (positions := getattr(found.config.model, "max_sequence_length", None)) is not None:
+        words.append(f"model.max_sequence_length={positions}")
+    return " ".join(words)
 
 
 def words_of_rows(found: Forecast) -> str:

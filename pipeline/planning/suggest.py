@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.batch import BatchPlan
 from pipeline.config.loading import ConfigFile, Tree
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import BatchConfig
@@ -45,12 +46,25 @@ class Suggestion:
     fitting: int
 
 
-def suggest(settings: Settings, model: Model, place: Place) -> Suggestion | None:
-    """The fastest that fits, with the global batch of the recipe; None: nothing fits.
+def suggest(settings: Settings, model: Model, place: Place) -> Suggestion:
+    """The fastest that fits, with the global batch of the recipe. Nothing that fits is both faster and
+    smaller.
 
-    Nothing that fits is both faster and smaller than what is found.
+    Raises:
+        ConfigError: nothing fits, or it is not known what would.
     """
-    return choose(*fitting_splits(settings, model, place))
+    fitting, tried = fitting_splits(settings, model, place)
+    if (found := choose(fitting, tried)) is not None:
+        return found
+    if not tried:
+        raise ConfigError(
+            f"--suggest: what {model.name} takes on {place} is not known, in memory or time; name a GPU with "
+            "--gpu, or see without the option what is known"
+        )
+    raise ConfigError(
+        f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {place}; take more GPUs, "
+        "more memory, an adapter (adapter=lora), or a shorter data.sequence_length"
+    )
 
 
 def choose(fitting: list[Candidate], tried: int) -> Suggestion | None:
@@ -63,8 +77,8 @@ def choose(fitting: list[Candidate], tried: int) -> Suggestion | None:
 
 
 def fitting_splits(settings: Settings, model: Model, place: Place) -> tuple[list[Candidate], int]:
-    """Every split that fits, and how many were tried. Of those that differ in rows alone, a smaller one is
-    tried first: more rows hold more.
+    """Every split that fits, and how many were tried: of which memory and time are known. Of those that
+    differ in rows alone, a smaller one is tried first: more rows hold more.
     """
     total = _global_batch(settings, place)
     fitting: list[Candidate] = []
@@ -82,8 +96,10 @@ def fitting_splits(settings: Settings, model: Model, place: Place) -> tuple[list
                     found = forecast_of(changed.config, resolved, model, place, holding=known[adds])
                 except ConfigError:
                     break
+                if found.time is None or not found.memory.is_complete:
+                    break
                 tried += 1
-                if found.time is None or not found.fits:
+                if not found.fits:
                     break
                 words = (*_as_words(recomputation, "model."), *_as_words(batch, "batch."))
                 fitting.append(Candidate(tree, words, found, found.time.seconds))
@@ -165,10 +181,11 @@ def _batches(tree: Tree, total: int, place: Place) -> Iterator[dict[str, int]]:
     replicas = place.ranks // (cut * tree.get("pipeline", {}).get("stages", 1))
     if total % replicas:
         return
-    each = total // replicas
-    for rows in range(1, min(each, MOST_ROWS) + 1):
-        if each % rows == 0:
-            yield {"micro_batch_size": rows, "gradient_accumulation_steps": each // rows}
+    plan = BatchPlan(1, total // replicas, replicas)
+    for rows in plan.candidates:
+        if rows <= MOST_ROWS:
+            steps = plan.divided(rows).gradient_accumulation_steps
+            yield {"micro_batch_size": rows, "gradient_accumulation_steps": steps}
 
 
 def _with(settings: Settings, tree: Tree, model: dict[str, Any], batch: dict[str, int]) -> Settings:
@@ -190,18 +207,19 @@ def _as_words(values: dict[str, Any], section: str) -> tuple[str, ...]:
     )
 
 
-def write(suggestion: Suggestion, path: Path, recipe: Path, command: str) -> Path:
+def write(suggestion: Suggestion, path: Path, recipe: Path, command: str, force: bool = False) -> Path:
     """The JSON, and beside it a text that says why.
 
     Args:
         recipe: What is trained.
         command: That was typed to find it.
+        force: Whether files that are there are written over.
 
     Returns:
         The path of the text.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: it cannot be written there, or is there already.
     """
     best = suggestion.best
     found, time = best.found, best.found.time
@@ -213,13 +231,16 @@ def write(suggestion: Suggestion, path: Path, recipe: Path, command: str) -> Pat
 
 {found.resolved.split}; {found.place}
 {found.resolved.plan}
-memory of the fullest rank: {found.peak / 2**30:.1f} of {(found.place.memory or 0) / 2**30:.1f} GiB
+memory of the fullest rank: {found.peak / 2**30:.1f} of {found.place.memory / 2**30:.1f} GiB
 host memory of a machine: {found.host_bytes / 2**30:.0f} GiB
 a step: {time.seconds:.2f} s, {time.tokens_per_second * time.gpus:,.0f} tokens/s
 
 Found by: {command}
 To train with it: deepspeed launch/train.py --config {recipe} --deepspeed {path} {words}
 """
+    for each in () if force else (path, why):
+        if each.exists():
+            raise ConfigError(f"--suggest {path}: {each} is there already; name another file, or add --force")
     try:
         path.write_text(json.dumps(best.json, indent=2) + "\n", "utf-8")
         why.write_text(text, "utf-8")

@@ -104,6 +104,44 @@ def test_a_model_of_ones_own_is_counted(capsys):
     assert told["time"] is None
 
 
+def test_auto_is_planned_with_the_largest_micro_batch_that_fits(capsys):
+    auto = [*ON_8, "batch={micro_batch_size: auto, global_batch_size: 512}", "data.sequence_length=16384"]
+    auto += ["model.activation_budget_gib=null"]
+    found = plan_json(capsys, *auto)["batch"]["micro_batch_size"]
+    assert 1 < found < 64
+    for rows, fits in ((found, True), (2 * found, False)):
+        given = [*auto[:-2], f"batch={{micro_batch_size: {rows}, global_batch_size: 512}}", *auto[-2:]]
+        assert plan_json(capsys, *given)["memory"]["fits"] is fits
+
+
+def test_words_for_the_longest_rows_are_accepted_by_a_run(capsys, tmp_path):
+    """Where the recipe or pretrained weights say how many positions there are."""
+    stated = [*ON_8, "model.max_sequence_length=4096"]
+    words = json.loads(plan(capsys, *stated, "--longest", "--json"))["longest sequence"]["overrides"]
+    length, positions = (int(word.rpartition("=")[2]) for word in words.split())
+    assert length == positions > 4096
+    config = {"model_type": "llama", "max_position_embeddings": 2048, "hidden_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    recipe = tmp_path / "recipe.yaml"
+    data = "{kind: text, paths: [python_stdlib]}"
+    recipe.write_text(f"max_steps: 1\nmodel: {{kind: causal_lm, pretrained: {tmp_path}}}\ndata: {data}\n")
+    given = ["--config", str(recipe), "--gpu", "h100", "--longest", "--json", "engine.precision=bf16"]
+    words = json.loads(plan(capsys, *given))["longest sequence"]["overrides"]
+    assert words == "data.sequence_length=2048"
+
+
+def test_a_file_that_is_there_is_not_written_over_unasked(capsys, tmp_path):
+    path = tmp_path / "split.json"
+    path.write_text("mine")
+    words = ["plan", *LLAMA_8B, "--gpu", "h100", "--gpus", "8", "--suggest", str(path)]
+    assert main(words) == 2
+    assert "is there already; name another file, or add --force" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert main([*words, "--force"]) in (0, None)
+    assert json.loads(path.read_text())["zero_optimization"]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -114,6 +152,9 @@ def test_a_model_of_ones_own_is_counted(capsys):
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["model.pretrained=./nowhere", "model.architecture=null"], "there is no such folder"),
         (["model.num_layer=3"], "num_layers"),
+        (["model.architecture=gemma2", "--longest"], "what activations take is not known of gemma2"),
+        (["model.architecture=gemma2", "--suggest", "a.json"], "what gemma2 takes on 8 x H100"),
+        (["data.sequence_length=4194304", "--suggest", "a.json"], "no split of llama"),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(capsys, words, text):
