@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,8 +43,6 @@ from pipeline.safeguard import Safeguard
 from pipeline.sampling import asks_in_template, build_sampler
 from pipeline.sinks import Sinks, build_sinks
 from pipeline.watchers.build import build_watchers
-
-log = logging.getLogger(__name__)
 
 
 def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path) -> Parts:
@@ -89,7 +86,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         safeguard=safeguard,
         replica_check=ReplicaCheck(job, engine.replicas, config.watch, start.global_step),
         rows_behind=int(engine.device.type == "cuda" and not safeguard.goes_back),
-        expectation=(expectation := expect(config, resolved, job, data)),
+        expectation=(expectation := expect(config, resolved, job, data, engine.module)),
         watchers=(*watchers, expectation),
         start=start,
         owes_evaluation=owes,

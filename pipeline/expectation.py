@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from statistics import median
 
 import torch
+from torch import nn
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
@@ -19,9 +20,10 @@ from pipeline.config.settings import Resolved, Settings
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.errors import ModelError, PipelineError, one_line
-from pipeline.events import PLAN, Event
+from pipeline.events import PLAN, Event, Level
+from pipeline.models import sizes
 from pipeline.planning.account import Planned
-from pipeline.planning.forecast import Forecast, forecast_of, job_of
+from pipeline.planning.forecast import Forecast, forecast_of, job_of, largest_that_fits
 from pipeline.planning.history import History, Kind, Measured, history_of
 from pipeline.planning.place import Place, here, on_gpus
 from pipeline.planning.proposals import smaller
@@ -69,7 +71,8 @@ class Expectation:
         found = self.found
         if found is None:
             return None
-        memory = f"{found.peak / GIB:.2f} GiB of {found.place.memory / GIB:.2f} expected"
+        least = "" if found.memory.is_complete else "at least "
+        memory = f"{least}{found.peak / GIB:.2f} GiB of {found.place.memory / GIB:.2f} expected"
         if not found.fits:
             memory += ", which does not fit"
         speed = "" if self.tokens_per_second is None else f"; {self.tokens_per_second:,.0f} tokens/s expected"
@@ -86,42 +89,55 @@ class Expectation:
 
     def conclusion(self) -> Event | None:
         """Expected and measured; None: nothing was expected, or too little measured. It is kept."""
-        if self.found is None or not self._peak or self._held_more_before:
+        found = self.found
+        if found is None:
             return None
-        found, expected = self.found, self.found.peak / GIB
-        fields: dict[str, str | float] = {"memory_expected_gib": expected, "memory_measured_gib": self._peak}
-        told = [f"memory {self._peak:.2f} GiB of {expected:.2f} expected"]
-        beside = abs(self._peak - expected)
-        far = [beside / expected if beside > FAR_GIB else 0.0]
-        speed, flops = None, None
-        if len(self._speeds) > LEAST_ROWS and self._length:
-            measured = median(self._speeds[1:]) * self._length
-            flops = self._flops(found, measured)
-            fields["tokens_per_second_measured"] = measured
-            if self.tokens_per_second is not None:
-                speed = measured / self.tokens_per_second
-                fields["tokens_per_second_expected"] = self.tokens_per_second
-                told.append(f"{measured:,.0f} tokens/s of {self.tokens_per_second:,.0f} expected")
-                if found.place.device.kind == "cuda":  # a CPU has other work, too
-                    far.append(abs(speed - 1))
-        if self._history is not None:
+        fields: dict[str, str | float] = {}
+        told: list[str] = []
+        far: list[float] = []
+        memory = self._memory(found, fields, told, far)
+        speed, flops = self._speed(found, fields, told, far)
+        if self._history is not None and (memory or speed or flops):
             kind = Kind.of(found.place.gpu.name, found.model, found.resolved)
-            corrected = found.correction
-            memory = self._peak / expected * corrected.memory
-            self._history.add(Measured(kind, memory, speed and speed * corrected.speed, flops))
-        is_far = max(far) > FAR
-        advice = (
-            f"more than {FAR:.0%} beside the plan; the next one here is corrected by it" if is_far else ""
-        )
-        return Event(PLAN, f"plan: {'; '.join(told)}", advice, "warning" if is_far else "info", fields)
+            self._history.add(Measured(kind, memory, speed, flops))
+        if not told:
+            return None
+        is_far = max(far, default=0.0) > FAR
+        advice = f"more than {FAR:.0%} beside the plan; the next one here is corrected by it"
+        level: Level = "warning" if is_far else "info"
+        return Event(PLAN, f"plan: {'; '.join(told)}", advice if is_far else "", level, fields)
 
-    @property
-    def _held_more_before(self) -> bool:
-        """Whether a process on a CPU, such as a notebook's, held more already than is expected: the
-        system knows its peak alone.
-        """
-        assert self.found is not None
-        return self.found.place.device.kind == "cpu" and self._before >= self.found.peak / GIB
+    def _memory(
+        self, found: Forecast, fields: dict[str, str | float], told: list[str], far: list[float]
+    ) -> float | None:
+        """Adds what is to be told of it; the peak over the formulas', None: not known."""
+        expected = found.peak / GIB
+        # The system knows a process's peak alone, and a notebook's may have held more before.
+        is_hidden = found.place.device.kind == "cpu" and self._before >= expected
+        if not self._peak or is_hidden:
+            return None
+        fields |= {"memory_expected_gib": expected, "memory_measured_gib": self._peak}
+        told.append(f"memory {self._peak:.2f} GiB of {expected:.2f} expected")
+        beside = abs(self._peak - expected)
+        if found.memory.is_complete and beside > FAR_GIB:
+            far.append(beside / expected)
+        return self._peak / expected * found.correction.memory
+
+    def _speed(
+        self, found: Forecast, fields: dict[str, str | float], told: list[str], far: list[float]
+    ) -> tuple[float | None, float | None]:
+        """The same of tokens a second; and FLOPs a second of a rank."""
+        if len(self._speeds) <= LEAST_ROWS or not self._length:
+            return None, None
+        measured, expected = median(self._speeds[1:]) * self._length, self.tokens_per_second
+        fields["tokens_per_second_measured"] = measured
+        if expected is None:
+            return None, self._flops(found, measured)
+        fields["tokens_per_second_expected"] = expected
+        told.append(f"{measured:,.0f} tokens/s of {expected:,.0f} expected")
+        if found.place.device.kind == "cuda":  # a CPU has other work, too
+            far.append(abs(measured / expected - 1))
+        return measured / expected * found.correction.speed, self._flops(found, measured)
 
     def _flops(self, found: Forecast, tokens_per_second: float) -> float | None:
         job = job_of(found.model, found.config, found.resolved)
@@ -129,12 +145,20 @@ class Expectation:
         return None if job is None else job.flops_per_token() * tokens_per_second / ranks
 
 
-def expect(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle) -> Expectation:
-    """Of a run on this job's machine. What the formulas cannot do costs no run."""
+def expect(
+    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, module: nn.Module
+) -> Expectation:
+    """Of a run on this job's machine. What the formulas cannot do costs no run.
+
+    Args:
+        module: Of which a rank has all parameters or shards of all, where the recipe does not show them.
+    """
     history = history_of(config)
     length = getattr(config.data, "sequence_length", None)
+    is_cut = resolved.split.tensor_parallel * resolved.split.pipeline_stages > 1
     with _unless_unknown():
-        if (model := model_of(_with_words(config, data.vocab_size))) is not None:
+        model = model_of(_with_words(config, data.vocab_size)) or (None if is_cut else sizes.model_of(module))
+        if model is not None:
             found = forecast_of(config, resolved, model, _place(job, history), history)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             return Expectation(found, history, length, before)
@@ -142,15 +166,15 @@ def expect(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle) ->
 
 
 def guessed(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle) -> int | None:
-    """The largest micro-batch that is expected to fit; None: nothing is known of such a run."""
-    history = history_of(config)
-    with _unless_unknown():
-        if (model := model_of(_with_words(config, data.vocab_size))) is not None:
-            place = _place(job, history)
-            sizes = resolved.plan.candidates
-            fits = [n for n in sizes if forecast_of(config, resolved.divided(n), model, place, history).fits]
-            return max(fits, default=sizes[0])
-    return None
+    """The largest micro-batch that rank 0 expects to fit; None: nothing is known of the run. Collective."""
+    found: int | None = None
+    if job.ranks.is_main_process:  # whose history and machine may be others than a peer's
+        history = history_of(config)
+        with _unless_unknown():
+            if (model := model_of(_with_words(config, data.vocab_size))) is not None:
+                found = largest_that_fits(config, resolved, model, _place(job, history), history)
+    found = job.broadcast_object(found)
+    return found
 
 
 def planned(settings: Settings, job: Job, data: DataBundle) -> Planned | None:
@@ -163,7 +187,10 @@ def planned(settings: Settings, job: Job, data: DataBundle) -> Planned | None:
         model = model_of(config)
         if model is None:
             raise ModelError("the model has to be built to be known")
-        return forecast_of(config, changed.resolve(world_size, device), model, place, history)
+        resolved = changed.resolve(world_size, device)
+        if resolved.plan.is_open:
+            resolved = resolved.divided(largest_that_fits(config, resolved, model, place, history))
+        return forecast_of(config, resolved, model, place, history)
 
     with suppress(PipelineError):
         found = at(settings)
@@ -175,7 +202,7 @@ def planned(settings: Settings, job: Job, data: DataBundle) -> Planned | None:
 def _unless_unknown() -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of a formula: what is told beside a run must not cost the run
         if not isinstance(error, PipelineError):
             log.debug("no plan of this run", exc_info=True)
         log.info("no plan of this run: %s", one_line(error))

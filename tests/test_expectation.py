@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.tiny import recipe, settings
+import torch
+from parity.measure import ALONE
+from support.tiny import recipe, resolve, settings
 
-from pipeline.expectation import Expectation
+from pipeline.data.bundle import DataBundle
+from pipeline.expectation import Expectation, expect, guessed
 from pipeline.planning.forecast import forecast
 from pipeline.planning.history import History, Kind
 from pipeline.planning.place import place_of
@@ -77,7 +80,31 @@ def test_a_process_on_a_cpu_that_held_more_before_is_not_judged(found):
     for before, is_judged in ((0.0, True), (100.0, False)):
         expectation = Expectation(on_cpu, None, 64, before)
         expectation(1, Seen({"memory/peak_resident_gib": 100.0}))
-        assert (expectation.conclusion() is not None) == is_judged
+        told = expectation.conclusion()
+        assert (told is not None) == is_judged
+    for step in range(8):  # its speed is, all the same
+        expectation(step, Seen({"perf/samples_per_second": 10.0}))
+    told = expectation.conclusion()
+    assert told.fields["tokens_per_second_measured"] == 640.0
+    assert "memory_measured_gib" not in told.fields
+
+
+def test_of_a_module_that_no_formula_knows_states_are_told():
+    tree = recipe(model={"kind": "cnn"}, data={"kind": "digits"}, objective={"kind": "classification"})
+    config, resolved = resolve(tree, {"torch": {"parallel": "single"}}, 1)
+    data = DataBundle([], {}, dict, None, None, 10, "none")
+    told = expect(config, resolved, ALONE, data, torch.nn.Linear(512, 512))
+    assert told.line.startswith("at least 0.49 GiB of")
+
+
+def test_the_guess_is_the_largest_micro_batch_that_is_expected_to_fit(tmp_path):
+    text = {"kind": "text", "paths": ["python_stdlib"], "sequence_length": 64, "cache_dir": str(tmp_path)}
+    batch = {"micro_batch_size": "auto", "global_batch_size": 48}
+    config, resolved = resolve(recipe(data=text, batch=batch), {"torch": {"parallel": "single"}}, 1)
+    data = DataBundle([], {}, dict, None, 257, None, "none")
+    assert guessed(config, resolved, ALONE, data) == 48
+    large = config.model_copy(update={"model": config.model.model_copy(update={"intermediate_size": 2**20})})
+    assert guessed(large, resolved, ALONE, data) < 48
 
 
 def test_nothing_is_said_of_what_was_not_expected_or_not_measured(found):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.config.loading import get_dotted
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.config.optimizer_schema import OptimizerConfig
+from pipeline.config.parameter_groups import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.planning.buffers import Buffers, buffers
@@ -18,7 +18,7 @@ from pipeline.planning.memory import Memory, memory_of
 from pipeline.planning.model import Model
 from pipeline.planning.place import Place
 from pipeline.planning.rank import Rank
-from pipeline.planning.states import States, states_of
+from pipeline.planning.states import States, moments, states_of
 from pipeline.planning.timing import StepTime, step_time
 
 HOUR = 3600.0
@@ -70,10 +70,14 @@ class Forecast:
     @cached_property
     def checkpoint_bytes(self) -> int:
         """Of one checkpoint: fp32 weights of what is trained, and what the optimizer keeps."""
-        kept = _kept_per_parameter(self.config.optimizer)
-        has_base = self.config.adapter is not None
+        optimizer, has_base = self.config.optimizer, self.config.adapter is not None
+        keys = group_keys({p.name: len(p.shape) for p in self.model.parameters if p.trains}, optimizer)
         return sum(
-            int(p.numel * (4 + kept)) if p.trains else 0 if has_base else 4 * p.numel
+            4 * p.numel + moments(optimizer, kind_of(keys[p.name], optimizer), p.shape)
+            if p.trains
+            else 0
+            if has_base
+            else 4 * p.numel
             for p in self.model.parameters
         )
 
@@ -145,6 +149,8 @@ def forecast_of(
         correction = history.correction(Kind.of(place.gpu.name, model, resolved))
     rates = place.rates(resolved)
     if rates is not None and (job := job_of(model, config, resolved)) is not None:
+        if job.recompute == 1.0 and memory.recomputed is not None:  # a budget lets some blocks keep theirs
+            job = replace(job, recompute=memory.recomputed)
         time = step_time(job, replace(rates, speed=rates.speed * correction.speed))
     return Forecast(model, config, resolved, place, states, memory, time, correction)
 
@@ -158,6 +164,15 @@ def holding_of(model: Model, config: RunConfig, resolved: Resolved, on_cpu: bool
     )
     found = [(states_of(rank), buffers(rank)) for rank in ranks]
     return max(found, key=lambda each: each[0].device.total + each[1].always + each[1].step)
+
+
+def largest_that_fits(
+    config: RunConfig, resolved: Resolved, model: Model, place: Place, history: History | None = None
+) -> int:
+    """Of the micro-batches that `batch.micro_batch_size: auto` may become; the smallest, where none fits."""
+    sizes = resolved.plan.candidates
+    fits = [n for n in sizes if forecast_of(config, resolved.divided(n), model, place, history).fits]
+    return max(fits, default=sizes[0])
 
 
 def job_of(model: Model, config: RunConfig, resolved: Resolved) -> Job | None:
@@ -205,8 +220,3 @@ def _recomputed(config: RunConfig) -> float:
 def _where(json: dict[str, Any], what: str) -> str:
     device = get_dotted(json, f"zero_optimization.offload_{what}.device")
     return "" if device in (None, "none") else str(device)
-
-
-def _kept_per_parameter(optimizer: OptimizerConfig) -> float:
-    """Bytes that a checkpoint has of the optimizer's numbers, by parameter."""
-    return {"adamw": 8.0, "sgd": 4.0 if optimizer.momentum else 0.0, "adafactor": 0.0}[optimizer.kind]

@@ -44,6 +44,10 @@ class Memory:
     """What has to be free besides: freed pieces of memory do not always fit together."""
     share: float = 1.0
     """Of the device, that the run may take."""
+    recomputed: float | None = None
+    """Part of the blocks that recompute; None: not known."""
+    is_upper: bool = False
+    """Activations are those of blocks that are not compiled, where these are."""
 
     @property
     def peak(self) -> float:
@@ -216,7 +220,10 @@ def memory_of(
     else:
         host += PROCESS["host"]
     is_known = found is not None or model.trial is not None
-    return Memory(parts | {"framework": framework}, phases, framework, host, is_known, spare, share)
+    again = None if found is None else sum(each.recomputes for each in found.blocks) / len(found.blocks)
+    is_upper = found is not None and found.is_upper
+    parts["framework"] = framework
+    return Memory(parts, phases, framework, host, is_known, spare, share, again, is_upper)
 
 
 def _tried(model: Model, resolved: Resolved) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from pipeline.config.half_masters import has_half_masters, has_half_states
+from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.planning.model import Model, Parameter
@@ -90,19 +91,28 @@ def _whole(rank: Rank) -> States:
     weights = sum(map(rank.bytes_of, rank.own.parameters))
     trained = sum(group.numel for group in rank.groups)
     masters = 4 * trained if rank.size == 2 else 0
-    moments = sum(_moments(rank, group.kind, p.shape) for group in rank.groups for p in group.parameters)
-    return States(Held(weights, rank.size * trained, masters, moments))
+    optimizer = rank.config.optimizer
+    kept = sum(
+        moments(optimizer, group.kind, p.shape, counts=True)
+        for group in rank.groups
+        for p in group.parameters
+    )
+    return States(Held(weights, rank.size * trained, masters, kept))
 
 
-def _moments(rank: Rank, kind: str, shape: tuple[int, ...], size: int = 4, counts: bool = True) -> int:
+def moments(
+    optimizer: OptimizerConfig, kind: str, shape: tuple[int, ...], size: int = 4, counts: bool = False
+) -> int:
     """Bytes that an optimizer keeps of a tensor.
 
     Args:
-        counts: It is torch's, which keeps its number of steps in a tensor.
+        kind: What steps it: `adamw`, `sgd`, `adafactor` or `muon`.
+        size: Of a number.
+        counts: With torch's count of steps, which is a tensor.
     """
     number, step = prod(shape), STEP if counts else 0
     if kind == "sgd":
-        return size * number if rank.config.optimizer.momentum else 0
+        return size * number if optimizer.momentum else 0
     if kind == "muon":
         return size * number
     if kind == "adafactor":
@@ -182,7 +192,8 @@ def _flat_moments(rank: Rank, parts: Sequence[Part]) -> int:
 def _stepped(rank: Rank, kind: str, number: int, in_memory: bool = True) -> int:
     """Bytes kept of a flat tensor. DeepSpeed's CPU Adam counts steps in a plain number."""
     is_own = kind == "adamw" and rank.offloads("optimizer") is not None and in_memory
-    return _moments(rank, kind, (number,), 2 if has_half_states(rank.json) else 4, counts=not is_own)
+    size = 2 if has_half_states(rank.json) else 4
+    return moments(rank.config.optimizer, kind, (number,), size, counts=not is_own)
 
 
 @dataclass(frozen=True)
@@ -247,8 +258,8 @@ def _sharded(rank: Rank) -> States:
     own = sum(each.own for each in stepped)
     if offload is None:
         master = 2 if has_half_masters(rank.json) else 4
-        moments = sum(_stepped(rank, each.kind, each.own) for each in stepped)
-        return States(device + Held(0, rank.summed * own, master * own, moments), host)
+        kept = sum(_stepped(rank, each.kind, each.own) for each in stepped)
+        return States(device + Held(0, rank.summed * own, master * own, kept), host)
     on_device, in_host, on_disk = _offloaded(rank, stepped, offload)
     return States(device + on_device, host + in_host + Held(0, rank.summed * own), on_disk)
 
