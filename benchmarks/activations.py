@@ -24,10 +24,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.traced_blocks import LAYERS, Case, Sizes, trace  # noqa: E402
+from support.traced_blocks import LAYERS, Case, trace  # noqa: E402
 
-from pipeline.planning.activations import FILE, OF_WEIGHTS, row_name, terms  # noqa: E402
-from pipeline.planning.activations import Sizes as Terms  # noqa: E402
+from pipeline.planning.activations import FILE, OF_WEIGHTS, Sizes, row_name, terms  # noqa: E402
 
 # Of a block's products those that most families have; and what others have besides.
 BASE = ("ND", "NI", "NQ", "NK", "NH", "NW", "N", "T", "DI", "DQ", "DK", "D", "TW", "1")
@@ -62,7 +61,9 @@ def main() -> None:
                 start = time.perf_counter()
                 try:
                     found, error = solved(case, there)
-                except Exception as problem:
+                except (
+                    Exception
+                ) as problem:  # of an operator without a meta function: other rows are traced all the same
                     print(row_name(case), "FAILED", type(problem).__name__, str(problem)[:200], flush=True)
                     continue
                 if error > 0.01:
@@ -222,11 +223,7 @@ def _envelope(events: list[Any], solve: Any) -> list[dict[str, float]]:
 
 
 def _table(sizes: list[Sizes], names: list[str]) -> Any:
-    return np.array([[terms(_terms(each))[name] for name in names] for each in sizes], dtype=float)
-
-
-def _terms(sizes: Sizes) -> Terms:
-    return Terms(**vars(sizes))
+    return np.array([[terms(each)[name] for name in names] for each in sizes], dtype=float)
 
 
 def _write(file: Path, key: str, found: dict[str, Any]) -> None:

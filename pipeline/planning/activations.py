@@ -113,6 +113,8 @@ class Activations:
     """What is there beside the blocks' own when a block begins its backward."""
     host: float = 0.0
     """Inputs of blocks that wait in host memory."""
+    is_upper: bool = False
+    """Of blocks as they are written, which are compiled: those keep less."""
 
 
 def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
@@ -123,9 +125,10 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
     """
     as_written = replace(work, compiled=False)
     others = as_written, replace(as_written, grouped=not work.grouped)
-    row = next((rows()[name] for each in (work, *others) if (name := row_name(each)) in rows()), None)
-    if row is None:
+    found = next((each for each in (work, *others) if row_name(each) in rows()), None)
+    if found is None:
         return None
+    row = rows()[row_name(found)]
     sizes = Sizes(
         work.rows,
         work.length,
@@ -163,6 +166,7 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
         value(row["loss"]),
         value(row["left"]) - value(row["kept_backward"]),
         taken * len(blocks) if offloaded else 0.0,
+        work.compiled and not found.compiled,
     )
 
 

@@ -21,12 +21,14 @@ class Change:
     slower: float | None
     """A step takes so many times as long; None: not known."""
     why: str
-    """What it does, and what else it changes."""
+    """What else it changes, such as the curve; empty: nothing."""
 
     def __str__(self) -> str:
         gain = [] if self.gain is None else [f"-{size(self.gain)}"]
-        price = [] if self.slower in (None, 1.0) else [f"{self.slower} times as long"]
-        return f"{' '.join(self.overrides) or self.name} ({', '.join([*gain, *price, self.why])})"
+        price = [] if self.slower in (None, 1.0) else [f"{self.slower:.3g} times as long"]
+        return (
+            f"{' '.join(self.overrides) or self.name} ({', '.join([*gain, *price, self.why or self.name])})"
+        )
 
 
 def ranked(changes: Sequence[Change], missing: int) -> list[Change]:

@@ -77,7 +77,7 @@ def remarks(found: Forecast) -> Iterator[str]:
     """What the memory is not exact in."""
     if not found.memory.is_complete:
         yield "what activations take is not known of this model: the peak is without them"
-    elif found.resolved.compile and found.place.device.kind == "cuda":
+    elif found.memory.is_upper:
         yield "blocks as they are without compilation, which keeps less"
     if found.correction.runs:
         factor, runs = found.correction.memory, found.correction.runs

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.traced_blocks import LAYERS, Case, Sizes, trace
+from support.traced_blocks import LAYERS, Case, trace
 
-from pipeline.planning.activations import Activations, activations_of, families, row_name, rows
+from pipeline.planning.activations import Activations, Sizes, activations_of, families, row_name, rows
 from pipeline.planning.model import Dimensions
 from pipeline.planning.work import Recompute, Work
 

@@ -24,24 +24,10 @@ from pipeline.models.blocks import repeated_blocks
 from pipeline.models.regional_compile import compile_blocks
 from pipeline.models.sharding import ModelRequest, Placed
 from pipeline.models.transforms import Placement, transform
+from pipeline.planning.activations import Sizes
 
 LAYERS, VOCABULARY = 2, 61
 DTYPES = {"fp32": torch.float32, "autocast": torch.float32, "half": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of one trial."""
-
-    rows: int
-    length: int
-    hidden: int
-    intermediate: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    experts: int = 0
-    experts_per_token: int = 0
 
 
 @dataclass(frozen=True)
