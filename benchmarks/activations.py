@@ -41,6 +41,7 @@ BESIDES = {
     "mixtral": ("NE", "NA", "NAD", "NAI", "EDI", "ED"),
     "qwen3_moe": ("NG", "W", "NE", "NA", "NAD", "NAI", "EDI", "ED"),
 }
+OF_ADAPTERS = ("NR", "DR", "IR", "QR", "KR")
 STRETCHES = {"start": "start", "forward 1": "forward", f"forward {LAYERS}": "end", "backward 1": "backward"}
 
 
@@ -49,14 +50,22 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--devices", nargs="+", default=["cpu", "cuda"])
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument(
+        "--adapted", action="store_true", help="with low-rank matrices, which alone are trained"
+    )
     parser.add_argument("--output", type=Path, default=FILE)
+    parser.add_argument("--missing", action="store_true", help="rows alone that the file does not have")
     parser.add_argument("--words", nargs="*", help="of a row's name, at least one of these alone")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.adapted:
+        import peft  # noqa: F401  # here: what it imports looks for a real GPU
     for device in given.devices:
         with _device(device) as there:
-            for case in cases(given.families, device, given.compiled):
+            for case in cases(given.families, device, given.compiled, given.adapted):
                 if given.words is not None and not (set(row_name(case).split()[2:]) <= set(given.words)):
+                    continue
+                if given.missing and row_name(case) in _read(given.output):
                     continue
                 start = time.perf_counter()
                 try:
@@ -105,15 +114,14 @@ GROUPED = {
 }
 
 
-def cases(families: list[str], device: str, compiled: bool) -> Iterator[Case]:
+def cases(families: list[str], device: str, compiled: bool, adapted: bool) -> Iterator[Case]:
     for family in families:
-        for selective in (False, True):
+        for selective in (False,) if adapted else (False, True):
             for precision in ("fp32", "autocast", "half"):
                 for apart in (False, True):
                     for grouped in GROUPED.get(family, (True,)):
-                        yield Case(
-                            family, device, precision, selective, apart, compiled, grouped, FAMILIES[family]
-                        )
+                        how = (selective, apart, compiled, grouped, adapted)
+                        yield Case(family, device, precision, *how, FAMILIES[family])
 
 
 def _device(kind: str) -> Any:
@@ -138,9 +146,11 @@ def drawn(case: Case, generator: random.Random) -> Sizes:
     if not case.has_own_width:
         hidden = heads * width
     rows = 1 if case.apart and case.device == "cpu" else generator.randint(1, 3)
-    sizes = Sizes(
-        rows, 2 * generator.randint(66, 120), hidden, 8 * generator.randint(6, 60), heads, groups, width
-    )
+    # A kernel for fp32 on a GPU pads rows to a multiple of 32.
+    length = 64 * generator.randint(2, 7) if case.device == "cuda" else 2 * generator.randint(66, 120)
+    sizes = Sizes(rows, length, hidden, 8 * generator.randint(6, 60), heads, groups, width)
+    if case.adapted:
+        sizes = replace(sizes, rank=generator.randint(1, 12))
     if case.family in MIXTURES:
         experts = generator.choice([2, 4, 6])
         sizes = replace(sizes, experts=experts, experts_per_token=generator.randint(1, experts))
@@ -148,7 +158,7 @@ def drawn(case: Case, generator: random.Random) -> Sizes:
 
 
 def solved(case: Case, device: torch.device) -> tuple[dict[str, Any], float]:
-    names = [*BASE, *BESIDES.get(case.family, ())]
+    names = [*BASE, *BESIDES.get(case.family, ()), *(OF_ADAPTERS if case.adapted else ())]
     generator, many = random.Random(0), random.Random(1)
     wide = _table([drawn(case, many) for _ in range(60)], names)
     # Of products that are the same in this family's models, the first one.
@@ -226,9 +236,13 @@ def _table(sizes: list[Sizes], names: list[str]) -> Any:
     return np.array([[terms(each)[name] for name in names] for each in sizes], dtype=float)
 
 
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
 def _write(file: Path, key: str, found: dict[str, Any]) -> None:
-    tree = json.loads(file.read_text()) if file.exists() else {}
-    tree[key] = found
+    tree = _read(file) | {key: found}
     lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(tree.items()))
     file.write_text("{\n" + lines + "\n}\n")
 

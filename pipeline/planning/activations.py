@@ -19,7 +19,9 @@ from pipeline.planning.work import Work
 
 FILE = Path(__file__).with_name("activations.json")
 # Products without a number of tokens: what of a block are its weights.
-OF_WEIGHTS = ("DI", "DQ", "DK", "D", "I", "Q", "K", "EDI", "ED")
+OF_WEIGHTS = ("DI", "DQ", "DK", "D", "I", "Q", "K", "EDI", "ED", "DR", "IR", "QR", "KR")
+OF_TOKENS = ("ND", "NI", "NQ", "NK", "NH", "NG", "NW", "NE", "NA", "NR", "TW", "TD")
+PAIRS = (*OF_TOKENS, "DI", "DQ", "DK", "ED", "DR", "IR", "QR", "KR")
 # Families whose blocks compute as another's, as far as memory can tell.
 ALIKE = {"mistral": "llama", "smollm3": "llama"}
 
@@ -37,6 +39,8 @@ class Sizes:
     head_dim: int
     experts: int = 0
     experts_per_token: int = 0
+    rank: int = 0
+    """Of an adapter."""
 
 
 class Way(Protocol):
@@ -56,26 +60,42 @@ class Way(Protocol):
     def compiled(self) -> bool: ...
     @property
     def grouped(self) -> bool: ...
+    @property
+    def adapted(self) -> bool: ...
 
 
 def row_name(way: Way) -> str:
     """Of activations.json."""
     family = ALIKE.get(way.family, way.family)
-    words = [word for word in ("selective", "apart", "compiled", "grouped") if getattr(way, word)]
+    words = [word for word in ("selective", "apart", "compiled", "grouped", "adapted") if getattr(way, word)]
     return " ".join((family, way.device, way.precision, *words))
 
 
 def terms(sizes: Sizes, tensor: int = 1, sequence: int = 1) -> dict[str, float]:
     """The products that bytes are sums of: N tokens, T of a row, D hidden, I intermediate, Q and K the width
-    of queries and of keys, H heads, G of keys, W the width of one, E experts, A of a token's.
+    of queries and of keys, H heads, G of keys, W the width of one, E experts, A of a token's,
+    R an adapter's rank.
     """
     n, t = sizes.rows * sizes.length / sequence, sizes.length
     d, i, h, w = sizes.hidden, sizes.intermediate / tensor, sizes.heads / tensor, sizes.head_dim
     g = sizes.key_value_heads / tensor
-    e, a = sizes.experts, sizes.experts_per_token
-    of = {"N": n, "T": t, "D": d, "I": i, "Q": h * w, "K": g * w, "H": h, "G": g, "W": w, "E": e, "A": a}
+    e, a, r = sizes.experts, sizes.experts_per_token, sizes.rank
+    of = {
+        "N": n,
+        "T": t,
+        "D": d,
+        "I": i,
+        "Q": h * w,
+        "K": g * w,
+        "H": h,
+        "G": g,
+        "W": w,
+        "E": e,
+        "A": a,
+        "R": r,
+    }
     found = {"1": 1.0} | of
-    for name in ("ND", "NI", "NQ", "NK", "NH", "NG", "NW", "TW", "TD", "DI", "DQ", "DK", "NE", "NA", "ED"):
+    for name in PAIRS:
         found[name] = of[name[0]] * of[name[1]]
     found |= {"NAD": n * a * d, "NAI": n * a * i, "EDI": e * d * i}
     found["NTH"] = n * h * min(t, QUERIES)
@@ -113,8 +133,8 @@ class Activations:
     """What is there beside the blocks' own when a block begins its backward."""
     host: float = 0.0
     """Inputs of blocks that wait in host memory."""
-    is_upper: bool = False
-    """Of blocks as they are written, which are compiled: those keep less."""
+    upper: str = ""
+    """Why it is more than will be taken; empty: it is not."""
 
 
 def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
@@ -124,7 +144,10 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
         None: nobody has traced a model of this family computing so.
     """
     as_written = replace(work, compiled=False)
-    others = as_written, replace(as_written, grouped=not work.grouped)
+    bare = replace(as_written, adapter=None)
+    others = [
+        replace(each, grouped=g) for each in (as_written, bare) for g in (work.grouped, not work.grouped)
+    ]
     found = next((each for each in (work, *others) if row_name(each) in rows()), None)
     if found is None:
         return None
@@ -139,6 +162,7 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
         dimensions.head_dim,
         dimensions.experts,
         dimensions.experts_per_token,
+        0 if work.adapter is None else work.adapter.rank,
     )
     values = terms(sizes, work.tensor, work.sequence)
 
@@ -150,13 +174,19 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
 
     casts = sum(f * values[n] for n, f in row["kept"].items() if n in OF_WEIGHTS)
     kept, kept_backward = value(row["kept"]), value(row["kept_backward"])
-    if not work.trained:  # a frozen base is held in the precision of products: nothing is cast
+    if work.adapted and not found.adapted:  # a frozen base is in the precision of products: nothing is cast
         kept -= casts
         kept_backward -= sum(f * values[n] for n, f in row["kept_backward"].items() if n in OF_WEIGHTS)
         casts = 0.0
-    block = Block(kept, kept_backward, most("forward"), most("backward"))
+    more, works = _of_adapter(work, dimensions)
+    block = Block(kept + more, kept_backward + more, most("forward") + more + works, most("backward") + works)
     taken = values["ND"] * (2 if work.precision == "half" else 4)
     blocks = _blocks(work, dimensions.layers // work.stages, block, taken, casts)
+    upper = ""
+    if work.compiled and not found.compiled:
+        upper = "blocks as they are without compilation, which keeps less"
+    elif work.adapter is not None and not work.adapter.everywhere:
+        upper = "blocks as if all their linear layers had an adapter"
     offloaded = work.recompute.offload and work.recompute.mode != "none"
     return Activations(
         blocks,
@@ -166,8 +196,30 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
         value(row["loss"]),
         value(row["left"]) - value(row["kept_backward"]),
         taken * len(blocks) if offloaded else 0.0,
-        work.compiled and not found.compiled,
+        upper,
     )
+
+
+def _of_adapter(work: Work, dimensions: Dimensions) -> tuple[float, float]:
+    """Bytes that dropout and DoRA keep of a block beside its row of the table, and what these and a base in
+    4 bits need while a layer is computed.
+    """
+    adapter, tokens, size = work.adapter, work.tokens, work.computes_in
+    if adapter is None:
+        return 0.0, 0.0
+    kept, works = 0.0, 0.0
+    if adapter.drops:
+        # Each layer its own mask and input, of which several share one otherwise; autocast copies it anyway.
+        kept += tokens * adapter.inputs * (1 if work.device == "cuda" else work.holds_in)
+        shared = dimensions.hidden + dimensions.heads * dimensions.head_dim + dimensions.intermediate
+        if work.precision != "autocast":
+            kept += tokens * size * max(0.0, adapter.inputs - shared)
+    if adapter.is_dora:  # what each layer gave, with the base's weight and with theirs
+        kept += 2 * tokens * adapter.outputs * size
+        works = size * (tokens * dimensions.intermediate + adapter.largest)
+    elif adapter.in_4_bits:
+        works = size * adapter.largest
+    return kept / work.tensor, works / work.tensor
 
 
 def _blocks(work: Work, layers: int, block: Block, taken: float, casts: float) -> tuple[Block, ...]:

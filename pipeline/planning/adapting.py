@@ -1,10 +1,12 @@
-"""How the base under an adapter is held."""
+"""How the base under an adapter is held, and what its matrices add to a block's activations."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, prod
 
-from pipeline.planning.model import Parameter
+from pipeline.config.adapter_schema import AdapterConfig
+from pipeline.planning.model import Model, Parameter
 
 _BLOCK, _BLOCKS = 64, 256  # bitsandbytes: values that share a scale, scales that share one
 _TABLES = 16 * 4 + 256 * 4  # bytes: of values, and of scales
@@ -22,3 +24,41 @@ def bytes_in_4_bits(shape: tuple[int, ...]) -> int:
     values = prod(shape)
     blocks = ceil(values / _BLOCK)
     return ceil(values / 2) + blocks + ceil(blocks / _BLOCKS) * 4 + 4 + _TABLES
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An adapter's matrices in a block: widths are summed over the linear layers that have some."""
+
+    rank: int
+    inputs: float
+    outputs: float
+    everywhere: bool
+    """All linear layers of a block have some."""
+    drops: bool = False
+    """Values of their inputs."""
+    is_dora: bool = False
+    largest: int = 0
+    """Elements of the largest matrix beside them,"""
+    in_4_bits: bool = False
+    """which is held so, and made whole to be multiplied with."""
+
+
+def low_rank(model: Model, adapter: AdapterConfig | None) -> LowRank | None:
+    """None: the run has no adapter, or none in blocks."""
+    layers = 1 if model.dimensions is None else model.dimensions.layers
+    inner = [p for p in model.parameters if p.name.endswith(".lora_A.default.weight")]
+    outer = [p for p in model.parameters if p.name.endswith(".lora_B.default.weight")]
+    beside = [p for p in model.parameters if p.layer is not None]
+    if adapter is None or not inner:
+        return None
+    return LowRank(
+        inner[0].shape[0],
+        sum(p.shape[1] for p in inner) / layers,
+        sum(p.shape[0] for p in outer) / layers,
+        len(inner) >= len(beside),
+        adapter.dropout > 0,
+        adapter.kind == "dora",
+        max(p.numel for p in beside) if beside else 0,
+        adapter.quantize is not None,
+    )

@@ -46,8 +46,8 @@ class Memory:
     """Of the device, that the run may take."""
     recomputed: float | None = None
     """Part of the blocks that recompute; None: not known."""
-    is_upper: bool = False
-    """Activations are those of blocks that are not compiled, where these are."""
+    upper: str = ""
+    """Why activations are more than will be taken; empty: they are not."""
 
     @property
     def peak(self) -> float:
@@ -177,7 +177,7 @@ def memory_of(
         kind: Of the device: `cpu` or `cuda`.
     """
     dimensions = model.dimensions
-    work = None if dimensions is None else Work.of(config, resolved, dimensions, kind)
+    work = Work.of(config, resolved, model, kind)
     held = states.device
     parts = {
         "parameters": float(held.weights),
@@ -221,9 +221,9 @@ def memory_of(
         host += PROCESS["host"]
     is_known = found is not None or model.trial is not None
     again = None if found is None else sum(each.recomputes for each in found.blocks) / len(found.blocks)
-    is_upper = found is not None and found.is_upper
+    upper = "" if found is None else found.upper
     parts["framework"] = framework
-    return Memory(parts, phases, framework, host, is_known, spare, share, again, is_upper)
+    return Memory(parts, phases, framework, host, is_known, spare, share, again, upper)
 
 
 def _tried(model: Model, resolved: Resolved) -> float:

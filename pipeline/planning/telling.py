@@ -77,8 +77,8 @@ def remarks(found: Forecast) -> Iterator[str]:
     """What the memory is not exact in."""
     if not found.memory.is_complete:
         yield "what activations take is not known of this model: the peak is without them"
-    elif found.memory.is_upper:
-        yield "blocks as they are without compilation, which keeps less"
+    elif found.memory.upper:
+        yield found.memory.upper
     if found.correction.runs:
         factor, runs = found.correction.memory, found.correction.runs
         yield f"the peak is {factor:.2f} times the formulas', by {runs} run{'s' * (runs > 1)} here"

@@ -8,7 +8,8 @@ from typing import Any
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
-from pipeline.planning.model import Dimensions
+from pipeline.planning.adapting import LowRank, low_rank
+from pipeline.planning.model import Model
 
 # Whose logits are not their output layer's results as they are: scaled, or bounded.
 CHANGED_LOGITS = ("gemma2", "cohere", "cohere2", "granite", "granitemoe", "falcon_h1")
@@ -58,8 +59,8 @@ class Work:
     """Of a pipeline,"""
     stage: int = 0
     """and which of them, the first one 0."""
-    trained: bool = True
-    """The weights themselves are; else an adapter's alone."""
+    adapter: LowRank | None = None
+    """None: the weights themselves are trained."""
 
     @property
     def tokens(self) -> int:
@@ -77,6 +78,11 @@ class Work:
         return self.stage == self.stages - 1
 
     @property
+    def adapted(self) -> bool:
+        """Whether blocks have low-rank matrices, which alone are trained."""
+        return self.adapter is not None
+
+    @property
     def selective(self) -> bool:
         """Whether blocks keep matrix products alone."""
         return self.recompute.mode == "selective"
@@ -92,16 +98,18 @@ class Work:
         return 2 if self.precision == "half" else 4
 
     @classmethod
-    def of(cls, config: RunConfig, resolved: Resolved, dimensions: Dimensions, kind: str) -> Work | None:
+    def of(cls, config: RunConfig, resolved: Resolved, whole: Model, kind: str) -> Work | None:
         """None: not a language model over rows of equal length.
 
         Args:
+            whole: The model.
             kind: Of the device: `cpu` or `cuda`.
         """
         model, length = config.model, getattr(config.data, "sequence_length", None)
         if length is None:
             length = getattr(model, "max_sequence_length", None)
-        if not isinstance(model, CausalLMConfig) or length is None:
+        dimensions = whole.dimensions
+        if dimensions is None or not isinstance(model, CausalLMConfig) or length is None:
             return None
         split = resolved.split
         half = split.precision != "fp32"
@@ -121,7 +129,7 @@ class Work:
             tensor=split.tensor_parallel,
             sequence=split.sequence_parallel,
             stages=split.pipeline_stages,
-            trained=config.adapter is None,
+            adapter=low_rank(whole, config.adapter),
         )
 
 

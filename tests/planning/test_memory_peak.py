@@ -122,7 +122,7 @@ def formula(run: Run, model: Model, device: str) -> tuple[float, int]:
     """The peak, and what is there before the step."""
     config, resolved = resolve(run.tree, run.split, 1)
     assert model.dimensions is not None
-    work = Work.of(config, resolved, model.dimensions, device)
+    work = Work.of(config, resolved, model, device)
     assert work is not None
     work = replace(work, apart=run.apart)
     rank = Rank.of(model, config, resolved, on_cpu=device == "cpu")

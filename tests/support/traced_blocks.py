@@ -9,7 +9,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,16 +17,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipeline.build_engine import hold_base
+from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import CausalLMConfig
+from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
 from pipeline.engine.documents import with_bounds
 from pipeline.models import build_model
 from pipeline.models.blocks import repeated_blocks
 from pipeline.models.regional_compile import compile_blocks
-from pipeline.models.sharding import ModelRequest, Placed
-from pipeline.models.transforms import Placement, transform
+from pipeline.models.sharding import ModelRequest, Placed, Sharding
+from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.planning.activations import Sizes
 
 LAYERS, VOCABULARY = 2, 61
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 DTYPES = {"fp32": torch.float32, "autocast": torch.float32, "half": torch.bfloat16}
 
 
@@ -44,6 +49,8 @@ class Case:
     compiled: bool = False
     grouped: bool = True
     """Several heads share keys and values."""
+    adapted: bool = False
+    """All linear layers have low-rank matrices, which alone are trained."""
     extra: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -126,11 +133,15 @@ def build(case: Case, sizes: Sizes, device: torch.device) -> nn.Module:
         extra=extra,
         activation_checkpointing="selective" if case.selective else "none",
     )
-    sharding = Placed(torch.device("cpu"), DTYPES[case.precision])
-    request = ModelRequest(sharding, vocab_size=VOCABULARY, sequence_length=sizes.length)
-    model = build_model(config, request, 0)
+    sharding: Sharding = Placed(torch.device("cpu"), DTYPES[case.precision])
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
-    model = transform(model, config, Placement(device, separate_documents=case.apart, dtype=dtype))
+    placement = Placement(device, separate_documents=case.apart, dtype=dtype)
+    if case.adapted:
+        adapter = AdapterConfig(rank=sizes.rank)
+        sharding = hold_base(adapter, config, sharding, dtype)
+        placement = replace(placement, adapter=Adaptation(adapter, 0, sharding, ALONE))
+    request = ModelRequest(sharding, vocab_size=VOCABULARY, sequence_length=sizes.length)
+    model = transform(build_model(config, request, 0), config, placement)
     if case.compiled:
         compile_blocks(model, backend="aot_eager_decomp_partition")
     return model.to(device).train()
