@@ -145,7 +145,11 @@ def drawn(case: Case, generator: random.Random) -> Sizes:
     hidden = heads * 8 * generator.randint(2, 14)
     if not case.has_own_width:
         hidden = heads * width
-    rows = 1 if case.apart and case.device == "cpu" else generator.randint(1, 3)
+    rows = generator.randint(1, 3)
+    if case.device == "cuda":  # of one row less is copied; documents are filled up to a power of two
+        rows = generator.choice([2, 4])
+    elif case.apart:
+        rows = 1
     # A kernel for fp32 on a GPU pads rows to a multiple of 32.
     length = 64 * generator.randint(2, 7) if case.device == "cuda" else 2 * generator.randint(66, 120)
     sizes = Sizes(rows, length, hidden, 8 * generator.randint(6, 60), heads, groups, width)
@@ -164,11 +168,13 @@ def solved(case: Case, device: torch.device) -> tuple[dict[str, Any], float]:
     # Of products that are the same in this family's models, the first one.
     columns: list[int] = []
     for index in range(len(names)):
-        trial = wide[:, [*columns, index]]
-        if np.linalg.matrix_rank(trial / trial.max(0).clip(1), tol=1e-7) == len(columns) + 1:
+        if _rank(wide[:, [*columns, index]]) == len(columns) + 1:
             columns.append(index)
-    trials = len(columns) + 1
-    sizes = [drawn(case, generator) for _ in range(trials + 1)]
+    sizes = [drawn(case, generator) for _ in range(len(columns) + 3)]
+    while _rank(_table(sizes, names)[:, columns]) < len(columns):
+        sizes.append(drawn(case, generator))
+    trials = len(sizes)
+    sizes.append(drawn(case, generator))  # held to what was solved
     run = replace(case, family=case.family.removesuffix("_dropout"))
     trace(run, sizes[0], device)
     gc.collect()
@@ -210,6 +216,10 @@ def solved(case: Case, device: torch.device) -> tuple[dict[str, Any], float]:
         base = bases.get(marked, behind)
         found[name] = _envelope([np.array(t[marked]) - b for t, b in zip(traces, base, strict=True)], solve)
     return found, worst
+
+
+def _rank(table: Any) -> int:
+    return int(np.linalg.matrix_rank(table / table.max(0).clip(1), tol=1e-4))
 
 
 def _envelope(events: list[Any], solve: Any) -> list[dict[str, float]]:

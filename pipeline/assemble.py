@@ -25,6 +25,7 @@ from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.loader import BatchSource, TrainLoader
 from pipeline.data.mixture import MixtureOrder
 from pipeline.distributed.process_group import Job
+from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import Engine, Evaluates
 from pipeline.errors import ConfigError
 from pipeline.expectation import expect, guessed
@@ -60,7 +61,8 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     tell_of_choices(config, resolved, job, loader, max_steps)
     keep_description(engine, data, job, directory)
     job.progress.at("resuming")
-    start, remembered = go_on(checkpoints, checkpoint, engine, loader, max_steps, adapter)
+    with freed_at_once():
+        start, remembered = go_on(checkpoints, checkpoint, engine, loader, max_steps, adapter)
     job.progress.at("starting")
     if resolved.plan.is_open:  # weights and states of the checkpoint are there
         resolved = settled(config, resolved, job, data, engine, objective)
@@ -72,7 +74,8 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     due = rows_until(start.global_step, logs, evaluations if held_out else None, owes)
     sinks = open_sinks(config, resolved, job, checkpoints, span := (start.global_step, max_steps), due, owes)
     safeguard = build_safeguard(config, sinks, remembered)
-    watchers = build_watchers(config, resolved, engine, job, span, safeguard.bands, remembered)
+    with freed_at_once():  # checksums of all weights
+        watchers = build_watchers(config, resolved, engine, job, span, safeguard.bands, remembered)
     return Parts(
         job=job,
         resolved=resolved,

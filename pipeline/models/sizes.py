@@ -54,7 +54,8 @@ def _dimensions(config: Any) -> Dimensions | None:
     if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(layers, int)):
         return None
     experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 0)
-    intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
+    given = (getattr(text, key, None) for key in ("intermediate_size", "n_inner"))  # the latter GPT-2's
+    intermediate = next(filter(None, given), 4 * hidden)
     if experts:
         intermediate = getattr(text, "moe_intermediate_size", None) or intermediate
     return Dimensions(

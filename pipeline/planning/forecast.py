@@ -8,7 +8,6 @@ from typing import Any
 
 from pipeline.config.loading import get_dotted
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.config.parameter_groups import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.planning.buffers import Buffers, buffers
@@ -18,7 +17,8 @@ from pipeline.planning.memory import Memory, memory_of
 from pipeline.planning.model import Model
 from pipeline.planning.place import Place
 from pipeline.planning.rank import Rank
-from pipeline.planning.states import States, moments, states_of
+from pipeline.planning.saving import checkpoint_bytes
+from pipeline.planning.states import States, states_of
 from pipeline.planning.timing import StepTime, step_time
 
 HOUR = 3600.0
@@ -47,14 +47,22 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank's device and its machine hold it."""
+        """Whether the fullest rank's device and its machine hold it; without the copy of a checkpoint."""
         on_host = self.place.host_memory is None or self.host_bytes <= self.place.host_memory
-        return self.peak + self.memory.spare <= self.memory.share * self.place.memory and on_host
+        needed = self.peak + self.memory.spare
+        if self.place.device.kind == "cpu":
+            needed -= self.memory.copy
+        return needed <= self.memory.share * self.place.memory and on_host
 
     @property
     def host_bytes(self) -> int:
         """Of one machine, all its ranks together."""
         return int(self.memory.host) * min(self.place.per_node, self.resolved.split.world_size)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of a checkpoint's copy on one machine, which is made where there is room for it."""
+        return int(self.memory.copy) * min(self.place.per_node, self.resolved.split.world_size)
 
     @property
     def nvme_bytes(self) -> int:
@@ -70,16 +78,7 @@ class Forecast:
     @cached_property
     def checkpoint_bytes(self) -> int:
         """Of one checkpoint: fp32 weights of what is trained, and what the optimizer keeps."""
-        optimizer, has_base = self.config.optimizer, self.config.adapter is not None
-        keys = group_keys({p.name: len(p.shape) for p in self.model.parameters if p.trains}, optimizer)
-        return sum(
-            4 * p.numel + moments(optimizer, kind_of(keys[p.name], optimizer), p.shape)
-            if p.trains
-            else 0
-            if has_base
-            else 4 * p.numel
-            for p in self.model.parameters
-        )
+        return checkpoint_bytes(self.model, self.config)
 
     @property
     def disk_bytes(self) -> int:

@@ -10,6 +10,7 @@ from pipeline.planning.activations import Activations, activations_of
 from pipeline.planning.buffers import Buffers
 from pipeline.planning.loss import LossBytes, loss_bytes
 from pipeline.planning.model import Dimensions, Model
+from pipeline.planning.saving import copy_bytes
 from pipeline.planning.states import States
 from pipeline.planning.work import Work
 
@@ -46,6 +47,9 @@ class Memory:
     """Of the device, that the run may take."""
     recomputed: float | None = None
     """Part of the blocks that recompute; None: not known."""
+    copy: float = 0.0
+    """In the machine's memory, of a checkpoint that is written beside training, where there is room for it;
+    on a CPU it is among the parts and phases."""
     upper: str = ""
     """Why activations are more than will be taken; empty: they are not."""
 
@@ -214,16 +218,18 @@ def memory_of(
     on_host = states.host
     host = on_host.weights + on_host.gradients + on_host.masters + on_host.moments + buffers.host + offloaded
     phases = {name: size + framework for name, size in phases.items()}
+    copy = copy_bytes(model, config, resolved)
     if kind == "cpu":
-        phases = {name: size + host for name, size in phases.items()}
-        host = max(phases.values())
+        phases = {name: size + host + copy for name, size in phases.items()}
+        host = max(phases.values()) - copy
+        parts["checkpoint"] = copy
     else:
         host += PROCESS["host"]
     is_known = found is not None or model.trial is not None
     again = None if found is None else sum(each.recomputes for each in found.blocks) / len(found.blocks)
     upper = "" if found is None else found.upper
     parts["framework"] = framework
-    return Memory(parts, phases, framework, host, is_known, spare, share, again, upper)
+    return Memory(parts, phases, framework, host, is_known, spare, share, again, copy, upper)
 
 
 def _tried(model: Model, resolved: Resolved) -> float:

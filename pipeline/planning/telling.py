@@ -21,9 +21,13 @@ def summary(found: Forecast) -> Iterator[str]:
     yield f"model   {model.name}, {model.numel:,} parameters{trained}"
     yield f"split   {resolved.split}; {found.place}"
     yield f"batch   {resolved.plan}"
-    yield f"host    {found.host_bytes / GIB:.1f} GiB of a machine's memory" + (
-        f" of {found.place.host_memory / GIB:.1f}" if found.place.host_memory else ""
-    )
+    host = f"host    {found.host_bytes / GIB:.1f} GiB of a machine's memory"
+    if found.place.host_memory:
+        host += f" of {found.place.host_memory / GIB:.1f}"
+    if found.copy_bytes:
+        copy = "more for a checkpoint written beside training, where there is room"
+        host += f"; {found.copy_bytes / GIB:.1f} {copy}"
+    yield host
     stay = found.disk_bytes // found.checkpoint_bytes if found.checkpoint_bytes else 0
     yield (
         f"disk    {found.checkpoint_bytes / GIB:.1f} GiB a checkpoint, {found.disk_bytes / GIB:.1f} GiB for "
@@ -53,6 +57,7 @@ NAMES = {
     "batch": "batch",
     "loss": "logits and loss",
     "step": "temporaries of the step",
+    "checkpoint": "a checkpoint's copy",
     "framework": "framework and allocator",
 }
 
@@ -167,6 +172,7 @@ def as_json(found: Forecast, changes: Sequence[Change], scaling: Sequence[Foreca
             "remarks": list(remarks(found)),
         },
         "host_bytes": found.host_bytes,
+        "copy_bytes": found.copy_bytes,
         "nvme_bytes": found.nvme_bytes,
         "checkpoint_bytes": found.checkpoint_bytes,
         "disk_bytes": found.disk_bytes,

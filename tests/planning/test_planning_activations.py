@@ -10,6 +10,7 @@ import torch
 from support.traced_blocks import LAYERS, Case, trace
 
 from pipeline.planning.activations import Activations, Sizes, activations_of, families, row_name, rows
+from pipeline.planning.adapting import LowRank
 from pipeline.planning.model import Dimensions
 from pipeline.planning.work import Recompute, Work
 
@@ -27,9 +28,11 @@ CASES = [
     Case("gpt2", "cpu", "fp32", grouped=False, extra=GPT2),
     Case("gpt2", "cpu", "autocast", selective=True, grouped=False, extra=GPT2),
     Case("gemma3_text", "cpu", "half", selective=True),
+    Case("llama", "cpu", "autocast", adapted=True),
+    Case("qwen2", "cpu", "half", apart=True, adapted=True),
 ]
 # Rows: one, as documents of several would be calls of their own.
-SIZES = Sizes(1, 316, 336, 504, 6, 3, 56)
+SIZES = Sizes(1, 316, 336, 504, 6, 3, 56, rank=8)
 
 
 def table_of(case: Case, sizes: Sizes) -> Activations:
@@ -43,6 +46,7 @@ def table_of(case: Case, sizes: Sizes) -> Activations:
         apart=case.apart,
         recompute=recompute,
         grouped=case.grouped,
+        adapter=LowRank(sizes.rank, 0.0, 0.0, everywhere=True) if case.adapted else None,
     )
     groups = sizes.key_value_heads if case.grouped else sizes.heads
     wide = (sizes.hidden, sizes.intermediate, sizes.heads, groups, sizes.head_dim)
