@@ -35,8 +35,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from published_terms import GIB, LOGITS, PLAIN, Row, added, model_of, states_of  # noqa: E402
 
+from pipeline.config.adapter_schema import AdapterConfig  # noqa: E402
+from pipeline.planning.adapting import low_rank  # noqa: E402
 from pipeline.planning.memory import peak_by_phase  # noqa: E402
-from pipeline.planning.model import Dimensions  # noqa: E402
+from pipeline.planning.model import Dimensions, Model  # noqa: E402
 from pipeline.planning.work import Recompute, Work  # noqa: E402
 
 ROWS = HERE / "published_memory.jsonl"
@@ -70,8 +72,10 @@ def without_terms(row: Row) -> Row:
     return kept | {"stack": "", "loss": PLAIN.get(row["loss"], row["loss"])}
 
 
-def work_of(row: Row, dimensions: Dimensions, stage: int = 0) -> Work:
+def work_of(row: Row, model: Model, dimensions: Dimensions, stage: int = 0) -> Work:
     """The planner's."""
+    # Adapters in fp32 keep copies of their inputs, LitGPT's norms theirs: as much as where all is trained.
+    as_whole = row["train"] == "full" or row["precision"] != "bf16" or row["stack"] == "litgpt"
     cuts_rows = bool(row.get("sequence_parallel"))  # a rank then has its share of everything
     tensor = row.get("tensor", 1)
     autocasts = row["precision"] == "mixed" and row.get("data", 1) == 1
@@ -90,8 +94,7 @@ def work_of(row: Row, dimensions: Dimensions, stage: int = 0) -> Work:
         stages=row.get("stages", 1),
         stage=stage,
         micro_batches=row.get("micro_batches", 1),
-        # A frozen base in fp32 under autocast is cast and kept as a trained one's is.
-        trained=row["train"] == "full" or (row["precision"] == "mixed" and row.get("base") == "fp32"),
+        adapter=None if as_whole else low_rank(model, AdapterConfig()),
     )
 
 
@@ -107,7 +110,7 @@ def predicted(row: Row) -> dict[str, float]:
 
 def _predicted(row: Row, stage: int) -> dict[str, float]:
     model, dimensions, counts = model_of(row)
-    work = work_of(row, dimensions, stage)
+    work = work_of(row, model, dimensions, stage)
     states, buffers = states_of(row, counts)
     buffers = replace(buffers, keeps_gradients=work.micro_batches > 1)
     phases = dict(peak_by_phase(work, model, states, buffers))

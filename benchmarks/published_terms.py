@@ -136,8 +136,8 @@ def _model(name: str, rank: int, targets: tuple[str, ...]) -> tuple[Model, Dimen
         for each in found.parameters:
             if len(each.shape) > 1 and each.name.split(".")[-2] in targets:
                 outputs, inputs = each.shape
-                parameters.append(Parameter(f"{each.name}.lora_A", (rank, inputs)))
-                parameters.append(Parameter(f"{each.name}.lora_B", (outputs, rank)))
+                parameters.append(Parameter(f"{each.name}.lora_A.default.weight", (rank, inputs)))
+                parameters.append(Parameter(f"{each.name}.lora_B.default.weight", (outputs, rank)))
         found = replace(found, parameters=tuple(parameters))
     ends = [p for p in parameters if p.name.startswith(ENDS)]
     frozen = [p for p in parameters if not p.trains]

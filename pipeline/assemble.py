@@ -61,8 +61,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     tell_of_choices(config, resolved, job, loader, max_steps)
     keep_description(engine, data, job, directory)
     job.progress.at("resuming")
-    with freed_at_once():
-        start, remembered = go_on(checkpoints, checkpoint, engine, loader, max_steps, adapter)
+    start, remembered = go_on(checkpoints, checkpoint, engine, loader, max_steps, adapter)
     job.progress.at("starting")
     if resolved.plan.is_open:  # weights and states of the checkpoint are there
         resolved = settled(config, resolved, job, data, engine, objective)
@@ -229,6 +228,7 @@ def described(config: RunConfig, resolved: Resolved, job: Job, directory: Path) 
     return known
 
 
+@freed_at_once()
 def go_on(
     checkpoints: CheckpointStore,
     checkpoint: Manifest | None,

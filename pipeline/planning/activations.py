@@ -143,12 +143,7 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
     Returns:
         None: nobody has traced a model of this family computing so.
     """
-    as_written = replace(work, compiled=False)
-    bare = replace(as_written, adapter=None)
-    others = [
-        replace(each, grouped=g) for each in (as_written, bare) for g in (work.grouped, not work.grouped)
-    ]
-    found = next((each for each in (work, *others) if row_name(each) in rows()), None)
+    found = _traced(work)
     if found is None:
         return None
     row = rows()[row_name(found)]
@@ -182,11 +177,6 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
     block = Block(kept + more, kept_backward + more, most("forward") + more + works, most("backward") + works)
     taken = values["ND"] * (2 if work.precision == "half" else 4)
     blocks = _blocks(work, dimensions.layers // work.stages, block, taken, casts)
-    upper = ""
-    if work.compiled and not found.compiled:
-        upper = "blocks as they are without compilation, which keeps less"
-    elif work.adapter is not None and not work.adapter.everywhere:
-        upper = "blocks as if all their linear layers had an adapter"
     offloaded = work.recompute.offload and work.recompute.mode != "none"
     return Activations(
         blocks,
@@ -196,8 +186,26 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
         value(row["loss"]),
         value(row["left"]) - value(row["kept_backward"]),
         taken * len(blocks) if offloaded else 0.0,
-        upper,
+        _why_more(work, found),
     )
+
+
+def _traced(work: Work) -> Work | None:
+    """The same, or what it is closest to of what was traced."""
+    as_written = replace(work, compiled=False)
+    bare = replace(as_written, adapter=None)
+    others = [
+        replace(each, grouped=g) for each in (as_written, bare) for g in (work.grouped, not work.grouped)
+    ]
+    return next((each for each in (work, *others) if row_name(each) in rows()), None)
+
+
+def _why_more(work: Work, found: Work) -> str:
+    if work.compiled and not found.compiled:
+        return "blocks as they are without compilation, which keeps less"
+    if work.adapter is not None and not work.adapter.everywhere:
+        return "blocks as if all their linear layers had an adapter"
+    return ""
 
 
 def _of_adapter(work: Work, dimensions: Dimensions) -> tuple[float, float]:
