@@ -212,14 +212,13 @@ def memory_of(
         phases["backward"] = held.total + buffers.always + buffers.backward + parts["activations"]
     moving = max(phases.values()) - held.weights - held.masters - held.moments
     framework, spare, share = float(PROCESS[kind]), 0.0, 1.0
-    if kind == "cpu":
-        framework += DEEPSPEED * (resolved.deepspeed is not None) + PEFT * (config.adapter is not None)
     if kind == "cuda":
         is_cut = resolved.split.tensor_parallel * resolved.split.pipeline_stages > 1
         framework += NCCL * (resolved.split.world_size > 1) + RESERVED * moving
         spare = ((CUT_FRAGMENTS if is_cut else FRAGMENTS) - RESERVED) * moving
         share = CUT_SHARE if is_cut else 1.0
-    elif fullest is not None and found is not None:
+    else:
+        framework += DEEPSPEED * (resolved.deepspeed is not None) + PEFT * (config.adapter is not None)
         framework += left_by_allocator(fullest, model, found)
     on_host = states.host
     host = on_host.weights + on_host.gradients + on_host.masters + on_host.moments + buffers.host + offloaded
@@ -245,12 +244,14 @@ def _tried(model: Model, resolved: Resolved) -> float:
     return size * (model.trial.fixed + resolved.plan.micro_batch_size * model.trial.a_row)
 
 
-def left_by_allocator(work: Work, model: Model, found: Activations) -> float:
+def left_by_allocator(work: Work | None, model: Model, found: Activations | None) -> float:
     """What is held on a CPU beside tensors, of memory that others had before.
 
     glibc's heap has holes where tensors were, as what outlives them came to lie in between. Fitted to 29 runs
     of 5 to 38 million parameters, of four families, with and without DeepSpeed: within 6 %, mostly 3.
     """
+    if work is None or found is None:
+        return 0.0
     small = [p.numel * work.holds_in for p in model.parameters if p.trains]
     held = GRADIENT_HOLES * sum(size for size in small if size < MAPPED) * min(2, work.micro_batches)
     if found.before >= MAPPED:
