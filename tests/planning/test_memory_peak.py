@@ -24,7 +24,7 @@ from pipeline.planning.states import Rank, states_of
 from pipeline.planning.work import Work
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-WORDS = 1031
+WORDS = 1032
 LLAMA = {"architecture": "llama", "num_heads": 4, "num_key_value_heads": 2}
 QWEN2 = {"architecture": "qwen2", "num_heads": 4, "num_key_value_heads": 2}
 GPT2 = {
@@ -50,6 +50,8 @@ class Run:
     adapter: dict[str, Any] | None = None
     stage: int | None = None
     """Of ZeRO; None: plain PyTorch."""
+    how: dict[str, Any] | None = None
+    """The file, where it is none of these."""
 
     def __str__(self) -> str:
         return self.name
@@ -74,6 +76,8 @@ class Run:
     @property
     def split(self) -> dict[str, Any]:
         """As a file."""
+        if self.how is not None:
+            return self.how
         if self.stage is not None:
             return deepspeed_json(self.stage, self.precision)
         return {"torch": {"parallel": "single"}, "bf16": {"enabled": self.precision == "bf16"}}
@@ -92,7 +96,7 @@ class Run:
 def counted(job: Job, run: Run, device: str, block: int = 1) -> tuple[int, Model]:
     """The most bytes that a step makes, after one that makes the optimizer's states; and the model."""
     data = run.data()
-    config, resolved = resolve(run.tree, run.split, 1)
+    config, resolved = resolve(run.tree, run.split, job.ranks.world_size)
     engine = make_engine(job, run.tree, run.split, data)
     loader = build_loader(config, resolved.plan, data, engine)
     objective = build_objective(config)
@@ -108,14 +112,14 @@ def counted(job: Job, run: Run, device: str, block: int = 1) -> tuple[int, Model
         engine.close()
 
 
-def formula(run: Run, model: Model, device: str) -> tuple[float, int]:
-    """The peak, and what is there before the step."""
-    config, resolved = resolve(run.tree, run.split, 1)
+def formula(run: Run, model: Model, device: str, number: int = 0, ranks: int = 1) -> tuple[float, int]:
+    """The peak of a rank, and what is there before the step."""
+    config, resolved = resolve(run.tree, run.split, ranks)
     assert model.dimensions is not None
     work = Work.of(config, resolved, model, device)
     assert work is not None
-    work = replace(work, apart=run.apart)
-    rank = Rank.of(model, config, resolved, on_cpu=device == "cpu")
+    work = replace(work, apart=run.apart, stage=number * work.stages // ranks)
+    rank = Rank.of(model, config, resolved, number, on_cpu=device == "cpu")
     states, beside = states_of(rank), buffers(rank)
     held = states.device
     kept = held.weights + held.masters + held.moments + beside.always + batch_bytes(work)

@@ -1,0 +1,81 @@
+"""The peak of a step that compares answers by formula, against what tensors of a real engine's step take."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import support.preferences
+import torch
+from support.allocations import Allocations
+from support.preferences import ALONE, Answers, group_of, tree_of
+from support.tiny import resolve
+from torch import Tensor
+
+from pipeline.build_engine import build_engine
+from pipeline.config.settings import Resolved
+from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.models.sizes import model_of
+from pipeline.objectives import build_objective
+from pipeline.planning.buffers import buffers
+from pipeline.planning.memory import batch_bytes, peak_by_phase
+from pipeline.planning.rank import Rank
+from pipeline.planning.states import states_of
+from pipeline.planning.work import Work
+
+ROWS, LENGTH, PROMPT, WORDS = 4, 256, 20, 2048
+SIZES = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "vocab_size": WORDS}
+
+
+class LongAnswers(Answers):
+    """Of which two fill a row."""
+
+    def pair(self, index: int) -> list[tuple[int, Tensor, Tensor, float]]:
+        kinds, size = (1, 3) if self.examples else (1, 2), LENGTH // 2
+        answer = torch.arange(size) >= PROMPT
+        tokens = torch.randint(0, WORDS, (size,), generator=torch.Generator().manual_seed(index))
+        return [(kind, tokens, answer, -500.0) for kind in kinds]
+
+
+def recipe_of(loss: str) -> dict[str, Any]:
+    tree = tree_of(loss)
+    tree["model"] |= {**SIZES, "max_sequence_length": LENGTH}
+    return tree | {"batch": {"micro_batch_size": ROWS, "gradient_accumulation_steps": 1}}
+
+
+def made_and_said(tree: dict[str, Any], split: dict[str, Any], examples: bool) -> tuple[float, float]:
+    """Bytes at the most, counted and by formula."""
+    rows = LongAnswers(examples)
+    config, resolved = resolve(tree, split, 1)
+    data = DataBundle(rows, {"held out": rows}, collate_items, None, WORDS, None, "answers")
+    engine, objective = build_engine(config, resolved, ALONE, data), build_objective(config)
+    engine.train_step(group(rows, 0, resolved), objective, 1e-3, False)
+    batches = group(rows, 1, resolved)
+    gc.collect()
+    with Allocations("cpu") as made:
+        engine.train_step(batches, objective, 1e-3, False)
+    model = model_of(engine.module)
+    engine.close()
+    work = Work.of(config, resolved, model, "cpu")
+    assert work is not None
+    work = replace(work, apart=True)
+    rank = Rank.of(model, config, resolved, on_cpu=True)
+    states, beside = states_of(rank), buffers(rank)
+    held = states.device
+    before = held.weights + held.masters + held.moments + beside.always + batch_bytes(work)
+    return before + made.most, max(peak_by_phase(work, model, states, beside).values())
+
+
+def group(rows: Answers, step: int, resolved: Resolved) -> Any:
+    return group_of(rows, step, resolved.plan, 0, 1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("loss", ["dpo", "kto", "reward"])
+def test_the_peak_of_a_step_that_compares(monkeypatch, loss, precision):
+    monkeypatch.setattr(support.preferences, "LENGTH", LENGTH)
+    split = {"torch": {"parallel": "single"}, "bf16": {"enabled": precision == "bf16"}}
+    counted, said = made_and_said(recipe_of(loss), split, loss == "kto")
+    assert said == pytest.approx(counted, rel=0.05)
