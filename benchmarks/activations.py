@@ -38,8 +38,8 @@ BESIDES = {
     "gemma3_text": ("NG", "W"),
     "olmo2": ("Q", "K"),
     "gemma2": ("NTH", "NG"),
-    "mixtral": ("NE", "NA", "NAD", "NAI", "EDI", "ED"),
-    "qwen3_moe": ("NG", "W", "NE", "NA", "NAD", "NAI", "EDI", "ED"),
+    "mixtral": ("E", "NE", "NA", "NAD", "NAI", "EDI", "ED"),
+    "qwen3_moe": ("NG", "W", "E", "NE", "NA", "NAD", "NAI", "EDI", "ED"),
 }
 OF_ADAPTERS = ("NR", "DR", "IR", "QR", "KR")
 STRETCHES = {"start": "start", "forward 1": "forward", f"forward {LAYERS}": "end", "backward 1": "backward"}
@@ -156,8 +156,9 @@ def drawn(case: Case, generator: random.Random) -> Sizes:
     if case.adapted:
         sizes = replace(sizes, rank=generator.randint(1, 12))
     if case.family in MIXTURES:
-        experts = generator.choice([2, 4, 6])
-        sizes = replace(sizes, experts=experts, experts_per_token=generator.randint(1, experts))
+        # One expert a token is computed otherwise, and so are all of them.
+        experts, chosen = generator.choice([4, 6, 8]), generator.choice([2, 3])
+        sizes = replace(sizes, experts=experts, experts_per_token=chosen)
     return sizes
 
 

@@ -247,8 +247,8 @@ def _tried(model: Model, resolved: Resolved) -> float:
 def left_by_allocator(work: Work | None, model: Model, found: Activations | None) -> float:
     """What is held on a CPU beside tensors, of memory that others had before.
 
-    glibc's heap has holes where tensors were, as what outlives them came to lie in between. Fitted to 29 runs
-    of 5 to 38 million parameters, of four families, with and without DeepSpeed: within 6 %, mostly 3.
+    glibc's heap has holes where tensors were, as what outlives them came to lie in between. Fitted to 28 runs
+    of 5 to 38 million parameters, of four families, with and without DeepSpeed: within 7 %, mostly 3.
     """
     if work is None or found is None:
         return 0.0

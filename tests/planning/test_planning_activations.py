@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ CASES = [
     Case("gpt2", "cpu", "fp32", grouped=False, extra=GPT2),
     Case("gpt2", "cpu", "autocast", selective=True, grouped=False, extra=GPT2),
     Case("gemma3_text", "cpu", "half", selective=True),
+    Case("mixtral", "cpu", "half"),
     Case("llama", "cpu", "autocast", adapted=True),
     Case("qwen2", "cpu", "half", apart=True, adapted=True),
 ]
@@ -50,7 +52,8 @@ def table_of(case: Case, sizes: Sizes) -> Activations:
     )
     groups = sizes.key_value_heads if case.grouped else sizes.heads
     wide = (sizes.hidden, sizes.intermediate, sizes.heads, groups, sizes.head_dim)
-    found = activations_of(work, Dimensions(case.family, LAYERS, *wide, 61, tied=False))
+    experts = (sizes.experts, sizes.experts_per_token)
+    found = activations_of(work, Dimensions(case.family, LAYERS, *wide, 61, False, *experts))
     assert found is not None
     return found
 
@@ -58,9 +61,10 @@ def table_of(case: Case, sizes: Sizes) -> Activations:
 @pytest.mark.parametrize("case", CASES, ids=row_name)
 def test_a_block_keeps_and_needs_what_the_table_says(case):
     groups = SIZES.key_value_heads if case.grouped else SIZES.heads
-    sizes = SimpleNamespace(**vars(SIZES) | {"key_value_heads": groups})
+    given = replace(SIZES, experts=6, experts_per_token=3) if case.family == "mixtral" else SIZES
+    sizes = SimpleNamespace(**vars(given) | {"key_value_heads": groups})
     seen: Any = trace(case, sizes, torch.device("cpu"))  # type: ignore[arg-type]
-    table = table_of(case, SIZES)
+    table = table_of(case, given)
     block = table.blocks[0]
     start = {name: live[0] for name, live in seen.items()}
     measured = {

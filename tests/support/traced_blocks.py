@@ -122,6 +122,11 @@ def build(case: Case, sizes: Sizes, device: torch.device) -> nn.Module:
     extra = dict(case.extra)
     if case.has_own_width:
         extra["head_dim"] = sizes.head_dim
+    if sizes.experts:
+        count = "num_local_experts" if case.family == "mixtral" else "num_experts"
+        extra |= {count: sizes.experts, "num_experts_per_tok": sizes.experts_per_token}
+    if case.family == "qwen3_moe":
+        extra["moe_intermediate_size"] = sizes.intermediate
     config = CausalLMConfig(
         architecture=case.family,
         hidden_size=sizes.hidden,
