@@ -6,7 +6,6 @@ Rank 0's own memory stands for all: it is what metrics.jsonl has.
 from __future__ import annotations
 
 import logging
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from statistics import median
@@ -19,6 +18,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job, describe_device
+from pipeline.distributed.resident import process_peak
 from pipeline.errors import ModelError, PipelineError, one_line
 from pipeline.events import PLAN, Event, Level
 from pipeline.models import sizes
@@ -160,7 +160,7 @@ def expect(
         model = model_of(_with_words(config, data.vocab_size)) or (None if is_cut else sizes.model_of(module))
         if model is not None:
             found = forecast_of(config, resolved, model, _place(job, history), history)
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            before = process_peak() / GIB
             return Expectation(found, history, length, before)
     return Expectation(None, history, length)
 

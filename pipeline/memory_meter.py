@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 from typing import Any
 
 import psutil
 import torch
+
+from pipeline.distributed.resident import process_peak
 
 GIB = 2**30
 
@@ -20,8 +21,8 @@ class MemoryMeter:
         self._before: Mapping[str, Any] = {}
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last call; those of the host since the process began, as the system counts."""
-        host = {"memory/peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        """Metrics since the last call; the host's since the process began, or had tried micro-batches."""
+        host = {"memory/peak_resident_gib": process_peak() / GIB}
         if self._device.type != "cuda":
             return host
         stats = torch.cuda.memory_stats(self._device)
