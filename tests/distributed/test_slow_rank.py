@@ -33,10 +33,16 @@ def warnings_of_a_run(job, folder, split, slow_rank, first_step):
         if module.training and loop.state.global_step >= first_step:
             time.sleep(0.2 / resolved.plan.gradient_accumulation_steps)
 
+    load_here = os.getloadavg
+
+    def load():
+        """Whoever else is there is left out of it where the rank is slow, and not where none is."""
+        return (0.5, 0.5, 0.5) if loop.state.global_step >= first_step else load_here()
+
     if job.ranks.rank == slow_rank:
         run.engine.module.register_forward_pre_hook(delay)
     with (
-        patch("os.getloadavg", lambda: (0.5, 0.5, 0.5)),  # whoever else is there
+        patch("os.getloadavg", load),
         heard("pipeline.sinks") as lines,
         run.sinks,
         Loop(run) as loop,
@@ -75,9 +81,9 @@ def test_a_slowed_rank_is_named_once_and_measured(ranks, tmp_path, split, slow):
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_stage_that_becomes_slow_is_named(ranks, tmp_path, slow):
     found = ranks(2).run(warnings_of_a_run, tmp_path, SPLITS["pipeline"], slow, 40)
-    line, *_ = found[0][0]  # on a busy machine another may follow
+    (line,) = found[0][0]
     assert line.startswith(f"rank {slow} on {platform.node()} ")
-    (event, *_), _ = slow_events(tmp_path)
+    (event,), _ = slow_events(tmp_path)
     assert (event["rank"], event["phase"]) == (slow, "forward")
     assert " and before that " in event["message"]
     assert 40 < event["step"] <= 64
