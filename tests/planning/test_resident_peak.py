@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-DAILY = 1
-"""Of benchmarks/resident.py's one that recomputes."""
+NUMBER = 16
+"""Of the runs of benchmarks/resident.py; the one that is tried daily recomputes."""
 
 
-@pytest.fixture(scope="module")
-def resident():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import resident
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return resident
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +22,16 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("resident")
 
 
-@pytest.mark.daily(str(DAILY))
-@pytest.mark.parametrize("number", range(16), ids=str)
-def test_a_process_holds_what_it_expected(resident, number, folder):
-    expected, measured = resident.took(resident.RUNS[number], folder / f"run{number}")
+@pytest.mark.daily("1")
+@pytest.mark.parametrize("number", range(NUMBER), ids=str)
+def test_a_process_holds_what_it_expected(number, folder):
+    from resident import RUNS, took
+
+    expected, measured = took(RUNS[number], folder / f"run{number}")
     assert expected == pytest.approx(measured, rel=0.10)
 
 
-def test_all_runs_are_tried(resident):
-    assert len(resident.RUNS) == 16
+def test_every_run_is_tried():
+    from resident import RUNS
+
+    assert len(RUNS) == NUMBER
