@@ -167,7 +167,7 @@ def of_training(settings: Settings, job: Job | None, account: Account, shortage:
 
 def _planned(account: Account) -> Planned | None:
     """What the plan says: worked out here, where it costs no run a moment."""
-    with suppress(Exception):  # the memory is out, and the plan is not the news
+    with suppress(PipelineError, RuntimeError, MemoryError):  # the memory is out, the plan is not the news
         return None if account.plan is None else account.plan()
     return None
 

@@ -203,9 +203,10 @@ def _unless_unknown() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of a formula: what is told beside a run must not cost the run
-        if not isinstance(error, PipelineError):
-            log.debug("no plan of this run", exc_info=True)
-        log.info("no plan of this run: %s", one_line(error))
+        is_mistake = not isinstance(error, PipelineError)
+        log.log(logging.WARNING if is_mistake else logging.INFO, "no plan of this run: %s", one_line(error))
+        if is_mistake:
+            log.debug("its traceback", exc_info=True)
 
 
 def _with_words(config: RunConfig, words: int | None) -> RunConfig:

@@ -18,10 +18,13 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._before: Mapping[str, Any] = {}
+        # What trials of a micro-batch did is no step's.
+        self._before: Mapping[str, Any] = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last call; the host's since the process began, or had tried micro-batches."""
+        """Metrics since the last call; the host's since the process began or, on a CPU, had tried
+        micro-batches.
+        """
         host = {"memory/peak_resident_gib": process_peak() / GIB}
         if self._device.type != "cuda":
             return host

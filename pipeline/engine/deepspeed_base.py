@@ -95,7 +95,6 @@ class DeepSpeedBase(ABC):
     """An Engine but for its steps, whatever deepspeed.initialize makes of the optimizer."""
 
     _optimizer: torch.optim.Optimizer
-    dp_world_size: int
 
     def __init__(self, num_parameters: int, optimizer: OptimizerConfig, split: Split, job: Job):
         """Before any process group of the engine is made; `_groups.keep()` once it stands."""
@@ -134,10 +133,9 @@ class DeepSpeedBase(ABC):
 
     def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """See Engine.divide. DeepSpeed reads these numbers where it counts to the next update."""
-        config = self._engine._config
-        config.train_micro_batch_size_per_gpu = micro_batch_size
-        config.gradient_accumulation_steps = gradient_accumulation_steps
-        config.train_batch_size = micro_batch_size * gradient_accumulation_steps * self.dp_world_size
+        engine = self._engine
+        engine.set_train_micro_batch_size(micro_batch_size)
+        engine.set_train_batch_size(micro_batch_size * gradient_accumulation_steps * engine.dp_world_size)
         self._engine.micro_steps = 0  # of updates that are done: else the next would come early or late
         if hasattr(self._zero_optimizer, "gradient_accumulation_steps"):
             self._zero_optimizer.gradient_accumulation_steps = gradient_accumulation_steps

@@ -30,22 +30,18 @@ def states(engine: Engine, kind: str) -> States:
     optimizers = [value for value in vars(engine).values() if isinstance(value, torch.optim.Optimizer)]
     kept = count(_reached([(each.state, each.param_groups) for each in optimizers], 6))
     buffers = 0
-    for name, value in vars(getattr(engine, "_zero_optimizer", None) or _Nothing()).items():
+    for name, value in getattr(getattr(engine, "_zero_optimizer", None), "__dict__", {}).items():
         if isinstance(value, torch.optim.Optimizer):
             kept += count(_reached((value.state, value.param_groups), 6))
             continue
         num_bytes = count(_reached(value, _NESTING))
         if "grad" in name:
             gradients += num_bytes
-        elif "bucket" in name or "buffer" in name or "fp32" not in name:
-            buffers += num_bytes
-        else:
+        elif "fp32" in name and "bucket" not in name and "buffer" not in name:
             kept += num_bytes
+        else:
+            buffers += num_bytes
     return States(weights, gradients, kept, buffers)
-
-
-class _Nothing:
-    pass
 
 
 def _bytes(tensor: Tensor, kind: str, seen: set[int]) -> int:

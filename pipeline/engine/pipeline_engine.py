@@ -109,10 +109,7 @@ class PipelineEngine(DeepSpeedBase):
     def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """See Engine.divide."""
         super().divide(micro_batch_size, gradient_accumulation_steps)
-        self._engine.micro_batch_size, self._engine.micro_batches = (
-            micro_batch_size,
-            gradient_accumulation_steps,
-        )
+        self._engine.micro_batch_size = micro_batch_size
 
     def train_step(
         self,

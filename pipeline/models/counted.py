@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from pipeline.models.sizes import model_of
 from pipeline.models.traced import trial_of
 from pipeline.planning.model import Model
 from pipeline.planning.shapes import needed_words, trained_parts
+
+log = logging.getLogger(__name__)
 
 CLASSES = {"digits": 10}  # of data that say so themselves; of others as many as ImageNet's
 
@@ -41,6 +44,7 @@ def count(config: RunConfig) -> Model:
     except PipelineError:
         raise
     except Exception as error:  # of a stranger's code, or of a library that it needs values for
+        log.debug("%s is not made without values", asked.kind, exc_info=True)
         raise ModelError(
             f"model: it cannot be counted without values ({type(error).__name__}: {one_line(error)}); a run "
             "says what it takes before its first step"
@@ -60,13 +64,13 @@ def _make(config: RunConfig) -> nn.Module:
             raise ModelError(f"model.kind: {asked.kind} returned a {type(module).__name__}, not an nn.Module")
         return module
     if isinstance(asked, CausalLMConfig) and asked.pretrained is not None:
-        from transformers import AutoConfig
-
+        from pipeline.models.huggingface import read_config
         from pipeline.models.reward_model import model_class, reward_model_class
 
-        theirs = AutoConfig.from_pretrained(asked.pretrained, trust_remote_code=asked.trust_remote_code)
+        _, theirs = read_config(asked)
         if asked.grow_vocabulary:
-            theirs.vocab_size = max(words or 0, theirs.vocab_size)
+            text = theirs.get_text_config()
+            text.vocab_size = max(words or 0, text.vocab_size)
         is_reward = config.objective.kind == "reward"
         made: nn.Module
         with torch.device("meta"):

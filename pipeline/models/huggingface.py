@@ -136,19 +136,7 @@ def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str,
 
 
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
-    given, name = f"model.pretrained: {config.pretrained!r}", folder_or_hub_name(config.pretrained or "")
-    trust = config.trust_remote_code
-    try:
-        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
-    except (OSError, *IMPOSSIBLE) as error:
-        nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
-        nor += "; model.trust_remote_code=true runs it" if "custom code" in str(error) else ""
-        raise ModelError(f"{given}: {_reason(error)}{nor}") from None
-    if quantisation := getattr(hf_config, "quantization_config", None):
-        raise ModelError(
-            f"{given}: its weights are quantised already ({method_of(quantisation)}); take the "
-            "original ones, which adapter.quantize=nf4 holds in 4 bits"
-        )
+    name, hf_config = read_config(config)
     for key, value in _stated_fields(config, hf_config).items():
         may_differ = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
         if getattr(hf_config, key) != value and not may_differ:
@@ -166,6 +154,28 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     if grows:
         grow_vocabulary(model, rows, sharding)
     return model
+
+
+def read_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
+    """Folder or hub name of `config.pretrained`, and what it says of its model.
+
+    Raises:
+        ModelError: there is none, or its weights are quantised.
+    """
+    given, name = f"model.pretrained: {config.pretrained!r}", folder_or_hub_name(config.pretrained or "")
+    trust = config.trust_remote_code
+    try:
+        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+    except (OSError, *IMPOSSIBLE) as error:
+        nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
+        nor += "; model.trust_remote_code=true runs it" if "custom code" in str(error) else ""
+        raise ModelError(f"{given}: {_reason(error)}{nor}") from None
+    if quantisation := getattr(hf_config, "quantization_config", None):
+        raise ModelError(
+            f"{given}: its weights are quantised already ({method_of(quantisation)}); take the "
+            "original ones, which adapter.quantize=nf4 holds in 4 bits"
+        )
+    return name, hf_config
 
 
 def _class_of(hf_config: PretrainedConfig, gives_scores: bool) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from pipeline.config.data_schema import DigitsDataConfig, ImagesDataConfig
 from pipeline.config.schema import RunConfig
 from pipeline.planning.model import Trial
+
+log = logging.getLogger(__name__)
 
 DIGITS = (1, 8, 8)
 FEW, MORE = 4, 12
@@ -31,11 +33,13 @@ def trial_of(config: RunConfig, module: nn.Module) -> Trial | None:
         shape = (data.channels, data.image_size, data.image_size)
     else:
         return None
-    with suppress(Exception):  # a stranger's code may read values
+    try:
         few, more = (_most(module, rows, shape) for rows in (FEW, MORE))
-        a_row = (more - few) / (MORE - FEW)
-        return Trial(max(0.0, few - FEW * a_row), a_row)
-    return None
+    except Exception:  # a stranger's code may read values
+        log.debug("no trial of this module", exc_info=True)
+        return None
+    a_row = (more - few) / (MORE - FEW)
+    return Trial(max(0.0, few - FEW * a_row), a_row)
 
 
 def _most(module: nn.Module, rows: int, shape: tuple[int, ...]) -> float:
