@@ -136,7 +136,11 @@ class Run:
         """With the micro-batch that was found, which what is kept of the run then says."""
         resolved = self._parts.resolved
         found = resolved.plan.micro_batch_size
-        self._remedies = partial(of_training, self._settings.divided(found), self._job, self._account)
+        settings = self._settings.divided(found)
+        self._account.plan = partial(planned, settings, self._job, self._data)
+        self._remedies = partial(of_training, settings, self._job, self._account)
+        if self._job.watchdog is not None:
+            self._job.watchdog.advised_by(partial(of_killed, settings, self._job, self._account))
         known |= {"deepspeed": resolved.deepspeed, "micro_batch_size": found}
         if self.is_main_process:
             describe_split(self._directory, known)

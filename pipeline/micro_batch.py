@@ -25,6 +25,7 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.device_failures import explain
 from pipeline.distributed.machine import memory_now
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.signals import Terminated
 from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, Limits
 from pipeline.errors import ConfigError, DeviceMemoryError
@@ -97,14 +98,17 @@ class Trials:
         candidates = self._of.resolved.plan.candidates
         if kept.trying is not None:
             self._tell(f"{kept.trying} ran out of memory at an earlier start, or was cut off ({kept.file})")
-            candidates = [size for size in candidates if size < kept.trying] or candidates[:1]
+            candidates = [size for size in candidates if size < kept.trying] or candidates
         if kept.found in candidates and self._still_fits():
             self._tell(f"micro_batch_size {kept.found}, found before ({kept.file}; without it, found anew)")
             return kept.found
         while (size := next_trial(candidates, self._tried, self._of.guess)) is not None:
             with self._written_down(size):
                 self._tried[size] = self.measure(size)
+        self._begin()  # what the last trial left is not the run's
         size = largest(self._tried) or min(self._tried)
+        if kept.trying is not None and fits(self._tried[size]) and size >= kept.trying:
+            kept.trying = None  # it was cut off for another reason
         kept.found, kept.needs = size, max(use.most for use in self._tried[size])
         kept.tried = {str(each): max(use.most for use in uses) for each, uses in self._tried.items()}
         if job.ranks.is_main_process:
@@ -117,7 +121,6 @@ class Trials:
 
     def _still_fits(self) -> bool:
         """Whether every rank's device has room for what was measured before."""
-        self._begin()
         return all(self._of.job.gather_object(self._kept.needs <= TRIED_UP_TO * self._limit()))
 
     def measure(self, size: int) -> list[Use]:
@@ -187,11 +190,16 @@ class Trials:
                     size,
                     kept.file,
                 )
-            elif job.ranks.is_main_process and not is_from_peers(error):
+            elif job.ranks.is_main_process and not self._may_be_of_peers(error):
                 kept.trying = before
                 kept.write()
             raise
         kept.trying = before
+
+    def _may_be_of_peers(self, error: BaseException) -> bool:
+        """A launcher sends SIGTERM where another rank has ended."""
+        is_told = isinstance(error, Terminated) and self._of.job.ranks.world_size > 1
+        return is_told or is_from_peers(error)
 
     def _tell(self, line: str) -> None:
         if self._of.job.ranks.is_main_process:
@@ -263,7 +271,8 @@ class _Ear:
         self.most[phase] = max(self.most.get(phase, 0), most)
         if phase == "forward":
             self.forward = max(self.forward, most - self._began)
-        self._began = self._peaks.now()
+        elif phase != "communication":  # what ZeRO 3 gathers in between interrupts a forward
+            self._began = self._peaks.now()
 
     @property
     def work(self) -> int:
