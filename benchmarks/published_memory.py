@@ -37,28 +37,27 @@ from published_terms import GIB, LOGITS, PLAIN, Row, added, model_of, states_of 
 
 from pipeline.config.adapter_schema import AdapterConfig  # noqa: E402
 from pipeline.planning.adapting import low_rank  # noqa: E402
-from pipeline.planning.memory import peak_by_phase  # noqa: E402
+from pipeline.planning.memory import (  # noqa: E402
+    CUT_FRAGMENTS,
+    CUT_SHARE,
+    FRAGMENTS,
+    NCCL,
+    PROCESS,
+    RESERVED,
+    peak_by_phase,
+)
 from pipeline.planning.model import Dimensions, Model  # noqa: E402
 from pipeline.planning.work import Recompute, Work  # noqa: E402
 
 ROWS = HERE / "published_memory.jsonl"
 
 # Fitted to the calibration rows of fms-acceleration, which have what was allocated and what nvidia-smi said.
-CONTEXT = 0.87 * GIB
-"""CUDA's context, kernels of its libraries."""
-NCCL = 0.3 * GIB
-CACHED = 0.11
-"""Of activations: what the allocator keeps in pieces that were of no use."""
 CACHED_BY_STREAMS = 0.05
-"""More of it beside FSDP1's streams, which keep as much as is gathered at once, too."""
+"""Of activations, more than RESERVED beside FSDP1's streams, which keep as much as is gathered, too."""
 CACHED_BY_ALL = (0.40, 0.08)
 """FSDP1 that trains all weights: of states, and more of activations."""
-FRAGMENTS = (0.165, 0.075)
-"""Of activations, what no other tensor fits into even when memory is short, and more beside FSDP1's streams:
-the least by which every calibration row that ran out of memory is said to."""
-DIVIDED = (0.25, 0.91)
-"""The same where ranks divide the model, and of the card: what a run can need and be sure to have. Set by the
-rows of 13B models of AA-Scaling."""
+FRAGMENTS_BY_STREAMS = 0.075
+"""Of activations, more than FRAGMENTS beside them: what nothing fits into even when memory is short."""
 
 
 def rows(path: Path = ROWS) -> list[Row]:
@@ -160,18 +159,18 @@ def said(row: Row) -> Said:
     activations = max(0.0, rest - static)
     ranks = max(row.get(key, 1) for key in ("data", "tensor", "copies", "sequence"))
     streams = row.get("data", 1) > 1 and row.get("fsdp", 1) == 1
-    cached = CACHED * activations + _cached_logits(row, phases, dimensions)
+    cached = RESERVED * activations + _cached_logits(row, phases, dimensions)
     if streams:
         cached += buffers.forward + CACHED_BY_STREAMS * activations
         if row["train"] == "full":
             cached += CACHED_BY_ALL[0] * static + CACHED_BY_ALL[1] * activations
-    context = CONTEXT + (NCCL if ranks > 1 else 0.0)
+    context = PROCESS["cuda"] + (NCCL if ranks > 1 else 0.0)
     card = row["card_gib"] * GIB if row.get("card_gib") else float("inf")
     # Short of memory, the allocator gives back what it keeps.
     reserved = max(allocated, min(rest + cached, card - context))
     divided = row.get("tensor", 1) * row.get("stages", 1) > 1
-    apart = activations * (DIVIDED[0] if divided else FRAGMENTS[0] + FRAGMENTS[1] * streams)
-    needed = (max(allocated, rest + apart) + context) / (DIVIDED[1] if divided else 1.0)
+    apart = activations * (CUT_FRAGMENTS if divided else FRAGMENTS + FRAGMENTS_BY_STREAMS * streams)
+    needed = (max(allocated, rest + apart) + context) / (CUT_SHARE if divided else 1.0)
     return Said(allocated, reserved, reserved + context, needed)
 
 

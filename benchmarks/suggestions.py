@@ -34,23 +34,28 @@ def main() -> None:
     )
     print(" | tokens/s |")
     print("|---|---|---|---|--:|--:|--:|--:|--:|")
-    for size, model in SIZES.items():
+    for size in SIZES:
         for where, (gib, per_node, nodes) in PLACES.items():
-            found = suggested(model, gib, per_node, nodes)
+            found = suggested(size, gib, per_node, nodes)
             print(f"| {size} | {where} | {row(found)} |", flush=True)
 
 
-def suggested(model: dict[str, int], gib: float, per_node: int, nodes: int) -> Suggestion:
+def write_recipe(path: Path, size: str) -> None:
     """Rows of 4,096 tokens, 128 a step."""
     recipe = {
         "max_steps": 100,
-        "model": {"kind": "causal_lm", "architecture": "llama", "vocab_size": 32000, **model},
+        "model": {"kind": "causal_lm", "architecture": "llama", "vocab_size": 32000, **SIZES[size]},
         "data": {"kind": "text", "paths": ["python_stdlib"], "sequence_length": 4096},
         "batch": {"global_batch_size": 128},
     }
+    path.write_text(yaml.safe_dump(recipe))
+
+
+def suggested(size: str, gib: float, per_node: int, nodes: int) -> Suggestion:
+    """For a Llama of this size."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
-        path.write_text(yaml.safe_dump(recipe))
+        write_recipe(path, size)
         settings = load_settings(path)
     known = model_of(settings.config)
     assert known is not None

@@ -61,7 +61,6 @@ TORCH_FREE = [
     "op_builds",
     "planning",
     "foreign_configs",
-    "planning",
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,32 +17,17 @@ from pipeline.objectives import build_objective
 KINDS = ("weights", "gradients", "masters", "moments")
 
 
-@dataclass
-class Counted:
-    """Bytes of one rank."""
-
-    held: dict[str, int] = field(default_factory=dict)
-    """By kind."""
-    others: int = 0
-    """Of tensors that are none of these: buffers."""
-    shapes: list[tuple[str, tuple[int, ...], bool]] = field(default_factory=list)
-    """Name, shape, whether it trains: of the rank's module."""
-    seen: list[Any] = field(default_factory=list)
-
-
-def counted(job: Job, tree: dict[str, Any], split: dict[str, Any], steps: int = 2) -> Counted:
-    """Trains for some steps, and counts before the last one's update. Collective."""
+def counted(job: Job, tree: dict[str, Any], split: dict[str, Any], steps: int = 2) -> dict[str, int]:
+    """Bytes of this rank by kind, right before the update of the last of these steps. Collective."""
     data = token_bundle()
-    gc.collect()
-    before = set(_storages(_alive()))
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
     loader = build_loader(config, resolved.plan, data, engine)
     objective = build_objective(config)
-    found: list[Counted] = []
+    found: list[dict[str, int]] = []
 
     def look(*_: Any, **__: Any) -> None:
-        found.append(_count(engine, before))
+        found.append(_count(engine))
 
     if resolved.deepspeed is None:
         engine._optimizer.register_step_pre_hook(look)
@@ -62,7 +46,7 @@ def counted(job: Job, tree: dict[str, Any], split: dict[str, Any], steps: int = 
     return found[-1]
 
 
-def _count(engine: Any, before: set[int]) -> Counted:
+def _count(engine: Any) -> dict[str, int]:
     gc.collect()
     module, zero = engine.module, getattr(engine, "_zero_optimizer", None)
     kinds: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}
@@ -77,14 +61,7 @@ def _count(engine: Any, before: set[int]) -> Counted:
             if pointer not in taken:
                 kinds[kind][pointer] = size
         taken |= set(kinds[kind])
-    alive = {p: n for p, n in _storages(_alive()).items() if p not in before and p not in taken}
-    names = [
-        (n, tuple(getattr(p, "ds_shape", p.shape)), p.requires_grad) for n, p in module.named_parameters()
-    ]
-    rest = sorted(alive.values(), reverse=True)
-    return Counted(
-        {kind: sum(each.values()) for kind, each in kinds.items()}, sum(alive.values()), names, rest[:12]
-    )
+    return {kind: sum(each.values()) for kind, each in kinds.items()}
 
 
 def _weights(module: Any, zero: Any) -> Iterator[torch.Tensor]:
@@ -124,12 +101,6 @@ def _masters(engine: Any, zero: Any) -> Iterator[torch.Tensor]:
         for group in optimizer.param_groups:
             yield from group["params"]
     yield from getattr(zero, "fp32_partitioned_groups_flat", [])
-
-
-def _alive() -> Iterator[torch.Tensor]:
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
-            yield thing
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

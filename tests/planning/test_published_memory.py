@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from statistics import median
 
 import pytest
+from support.benchmarks import imported
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def published():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import published_memory
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return published_memory
+published = imported("published_memory")
 
 
 @pytest.fixture(scope="module")
-def tests(published):
+def tests():
     """Rows that set no constant."""
     return [row for row in published.rows() if row["set"] == "test"]
 
 
 @pytest.fixture(scope="module")
-def compared(published, tests):
+def compared(tests):
     return list(published.compared(tests))
 
 
@@ -44,25 +33,25 @@ def test_so_they_are_by_each_way_to_count(compared, counted, most):
     assert median(abs(each.error) for each in compared if each.counted == counted) <= most
 
 
-def test_so_they_are_without_any_term_of_a_trainer(published, tests):
+def test_so_they_are_without_any_term_of_a_trainer(tests):
     """Blocks, states and steps by the planner's formulas alone, logits as transformers makes them."""
     known = ("transformers", "llama-factory", "torchtune", "fsdp_qlora", "axolotl", "litgpt", "arctic")
     plain = [published.without_terms(row) for row in tests if row["stack"] in known]
     assert median(abs(each.error) for each in published.compared(plain)) <= 0.05
 
 
-def test_no_run_that_ran_out_of_memory_is_said_to_fit(published, tests):
+def test_no_run_that_ran_out_of_memory_is_said_to_fit(tests):
     found = [published.fits(row) for row in tests if row.get("oom")]
     assert found.count(False) > 110
     assert True not in found
 
 
-def test_few_runs_that_ran_are_said_not_to_fit(published, tests):
+def test_few_runs_that_ran_are_said_not_to_fit(tests):
     found = [published.fits(row) for row in tests if not row.get("oom")]
     assert found.count(True) > 170
     assert found.count(False) <= 0.08 * len(found)
 
 
-def test_a_model_that_nobody_traced_is_not_said_to_fit(published, tests):
+def test_a_model_that_nobody_traced_is_not_said_to_fit(tests):
     row = next(row for row in tests if row["precision"] == "fp32" and row.get("oom"))
     assert published.fits(row | {"model": "mpt-1b"}) is not True

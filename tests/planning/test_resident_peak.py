@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from support.benchmarks import imported
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NUMBER = 16
-"""Of the runs of benchmarks/resident.py; the one that is tried daily recomputes."""
-
-
-@pytest.fixture(autouse=True)
-def on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+resident = imported("resident")
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +15,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.daily("1")
-@pytest.mark.parametrize("number", range(NUMBER), ids=str)
+@pytest.mark.parametrize("number", range(len(resident.RUNS)), ids=str)
 def test_a_process_holds_what_it_expected(number, folder):
-    from resident import RUNS, took
-
-    expected, measured = took(RUNS[number], folder / f"run{number}")
+    """The one that is tried daily recomputes."""
+    expected, measured = resident.took(resident.RUNS[number], folder / f"run{number}")
     assert expected == pytest.approx(measured, rel=0.10)
-
-
-def test_every_run_is_tried():
-    from resident import RUNS
-
-    assert len(RUNS) == NUMBER

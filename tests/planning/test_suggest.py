@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-import yaml
+from support.benchmarks import imported
 from support.launch import ROOT
 
 from pipeline.config.settings import load_settings
@@ -16,39 +16,21 @@ from pipeline.planning.place import place_of
 from pipeline.planning.shapes import model_of
 from pipeline.planning.suggest import choose, fitting_splits, write
 
-SIZES = {
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_layers": 32, "num_heads": 32},
-    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_layers": 40, "num_heads": 40},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_layers": 80, "num_heads": 64}
-    | {"num_key_value_heads": 8},
-}
-PLACES = {
-    "1x24": (24, 1, 1),
-    "1x80": (80, 1, 1),
-    "8x80": (80, 8, 1),
-    "2x8x80": (80, 8, 2),
-    "64x80": (80, 8, 8),
-}
-DAILY = {("7b", "1x24"), ("13b", "8x80"), ("70b", "2x8x80")}
-
-
-def recipe_of(folder, size):
-    path = folder / f"{size}.yaml"
-    model = {"kind": "causal_lm", "architecture": "llama", "vocab_size": 32000, **SIZES[size]}
-    data = {"kind": "text", "paths": ["python_stdlib"], "sequence_length": 4096}
-    batch = {"global_batch_size": 128}
-    path.write_text(yaml.safe_dump({"max_steps": 100, "model": model, "data": data, "batch": batch}))
-    return path
+suggestions = imported("suggestions")
+DAILY = {("7B", "1 x 24"), ("13B", "8 x 80"), ("70B", "2 x 8 x 80")}
 
 
 def case(size, place):
     return pytest.param(size, place, marks=() if (size, place) in DAILY else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(("size", "where"), [case(size, place) for size in SIZES for place in PLACES])
+@pytest.mark.parametrize(
+    ("size", "where"), [case(size, place) for size in suggestions.SIZES for place in suggestions.PLACES]
+)
 def test_a_suggestion_is_accepted_and_nothing_beats_it(tmp_path, size, where):
-    gib, per_node, nodes = PLACES[where]
-    recipe = recipe_of(tmp_path, size)
+    gib, per_node, nodes = suggestions.PLACES[where]
+    recipe = tmp_path / f"{size}.yaml"
+    suggestions.write_recipe(recipe, size)
     place = place_of(None, gib, per_node, nodes, None, None)
     settings = load_settings(recipe)
     model = model_of(settings.config)
