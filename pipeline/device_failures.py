@@ -20,7 +20,7 @@ from pipeline.distributed.part_of_run import part_of_run
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.stacks import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
-from pipeline.planning.account import Account, Held, Planned
+from pipeline.planning.account import Account, HeldMemory, Planned
 from pipeline.planning.changes import size
 from pipeline.remedies import Changing, Remedies, Remedying, Shortage, changes_of, elsewhere
 
@@ -180,7 +180,7 @@ def of_killed(settings: Settings, job: Job, account: Account) -> str:
     return advise()
 
 
-def _held(account: Account, shortage: Shortage) -> Held | None:
+def _held(account: Account, shortage: Shortage) -> HeldMemory | None:
     """What the rank's engine holds on what is out of memory; None: there is no engine."""
     if account.states is None:
         return None
@@ -190,7 +190,7 @@ def _held(account: Account, shortage: Shortage) -> Held | None:
     elif total is None:
         total = torch.cuda.memory_allocated()
     with suppress(RuntimeError, AttributeError, MemoryError):  # closed meanwhile; not a byte is left
-        return Held(account.states(shortage.kind), total, before)
+        return HeldMemory(account.states(shortage.kind), total, before)
     return None
 
 

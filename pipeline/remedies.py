@@ -17,7 +17,7 @@ from pipeline.config.settings import Resolved, Settings
 from pipeline.config.split import Device
 from pipeline.distributed.part_of_run import LOADING, Part
 from pipeline.errors import PipelineError
-from pipeline.planning.account import Held, Planned
+from pipeline.planning.account import HeldMemory, Planned
 from pipeline.planning.changes import Change, ranked
 
 MOST = 3
@@ -73,7 +73,7 @@ class Changing:
     ranks_here: int
     """On this machine."""
     shortage: Shortage
-    held: Held | None
+    held: HeldMemory | None
 
     def all(self) -> Iterator[Change]:
         """Those that there are, each accepted by the settings."""

@@ -19,7 +19,7 @@ from pipeline.device_failures import explain, of_training
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DeviceFailedError, DeviceMemoryError
-from pipeline.planning.account import Account, Planned, States
+from pipeline.planning.account import Account, EngineStates, Planned
 
 # Word for word, of torch 2.11's allocator.
 CUDA = (
@@ -62,7 +62,7 @@ def test_what_was_held_what_was_planned_and_changes_that_the_settings_accept():
     recipe, gib = ROOT / "launch" / "recipes" / "python_stdlib.yaml", 2**30
     settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", ["batch.micro_batch_size=8"])
     account = Account(
-        states=lambda kind: States(10 * gib, 5 * gib, 20 * gib, gib) if kind == "cuda" else None,
+        states=lambda kind: EngineStates(10 * gib, 5 * gib, 20 * gib, gib) if kind == "cuda" else None,
         plan=lambda: Planned(100 * gib, int(79.11 * gib)),
     )
     remedies = partial(of_training, settings, JOB, account)

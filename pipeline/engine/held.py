@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.interface import Engine
-from pipeline.planning.account import States
+from pipeline.planning.account import EngineStates
 
 _NESTING = 4  # lists of lists of tensors, in DeepSpeed's optimizers
 
 
-def states(engine: Engine, kind: str) -> States:
+def states(engine: Engine, kind: str) -> EngineStates:
     """Of tensors on `cuda` or `cpu`. A storage that several share counts once, as what it is found as first:
     parameters, gradients, the optimizer's, the engine's buffers.
     """
@@ -41,7 +41,7 @@ def states(engine: Engine, kind: str) -> States:
             kept += num_bytes
         else:
             buffers += num_bytes
-    return States(weights, gradients, kept, buffers)
+    return EngineStates(weights, gradients, kept, buffers)
 
 
 def _bytes(tensor: Tensor, kind: str, seen: set[int]) -> int:

@@ -12,7 +12,7 @@ from pipeline.planning.changes import Change, size
 
 
 @dataclass(frozen=True)
-class States:
+class EngineStates:
     """Bytes that an engine holds on a kind of device, each storage counted once."""
 
     parameters: int
@@ -29,10 +29,10 @@ class States:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """What a device held when its memory was out."""
 
-    states: States
+    states: EngineStates
     total: int
     """Allocated on a GPU; of a CPU what the process had resident."""
     before: int = 0
@@ -76,7 +76,7 @@ class Account:
 
     before: int = 0
     """Bytes that the process had resident before there was a model."""
-    states: Callable[[str], States] | None = None
+    states: Callable[[str], EngineStates] | None = None
     """What the engine holds on `cuda` or `cpu`; None: there is none yet."""
     plan: Callable[[], Planned | None] | None = None
     """None, or gives it: nothing is known of such a run."""

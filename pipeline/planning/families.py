@@ -10,10 +10,13 @@ from typing import Any
 
 import yaml
 
+from pipeline.errors import ModelError
 from pipeline.planning.model import Dimensions, Model, Parameter
 
 TEMPLATES = Path(__file__).with_name("families.yaml")
 OUTPUT_LAYER = "lm_head."
+MOST = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31}
+"""What a recipe may say at the most; of other numbers 2**24."""
 
 
 @cache
@@ -39,6 +42,9 @@ def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) ->
 
     Returns:
         None: of another family, or it says something that changes shapes in a way that is not known here.
+
+    Raises:
+        ModelError: a number of it can be none.
     """
     template = families().get(family)
     if template is None:
@@ -52,7 +58,7 @@ def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) ->
         "Q": dimensions.heads * dimensions.head_dim,
         "K": dimensions.key_value_heads * dimensions.head_dim,
         "D": dimensions.head_dim,
-        "P": config.get("max_position_embeddings") or 0,
+        "P": _whole(config, "max_position_embeddings", default=0),
         "E": dimensions.experts,
     }
     for field, allowed in template.get("only", {}).items():
@@ -79,26 +85,40 @@ def _layer_kind(family: str) -> Any:
     return "transposed" if family == "gpt2" else "linear"
 
 
+def _whole(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The first of these numbers that the config has; the default where it has none."""
+    for name in names:
+        value, most = config.get(name), MOST.get(name, 2**24)
+        if value is None or (value == 0 and default is not None):
+            continue
+        if type(value) is not int or not 0 < value <= most:
+            raise ModelError(f"{name} is {value!r}: expected a whole number, 1 to {most:,}")
+        return value
+    if default is None:
+        raise ModelError(f"the config has no {names[0]}")
+    return default
+
+
 def _dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> Dimensions:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
-    intermediate = config.get("intermediate_size") or 4 * hidden
+    hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+    experts = _whole(config, "num_local_experts", "num_experts", default=0)
+    intermediate = _whole(config, "intermediate_size", default=4 * hidden)
     if experts:
-        intermediate = config.get("moe_intermediate_size") or intermediate
+        intermediate = _whole(config, "moe_intermediate_size", default=intermediate)
     has_window = config.get("use_sliding_window", "layer_types" not in config) and family == "mistral"
     return Dimensions(
         family=family,
-        layers=config["num_hidden_layers"],
+        layers=_whole(config, "num_hidden_layers"),
         hidden=hidden,
         intermediate=intermediate,
         heads=heads,
-        key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        vocabulary=config["vocab_size"],
+        key_value_heads=_whole(config, "num_key_value_heads", default=heads),
+        head_dim=_whole(config, "head_dim", default=max(1, hidden // heads)),
+        vocabulary=_whole(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)) and not gives_scores,
         experts=experts,
-        experts_per_token=config.get("num_experts_per_tok") or 0,
-        window=config.get("sliding_window") if has_window else None,
+        experts_per_token=_whole(config, "num_experts_per_tok", default=0),
+        window=(_whole(config, "sliding_window", default=0) or None) if has_window else None,
     )
 
 

@@ -21,7 +21,7 @@ from pipeline.planning.saving import checkpoint_bytes
 from pipeline.planning.states import States, states_of
 from pipeline.planning.timing import StepTime, step_time
 
-HOUR = 3600.0
+HOUR, GIB = 3600.0, 2**30
 UNCORRECTED = Correction()
 
 
@@ -48,11 +48,21 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """Whether the fullest rank's device and its machine hold it; without the copy of a checkpoint."""
-        on_host = self.place.host_memory is None or self.host_bytes <= self.place.host_memory
-        needed = self.peak + self.memory.spare
-        if self.place.device.kind == "cpu":
-            needed -= self.memory.copy
-        return needed <= self.memory.share * self.place.memory and on_host
+        return not self.lacking
+
+    @property
+    def lacking(self) -> str:
+        """Of what there is too little; empty: it fits."""
+        there, share = self.place.memory, self.memory.share
+        needed = self.peak - (self.memory.copy if self.place.device.kind == "cpu" else 0)
+        if needed > there:
+            return "memory"
+        if needed + self.memory.spare > share * there:
+            reason = f"{self.memory.spare / GIB:.1f} GiB should be free besides, for what is freed in pieces"
+            return reason + (f", and a rank can be sure of {share:.0%} alone" if share < 1 else "")
+        if self.place.host_memory is not None and self.host_bytes > self.place.host_memory:
+            return "host memory"
+        return ""
 
     @property
     def host_bytes(self) -> int:

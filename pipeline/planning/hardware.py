@@ -161,27 +161,15 @@ def find_gpu(name: str) -> Gpu:
     raise ConfigError(f"--gpu {name}: no such GPU is known here; {told}; or give --gpu-memory GIB")
 
 
-def gpu_of_memory(gib: float) -> Gpu:
-    """Any card with this memory: nothing can be said of its times.
-
-    Raises:
-        ConfigError: not a positive number.
-    """
-    if not 0 < gib < 1e6:
-        raise ConfigError(f"--gpu-memory {gib:g}: give the GiB of one GPU, such as 80")
-    return Gpu(f"a GPU of {gib:g} GiB", int(gib * GIB))
-
-
-def this_cpu(cores: int, memory: int, flops: float | None = None) -> Gpu:
+def this_cpu(cores: int, memory: int) -> Gpu:
     """One rank's share of this machine's processors.
 
     Args:
         cores: Of the rank.
         memory: Bytes that it may take.
-        flops: A second, as measured on it; None: nothing can be said of its times.
     """
     # 10 GB/s of memory for each rank, and as much between them: of the order of what scaling.py measures.
-    return Gpu(f"{cores} CPU core{'s' * (cores > 1)}", memory, 1e10, 1e10, measured_flops=flops)
+    return Gpu(f"{cores} CPU core{'s' * (cores > 1)}", memory, 1e10, 1e10)
 
 
 NETWORK_HELP = (

@@ -17,7 +17,7 @@ from pipeline.planning.rates import COMPILED, EAGER, Rates, rates_of
 
 # Cards that stand for others of the same memory, by what they are sold with.
 STAND_INS = {24: "rtx 4090", 32: "rtx 5090", 40: "a100 40", 48: "l40s", 80: "h100", 141: "h200", 180: "b200"}
-FP8 = re.compile(r"^(H\d|GH|GB|B\d|L4|RTX (4|5\d{3} |50|6000 Ada|5000 Ada|PRO)|MI3)")
+FP8 = re.compile(r"^(H\d|GH|GB|B\d|L4|RTX (4|50|6000 Ada|PRO)|MI3)")
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ def here(
     Args:
         history: What processors reach is known from runs alone.
     """
-    device, limit = Device.probe(), memory_now().limit
+    device, limit = Device.probe(), host or memory_now().limit
     if device.kind == "cuda" and (gpu := _own_gpu()) is not None:
-        return Place(gpu, device, per_node, nodes, network_rate(network, gpu, per_node), host or limit)
+        return Place(gpu, device, per_node, nodes, network_rate(network, gpu, per_node), limit)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cpu = this_cpu(max(1, cores // per_node), limit // per_node)
     if history is not None:

@@ -47,7 +47,12 @@ def model_of(config: RunConfig) -> Model | None:
         if family not in families():
             return None
         stated = _new(model, family, words, getattr(config.data, "sequence_length", None))
-    found = build(family, stated, scores)
+    try:
+        found = build(family, stated, scores)
+    except ModelError as error:
+        given = model.pretrained
+        whose = "model" if given is None else f"model.pretrained: {given!r}: config.json"
+        raise ModelError(f"{whose}: {error}") from None
     if found is None:
         return None
     found = replace(found, name=model.pretrained or model.architecture or family)

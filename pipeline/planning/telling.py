@@ -27,6 +27,8 @@ def summary(found: Forecast) -> Iterator[str]:
     if found.copy_bytes:
         copy = "more for a checkpoint written beside training, where there is room"
         host += f"; {found.copy_bytes / GIB:.1f} {copy}"
+    if found.lacking == "host memory":
+        host += ": does not fit"
     yield host
     stay = found.disk_bytes // found.checkpoint_bytes if found.checkpoint_bytes else 0
     yield (
@@ -70,9 +72,9 @@ def memory_rows(found: Forecast) -> Iterator[str]:
             yield f"  {name:<28}{num_bytes / GIB:9.2f} GiB  {bar(num_bytes, there)}"
     peak = f"peak, in the {memory.at}"
     yield f"  {peak:<28}{found.peak / GIB:9.2f} GiB  {bar(found.peak, there)}"
-    sign = "fits" if found.fits else "does not fit"
-    if found.fits != (found.peak <= found.place.memory):
-        sign = f"{memory.spare / GIB:.1f} GiB should be free besides, for what is freed in pieces: {sign}"
+    sign = "fits"
+    if lacking := found.lacking:
+        sign = "does not fit" if lacking == "memory" else f"does not fit: {lacking}"
     share = found.peak / found.place.memory
     yield f"  {'there is':<28}{found.place.memory / GIB:9.2f} GiB  {share:.0%}: {sign}"
     yield from (f"  {line}" for line in remarks(found))

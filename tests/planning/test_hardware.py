@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.planning.hardware import GIB, GPUS, find_gpu, gpu_of_memory, network_rate, this_cpu
+from pipeline.planning.hardware import GIB, GPUS, Gpu, find_gpu, network_rate, this_cpu
+from pipeline.planning.place import place_of
 from pipeline.planning.rates import rates_of
 
 
@@ -50,11 +53,10 @@ def test_an_unknown_card_is_one_line_with_what_to_do(asked):
 
 
 def test_a_memory_alone_tells_no_times():
-    gpu = gpu_of_memory(80)
-    assert gpu.memory == 80 * GIB
-    assert rates_of(gpu, 1e9) is None
-    with pytest.raises(ConfigError, match="--gpu-memory 0"):
-        gpu_of_memory(0)
+    assert rates_of(Gpu("a GPU of 80 GiB", 80 * GIB), 1e9) is None
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="--gpu-memory"):
+            place_of(None, wrong, 1, 1, None, None)
 
 
 def test_a_network_is_of_a_gpu_or_of_a_node():
@@ -70,5 +72,5 @@ def test_a_network_is_of_a_gpu_or_of_a_node():
 
 def test_a_cpu_has_times_where_its_rate_was_measured():
     assert rates_of(this_cpu(4, GIB), 1e9) is None
-    rates = rates_of(this_cpu(4, GIB, 2e11), 1e9)
+    rates = rates_of(replace(this_cpu(4, GIB), measured_flops=2e11), 1e9)
     assert (rates.products, rates.overlap) == (2e11, 0)

@@ -144,6 +144,39 @@ def test_a_file_that_is_there_is_not_written_over_unasked(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", "big"),
+        ("hidden_size", -4096),
+        ("num_attention_heads", 0),
+        ("vocab_size", None),
+        ("head_dim", "a"),
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", True),
+    ],
+)
+def test_a_config_from_elsewhere_with_a_number_that_can_be_none_is_one_line(capsys, tmp_path, name, value):
+    config = {"model_type": "llama", "max_position_embeddings": 2048, name: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    recipe = tmp_path / "recipe.yaml"
+    data = "{kind: text, paths: [python_stdlib], sequence_length: 64}"
+    recipe.write_text(f"max_steps: 1\nmodel: {{kind: causal_lm, pretrained: {tmp_path}}}\ndata: {data}\n")
+    assert main(["plan", "--config", str(recipe), "--gpu", "h100"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"config.json: {name} is {value!r}" in line or f"config.json: the config has no {name}" in line
+
+
+def test_what_there_is_too_little_of_is_named(capsys):
+    offloaded = [*LLAMA_8B, "--deepspeed", str(ROOT / "ds_configs" / "zero3_offload.json"), "--gpu", "h100"]
+    told = plan(capsys, *offloaded, "--gpus", "2", "--host-memory", "100")
+    assert re.search(r"^host .* of 100\.0.*: does not fit$", told, re.M)
+    assert re.search(r"there is .*: does not fit: host memory$", told, re.M)
+    told = plan(capsys, "--host-memory", "0.5")
+    assert re.search(r"there is +0\.50 GiB  \d+%: does not fit$", told, re.M)
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         (["--gpu", "h1000"], "no such GPU"),
