@@ -1,6 +1,6 @@
 """What training reaches of a GPU's data sheet: fitted to published runs (benchmarks/published_speeds.jsonl).
 
-`python benchmarks/calibrate.py` finds these constants again; docs/performance.md has how far they lead.
+`python benchmarks/calibrate.py` fits most of them again; docs/performance.md has how far they lead.
 """
 
 from __future__ import annotations
