@@ -110,11 +110,11 @@ def test_a_dead_runs_folder_goes_at_the_next_start_and_a_living_runs_stays(tmp_p
 @pytest.mark.parametrize(
     ("sections", "ranks", "precision", "needed"),
     [
-        (("offload_optimizer",), (1, 1), "fp32", "16 GB"),
-        (("offload_param",), (1, 1), "fp32", "4 GB"),
-        (("offload_param",), (1, 1), "bf16", "2 GB"),
-        (("offload_optimizer", "offload_param"), (1, 1), "fp16", "18 GB"),
-        (("offload_optimizer", "offload_param"), (8, 4), "bf16", "9 GB"),
+        (("offload_optimizer",), (1, 1), "fp32", "0.016 GB"),
+        (("offload_param",), (1, 1), "fp32", "0.004 GB"),
+        (("offload_param",), (1, 1), "bf16", "0.002 GB"),
+        (("offload_optimizer", "offload_param"), (1, 1), "fp16", "0.018 GB"),
+        (("offload_optimizer", "offload_param"), (8, 4), "bf16", "0.009 GB"),
     ],
 )
 def test_one_line_says_what_the_disk_can_and_what_the_run_needs(
@@ -123,7 +123,7 @@ def test_one_line_says_what_the_disk_can_and_what_the_run_needs(
     caplog.set_level("INFO", logger="pipeline.engine.nvme")
     job = Job(Ranks(0, 0, *ranks), torch.device("cpu"))
     swap = SwapFolder(config(tmp_path, *sections) | {precision: {"enabled": True}}, job)
-    swap.check_space(10**9) if "1 TB free" else None
+    swap.check_space(10**6)
     swap.close()
     line = rf"nvme_path {tmp_path}: \S+ GB/s write, \S+ GB/s read; \S+ GB free, {re.escape(needed)} needed"
     assert re.fullmatch(line, caplog.messages[0])
