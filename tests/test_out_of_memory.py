@@ -95,7 +95,7 @@ def test_a_rank_that_was_killed_for_memory_is_told_as_such(tmp_path, launcher, c
     arguments = ["--config", str(hungry(tmp_path, each=256))]
     ended, text = limited(2560, *words, *arguments)
     assert ended != 0
-    if "is gone" in text:
+    if "is gone" in text:  # else the kernel ended both at once, as it may
         assert ended == code
         assert re.search(r"killed for memory \(exit code -9\): 2 ranks there x \d\.\d GiB; what helps", text)
     if "multi_gpu.sh" in launcher[0]:
