@@ -46,7 +46,7 @@ RUNS = (
     ("qwen3", 6, 320, 864, 8, 256, "single", FP32),
     ("olmo2", 5, 384, 1024, 6, 384, "single", f"{FP32} {FULL}"),
     ("phi3", 4, 384, 1024, 8, 256, "single", FP32),
-    ("llama", 4, 256, 688, 4, 256, "single", f"{BF16} adapter=lora"),
+    ("llama", 4, 256, 688, 4, 256, "single", f"{BF16} adapter.kind=lora"),
     ("qwen2", 4, 320, 864, 2, 256, "single", f"{BF16} batch.gradient_accumulation_steps=3"),
 )
 Run = tuple[str, int, int, int, int, int, str, str]

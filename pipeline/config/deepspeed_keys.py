@@ -176,6 +176,8 @@ RECIPE_OWNS = {
     "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
     "scheduler.params.cos_min_ratio": "schedule.min_learning_rate_ratio",
 }
+ADOPTED = RECIPE_OWNS | {"optimizer.type": "optimizer.kind", "scheduler.type": "schedule.kind"}
+"""What a run takes from a JSON that states it -> the recipe's key."""
 
 # Values of optimizer and scheduler parameters that say what this trainer does anyway; others are refused,
 # since nothing here would read them.

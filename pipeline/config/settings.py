@@ -20,6 +20,7 @@ from pipeline.config.deepspeed_json import (
     load_deepspeed_json,
     resolve_deepspeed,
 )
+from pipeline.config.deepspeed_keys import ADOPTED
 from pipeline.config.extras import refuse_missing
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override, read_yaml
 from pipeline.config.model_schema import CausalLMConfig
@@ -32,6 +33,8 @@ from pipeline.foreign import is_path
 
 # Of two ways to say one thing, the one on the command line takes the place of the other in the file.
 ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
+# Sections that may be written as their kind.
+KIND_ALONE = ("adapter",)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,12 @@ class Settings:
     def deepspeed(self) -> Tree | None:
         """What the JSON says to DeepSpeed; None for plain PyTorch."""
         return None if self.split is None or "torch" in self.split.tree else self.split.tree
+
+    @property
+    def adopted(self) -> dict[str, str]:
+        """Keys by which the JSON says what else the recipe says -> the recipe's key."""
+        tree = {} if self.split is None else self.split.tree
+        return {key: own for key, own in ADOPTED.items() if get_dotted(tree, key) not in (None, "auto")}
 
     def resolve(self, world_size: int, device: Device) -> Resolved:
         """Everything filled in for this many ranks.
@@ -210,6 +219,8 @@ def load_settings(
         )
     file = read_yaml(recipe)
     for parts, value in for_recipe:
+        if len(parts) > 1 and parts[0] in KIND_ALONE and isinstance(kind := file.tree.get(parts[0]), str):
+            file.tree[parts[0]] = {"kind": kind}
         file.override(parts, value)
     _set_aside_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
     split = None

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.loading import parse_override, read_yaml
 from pipeline.config.recipe import ALIASES
 from pipeline.config.reference import _sections
@@ -191,6 +192,14 @@ def sections_in(annotation):
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
     return [section for each in get_args(annotation) for section in sections_in(each)]
+
+
+@pytest.mark.parametrize(
+    "words", [["adapter=lora"], ["adapter.kind=lora"], ["adapter=dora", "adapter.kind=lora"]]
+)
+def test_a_section_that_is_written_as_its_kind_takes_further_keys(load, words):
+    assert load("", "", *words, "adapter.rank=8").adapter == AdapterConfig(kind="lora", rank=8)
+    assert load("name: small", "adapter: lora", "adapter.rank=8").adapter == AdapterConfig(rank=8)
 
 
 def test_an_override_fills_a_section_that_holds_nothing(load):
