@@ -118,7 +118,7 @@ class Changing:
         length = getattr(self.settings.config.data, "sequence_length", None)
         if length and length > 1 and self.shortage.part not in LOADING and not self.is_beside_the_device:
             why = f"now {length}: other rows, another curve"
-            yield Change("shorter rows", (f"data.sequence_length={length // 2}",), None, None, why)
+            yield Change("shorter rows", (f"data.sequence_length={length // 2}",), None, None, why, True)
 
     def _of_states(self) -> Iterator[Change]:
         """What divides weights, gradients and optimizer, or moves them to the host."""
@@ -188,7 +188,7 @@ def changes_of(changing: Changing, planned: Planned | None) -> list[str]:
         missing = max(missing, planned.peak - planned.there)
         known = {each.overrides for each in some}
         some += [each for each in planned.changes if each.overrides not in known]
-    told = [str(change) for change in ranked(some, missing)[:MOST]]
+    told = [str(change) for change in ranked(some, lambda each: (each.gain or 0) >= missing)[:MOST]]
     return told or [*elsewhere(changing.shortage.kind), "a smaller model"]
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.loading import parse_override
+from pipeline.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
 
@@ -22,6 +27,8 @@ class Change:
     """A step takes so many times as long; None: not known."""
     why: str
     """What else it changes, such as the curve; empty: nothing."""
+    other_curve: bool = False
+    """Whether the loss follows another one then."""
 
     def __str__(self) -> str:
         gain = [] if self.gain is None else [f"-{size(self.gain)}"]
@@ -31,22 +38,33 @@ class Change:
         )
 
 
-def ranked(changes: Sequence[Change], missing: int) -> list[Change]:
-    """Those that are enough by themselves first, the cheapest of them at the front; then by what they gain,
-    and last what is not known, as it comes.
+def ranked(changes: Iterable[Change], enough: Callable[[Change], bool]) -> list[Change]:
+    """Those that are enough by themselves first, the cheapest of them at the front; then by what they gain;
+    of both those behind the others that give another curve. Last what is not known, as it comes.
 
     Args:
-        missing: Bytes, at the least.
+        enough: Of a change whose gain is known.
     """
 
-    def key(change: Change) -> tuple[int, float]:
+    def key(change: Change) -> tuple[int, bool, float]:
         if change.gain is None:
-            return 2, 0.0
-        if change.gain >= missing:
-            return 0, change.slower or 1.0
-        return 1, -float(change.gain)
+            return 2, False, 0.0
+        if enough(change):
+            return 0, change.other_curve, change.slower or 1.0
+        return 1, change.other_curve, -float(change.gain)
 
     return sorted(changes, key=key)
+
+
+def word(key: str, value: Any) -> str:
+    """`key=value`, as the command line reads it."""
+    if isinstance(value, str):
+        try:
+            is_plain = parse_override(f"{key}={value}")[1] == value
+        except ConfigError:
+            is_plain = False
+        return f"{key}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
+    return f"{key}={json.dumps(value)}"
 
 
 def size(num_bytes: float) -> str:

@@ -13,7 +13,7 @@ from pipeline.config.loading import get_dotted
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.errors import PipelineError
-from pipeline.planning.changes import Change
+from pipeline.planning.changes import Change, ranked
 from pipeline.planning.forecast import Forecast
 
 FILES = Path("ds_configs")
@@ -32,8 +32,12 @@ def proposals(settings: Settings, resolved: Resolved) -> Iterator[Change]:
 
 
 def _change(name: str, words: tuple[str, ...], why: str = "") -> Change:
-    """Not yet tried."""
-    return Change(name, words, None, None, why)
+    """Not yet tried.
+
+    Args:
+        why: The loss follows another curve; empty: the same one.
+    """
+    return Change(name, words, None, None, why, bool(why))
 
 
 def _batches(plan: BatchPlan) -> Iterator[Change]:
@@ -160,7 +164,9 @@ def _other_curves(settings: Settings) -> Iterator[Change]:
     if not isinstance(config.model, CausalLMConfig):
         return
     if config.adapter is None and config.model.pretrained is not None:
-        yield _change("train an adapter", ("adapter=lora",), why="another curve, and another learning rate")
+        yield _change(
+            "train an adapter", ("adapter.kind=lora",), why="another curve, and another learning rate"
+        )
     elif config.adapter is not None and config.adapter.quantize is None:
         yield _change("hold the base in 4 bits", ("adapter.quantize=nf4",), why="the curve of a rounded base")
 
@@ -177,15 +183,18 @@ def helpful(
     found = list(_tried(settings, now, forecast))
     if now.fits:
         faster = [
-            change for change, after in found if after.fits and _slower(change) < FASTER and not change.why
+            change
+            for change, after in found
+            if after.fits and _slower(change) < FASTER and not change.other_curve
         ]
         return sorted(faster, key=_slower)[:most]
-    return [change for change, _ in sorted(_less(found, now), key=lambda pair: _order(*pair))[:most]]
+    enough = {change for change, after in found if after.fits}
+    return ranked((change for change, _ in _less(found, now)), enough.__contains__)[:most]
 
 
 def smaller(settings: Settings, now: Forecast, forecast: Callable[[Settings], Forecast]) -> list[Change]:
     """Those that hold less, whether it was expected to fit or not, and follow the same curve."""
-    return [each for each, _ in _less(_tried(settings, now, forecast), now) if not each.why]
+    return [each for each, _ in _less(_tried(settings, now, forecast), now) if not each.other_curve]
 
 
 def _tried(
@@ -204,7 +213,3 @@ def _less(found: Iterable[tuple[Change, Forecast]], now: Forecast) -> list[tuple
 
 def _slower(change: Change) -> float:
     return 1.0 if change.slower is None else change.slower
-
-
-def _order(change: Change, after: Forecast) -> tuple[bool, bool, float]:
-    return not after.fits, bool(change.why), _slower(change) if after.fits else -float(change.gain or 0)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.planning.changes import Change, ranked
+import shlex
+
+import pytest
+
+from pipeline.config.loading import parse_override
+from pipeline.planning.changes import Change, ranked, word
 
 GIB = 2**30
 
@@ -17,4 +22,33 @@ def test_it_is_told_by_its_words_its_gain_and_its_price():
 def test_what_is_enough_stands_first_the_cheapest_of_it_at_the_front():
     slow, fast = Change("slow", ("a=1",), 9, 2.0, ""), Change("fast", ("b=1",), 8, 1.1, "")
     little, unknown = Change("little", ("c=1",), 2, 1.0, ""), Change("unknown", ("d=1",), None, None, "")
-    assert ranked([unknown, little, slow, fast], 7) == [fast, slow, little, unknown]
+    other = Change("other", ("e=1",), 9, 1.0, "shorter rows", other_curve=True)
+    less = Change("less", ("f=1",), 3, 1.0, "shorter rows", other_curve=True)
+    told = ranked([unknown, less, little, other, slow, fast], lambda each: (each.gain or 0) >= 7)
+    assert told == [fast, slow, other, little, less, unknown]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        False,
+        True,
+        1,
+        3e-4,
+        "full",
+        "my run",
+        "1e3",
+        "null",
+        "yes",
+        "a: b",
+        "#1",
+        "",
+        [0.9, 0.95],
+        {"a": None},
+    ],
+)
+def test_a_word_is_read_as_what_it_was_made_of(value):
+    assert parse_override(word("model.key", value)) == (["model", "key"], value)
+    (again,) = shlex.split(shlex.join([word("model.key", value)]))
+    assert parse_override(again)[1] == value
