@@ -27,7 +27,8 @@ from pipeline.planning.model import Model
 from pipeline.planning.place import Place, place_of
 from pipeline.planning.proposals import helpful
 from pipeline.planning.shapes import model_of
-from pipeline.planning.suggest import suggest, write
+from pipeline.planning.suggest import suggest
+from pipeline.planning.suggested import text_beside, write
 from pipeline.planning.telling import GIB, as_json, change_rows, memory_rows, scaling_rows, summary, time_rows
 
 HELP = "say what a run takes (memory, time, disk) without a GPU, and what to change"
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
     model = _model(settings)
     settings = _with_a_micro_batch(settings, model, place, history)
     if arguments.suggest is not None:
-        _suggest(settings, model, place, arguments)
+        _suggest(settings, model, place, history, arguments)
     elif arguments.longest or arguments.largest:
         _limits(settings, model, place, arguments)
     else:
@@ -175,8 +176,11 @@ def _scaling(settings: Settings, model: Model, place: Place, history: History | 
     return found
 
 
-def _suggest(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
-    found = suggest(settings, model, place)
+def _suggest(
+    settings: Settings, model: Model, place: Place, history: History | None, arguments: argparse.Namespace
+) -> None:
+    text_beside(arguments.suggest, arguments.force)  # before a search of seconds
+    found = suggest(settings, model, place, history)
     command = f"python -m pipeline {shlex.join(sys.argv[1:])}"
     why = write(found, arguments.suggest, arguments.config, command, arguments.force)
     if arguments.json:

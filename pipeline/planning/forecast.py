@@ -121,7 +121,7 @@ class Forecast:
 
 
 Holding = tuple[States, Buffers]
-"""Of the fullest rank: what no micro-batch and no recomputation changes."""
+"""Of the fullest rank: what no recomputation changes."""
 
 
 def forecast(settings: Settings, model: Model, place: Place, history: History | None = None) -> Forecast:

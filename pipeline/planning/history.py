@@ -70,26 +70,34 @@ class History:
 
     def __init__(self, folder: Path):
         self._path = folder / FILE
+        self._known: list[Measured] | None = None
 
     def correction(self, kind: Kind) -> Correction:
         """By the newest runs of this kind; without one there is none."""
-        found = [each for each in self._read() if each.kind == kind][-RECENT:]
+        found = [each for each in self._runs() if each.kind == kind][-RECENT:]
         memory, speed = (_mean(getattr(each, name) for each in found) for name in ("memory", "speed"))
         return Correction(memory or 1.0, speed or 1.0, len(found))
 
     def flops(self, device: str) -> float | None:
         """A second of a rank, that runs on this device reached; None: none did yet."""
-        found = [each.flops for each in self._read() if each.kind.device == device and each.flops]
+        found = [each.flops for each in self._runs() if each.kind.device == device and each.flops]
         return max(found[-RECENT:], default=None)
 
     def add(self, measured: Measured) -> None:
         """Nothing is said where it cannot be written: a plan is right enough without."""
+        self._known = None
         lines = [json.dumps(asdict(each)) for each in [*self._read(), measured]][-MOST_LINES:]
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part = self._path.with_suffix(".part")
             part.write_text("\n".join(lines) + "\n", "utf-8")
             part.replace(self._path)
+
+    def _runs(self) -> list[Measured]:
+        """Read once: a search asks for hundreds of corrections."""
+        if self._known is None:
+            self._known = list(self._read())
+        return self._known
 
     def _read(self) -> Iterator[Measured]:
         with suppress(OSError):

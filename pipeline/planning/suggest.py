@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.batch import BatchPlan
-from pipeline.config.loading import ConfigFile, Tree
+from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import BatchConfig
-from pipeline.config.settings import Settings
+from pipeline.config.settings import Resolved, Settings
 from pipeline.errors import ConfigError
+from pipeline.planning.changes import word
 from pipeline.planning.forecast import Forecast, Holding, forecast_of, holding_of
+from pipeline.planning.history import History
 from pipeline.planning.model import Model
 from pipeline.planning.place import Place
 
@@ -31,7 +32,7 @@ class Candidate:
 
     json: Tree
     overrides: tuple[str, ...]
-    """Of the recipe: batch and recomputation."""
+    """Of the recipe: those that were typed, then batch and recomputation."""
     found: Forecast
     seconds: float
     """Of a step."""
@@ -46,14 +47,17 @@ class Suggestion:
     fitting: int
 
 
-def suggest(settings: Settings, model: Model, place: Place) -> Suggestion:
+def suggest(settings: Settings, model: Model, place: Place, history: History | None = None) -> Suggestion:
     """The fastest that fits, with the global batch of the recipe. Nothing that fits is both faster and
     smaller.
+
+    Args:
+        history: None: nothing is corrected.
 
     Raises:
         ConfigError: nothing fits, or it is not known what would.
     """
-    fitting, tried = fitting_splits(settings, model, place)
+    fitting, tried = fitting_splits(settings, model, place, history)
     if (found := choose(fitting, tried)) is not None:
         return found
     if not tried:
@@ -63,7 +67,7 @@ def suggest(settings: Settings, model: Model, place: Place) -> Suggestion:
         )
     raise ConfigError(
         f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {place}; take more GPUs, "
-        "more memory, an adapter (adapter=lora), or a shorter data.sequence_length"
+        "more memory, an adapter (adapter.kind=lora), or a shorter data.sequence_length"
     )
 
 
@@ -76,24 +80,27 @@ def choose(fitting: list[Candidate], tried: int) -> Suggestion | None:
     return Suggestion(best, tried, len(fitting))
 
 
-def fitting_splits(settings: Settings, model: Model, place: Place) -> tuple[list[Candidate], int]:
+def fitting_splits(
+    settings: Settings, model: Model, place: Place, history: History | None = None
+) -> tuple[list[Candidate], int]:
     """Every split that fits, and how many were tried: of which memory and time are known. Of those that
     differ in rows alone, a smaller one is tried first: more rows hold more.
     """
-    total = _global_batch(settings, place)
+    total, typed = _global_batch(settings, place), _typed(settings)
+    on_cpu = place.device.kind == "cpu"
     fitting: list[Candidate] = []
     tried = 0
     for tree in _splits(place, model):
-        known: dict[bool, Holding] = {}  # by whether gradients are added up over several micro-batches
+        known: dict[tuple[int, int], Holding] = {}
         for recomputation in _recomputations(settings):
             for batch in _batches(tree, total, place):
                 try:
                     changed = _with(settings, tree, recomputation, batch)
                     resolved = changed.resolve(place.ranks, place.device)
-                    adds = resolved.plan.gradient_accumulation_steps > 1
-                    if adds not in known:
-                        known[adds] = holding_of(model, changed.config, resolved, False)
-                    found = forecast_of(changed.config, resolved, model, place, holding=known[adds])
+                    same = _same_holding(resolved)
+                    if same not in known:
+                        known[same] = holding_of(model, changed.config, resolved, on_cpu)
+                    found = forecast_of(changed.config, resolved, model, place, history, known[same])
                 except ConfigError:
                     break
                 if found.time is None or not found.memory.is_complete:
@@ -101,9 +108,17 @@ def fitting_splits(settings: Settings, model: Model, place: Place) -> tuple[list
                 tried += 1
                 if not found.fits:
                     break
-                words = (*_as_words(recomputation, "model."), *_as_words(batch, "batch."))
-                fitting.append(Candidate(tree, words, found, found.time.seconds))
+                words = (*_differing(recomputation, settings), *_as_words(batch, "batch"))
+                fitting.append(Candidate(tree, (*typed, *words), found, found.time.seconds))
     return fitting, tried
+
+
+def _same_holding(resolved: Resolved) -> tuple[int, int]:
+    """Of the batch what states and buffers depend on: stages hold rows on their way to others; else it counts
+    whether gradients are added up.
+    """
+    rows, steps = resolved.plan.micro_batch_size, resolved.plan.gradient_accumulation_steps
+    return (rows, steps) if resolved.split.pipeline_stages > 1 else (0, min(steps, 2))
 
 
 def _global_batch(settings: Settings, place: Place) -> int:
@@ -118,7 +133,10 @@ def _splits(place: Place, model: Model) -> Iterator[Tree]:
     """The JSON of every split over the ranks, and of every offload."""
     auto = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     auto["gradient_clipping"] = "auto"
-    half: dict[str, Any] = {"bf16": {"enabled": True}} if place.device.bf16 else {"fp16": {"enabled": True}}
+    precision = (
+        "bf16" if place.device.bf16 else "fp16" if place.device.fp16 else None
+    )  # a CPU may have neither
+    half: Tree = {} if precision is None else {precision: {"enabled": True}}
     for cut in _cuts(place, model):
         for zero in _zeros(place, cut):
             yield {**auto, **cut, "zero_optimization": zero, **half}
@@ -199,51 +217,19 @@ def _with(settings: Settings, tree: Tree, model: dict[str, Any], batch: dict[str
 
 
 def _as_words(values: dict[str, Any], section: str) -> tuple[str, ...]:
-    """As overrides; what says nothing is left out."""
-    return tuple(
-        f"{section}{key}={json.dumps(value) if isinstance(value, bool) else value}"
-        for key, value in values.items()
-        if value not in (None, False)
-    )
+    return tuple(word(f"{section}.{key}", value) for key, value in values.items())
 
 
-def write(suggestion: Suggestion, path: Path, recipe: Path, command: str, force: bool = False) -> Path:
-    """The JSON, and beside it a text that says why.
+def _differing(values: dict[str, Any], settings: Settings) -> tuple[str, ...]:
+    """As overrides of the model, where the recipe says something else."""
+    model = settings.config.model
+    return _as_words({key: value for key, value in values.items() if value != getattr(model, key)}, "model")
 
-    Args:
-        recipe: What is trained.
-        command: That was typed to find it.
-        force: Whether files that are there are written over.
 
-    Returns:
-        The path of the text.
-
-    Raises:
-        ConfigError: it cannot be written there, or is there already.
-    """
-    best = suggestion.best
-    found, time = best.found, best.found.time
-    assert time is not None
-    why = path.with_suffix(".txt")
-    words = " ".join(best.overrides)
-    text = f"""\
-{path.name}: the fastest of {suggestion.fitting:,} splits that fit, of {suggestion.tried:,} tried.
-
-{found.resolved.split}; {found.place}
-{found.resolved.plan}
-memory of the fullest rank: {found.peak / 2**30:.1f} of {found.place.memory / 2**30:.1f} GiB
-host memory of a machine: {found.host_bytes / 2**30:.0f} GiB
-a step: {time.seconds:.2f} s, {time.tokens_per_second * time.gpus:,.0f} tokens/s
-
-Found by: {command}
-To train with it: deepspeed launch/train.py --config {recipe} --deepspeed {path} {words}
-"""
-    for each in () if force else (path, why):
-        if each.exists():
-            raise ConfigError(f"--suggest {path}: {each} is there already; name another file, or add --force")
-    try:
-        path.write_text(json.dumps(best.json, indent=2) + "\n", "utf-8")
-        why.write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(f"--suggest {path}: {error.strerror or error}") from None
-    return why
+def _typed(settings: Settings) -> tuple[str, ...]:
+    """The command's own overrides, and what a run takes from the JSON that the suggested one stands for."""
+    own = [each for each in settings.overrides if parse_override(each)[0][0] not in ("ds", "engine")]
+    said = settings.config.model_dump(mode="json")
+    of_json = [key for key in settings.adopted.values() if not key.startswith("batch.")]
+    own += [word(key, get_dotted(said, key)) for key in dict.fromkeys(of_json)]
+    return tuple(own)

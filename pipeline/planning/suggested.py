@@ -1,0 +1,79 @@
+"""What is suggested, on the disk: the JSON, and a text that says why, and how to train with it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from pipeline.config.settings import load_settings
+from pipeline.errors import ConfigError
+from pipeline.planning.suggest import Suggestion
+
+
+def text_beside(path: Path, force: bool) -> Path:
+    """Where it is said why the JSON is what it is.
+
+    Args:
+        force: Whether files that are there are written over.
+
+    Raises:
+        ConfigError: it would be the JSON itself, or one of the two is there already.
+    """
+    if not path.name or path.suffix.lower() == ".txt":
+        raise ConfigError(
+            f"--suggest {path}: the split is a JSON, beside which a .txt says why; name a .json file"
+        )
+    why = path.with_suffix(".txt")
+    for each in () if force else (path, why):
+        if each.exists():
+            raise ConfigError(f"--suggest {path}: {each} is there already; name another file, or add --force")
+    return why
+
+
+def write(suggestion: Suggestion, path: Path, recipe: Path, command: str, force: bool = False) -> Path:
+    """The JSON, and beside it a text that says why.
+
+    Args:
+        recipe: What is trained.
+        command: That was typed to find it.
+        force: Whether files that are there are written over.
+
+    Returns:
+        The path of the text.
+
+    Raises:
+        ConfigError: it cannot be written there, or is there already.
+    """
+    best = suggestion.best
+    found, time = best.found, best.found.time
+    assert time is not None
+    why = text_beside(path, force)
+    words = ["--config", str(recipe), "--deepspeed", str(path), *best.overrides]
+    text = f"""\
+{path.name}: the fastest of {suggestion.fitting:,} splits that fit, of {suggestion.tried:,} tried.
+
+{found.resolved.split}; {found.place}
+{found.resolved.plan}
+memory of the fullest rank: {found.peak / 2**30:.1f} of {found.place.memory / 2**30:.1f} GiB
+host memory of a machine: {found.host_bytes / 2**30:.0f} GiB
+a step: {time.seconds:.2f} s, {time.tokens_per_second * time.gpus:,.0f} tokens/s
+
+Found by: {command}
+To train with it: deepspeed launch/train.py {shlex.join(words)}
+"""
+    try:
+        path.write_text(json.dumps(best.json, indent=2) + "\n", "utf-8")
+        why.write_text(text + _refused(recipe, path, best.overrides), "utf-8")
+    except OSError as error:
+        raise ConfigError(f"--suggest {path}: {error.strerror or error}") from None
+    return why
+
+
+def _refused(recipe: Path, path: Path, words: tuple[str, ...]) -> str:
+    """What has to be changed first, such as a section that a JSON takes the place of; empty: nothing."""
+    try:
+        load_settings(recipe, path, words)
+    except ConfigError as error:
+        return f"That is refused as it stands: {error}\n"
+    return ""
