@@ -14,14 +14,13 @@ from pipeline.commands.inputs import add_overrides
 from pipeline.config.settings import Settings, load_settings
 from pipeline.errors import ConfigError
 from pipeline.planning.forecast import Forecast, forecast, largest_that_fits
+from pipeline.planning.hardware import NETWORK_HELP
 from pipeline.planning.history import History, history_of
 from pipeline.planning.limits import (
+    Limit,
     largest_micro_batch,
     largest_model,
     longest_sequence,
-    words_of_length,
-    words_of_rows,
-    words_of_size,
 )
 from pipeline.planning.model import Model
 from pipeline.planning.place import Place, place_of
@@ -40,7 +39,6 @@ EPILOG = """\
   python -m pipeline plan --config RECIPE.yaml --gpu-memory 80 --gpus 8 --nodes 2 --suggest split.json
 """
 SUGGESTED = "suggested.json"
-NETWORK = "Gbit/s between machines of each GPU's network card, or 100/node for one that they share"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="what one GPU has")
     parser.add_argument("--gpus", type=_positive, metavar="N", default=1, help="of one machine (default: 1)")
     parser.add_argument("--nodes", type=_positive, metavar="N", default=1, help="machines (default: 1)")
-    parser.add_argument("--network", metavar="GBIT", help=NETWORK)
+    parser.add_argument("--network", metavar="GBIT", help=NETWORK_HELP)
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="of one machine")
     asked = parser.add_mutually_exclusive_group()
     suggested = f"find the fastest split that fits, and write it (default: {SUGGESTED})"
@@ -104,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.suggest is not None:
         _suggest(settings, model, place, history, arguments)
     elif arguments.longest or arguments.largest:
-        _limits(settings, model, place, arguments)
+        _limits(settings, model, place, history, arguments)
     else:
         _plan(settings, model, place, history, arguments)
 
@@ -170,7 +168,8 @@ def _scaling(settings: Settings, model: Model, place: Place, history: History | 
     found = []
     for count in sorted(counts):
         try:
-            found.append(forecast(settings, model, place.with_gpus(count), history))
+            if (there := place.with_gpus(count)).ranks == count:  # else machines are not filled evenly
+                found.append(forecast(settings, model, there, history))
         except ConfigError:
             continue
     return found
@@ -190,39 +189,44 @@ def _suggest(
     print(why.read_text("utf-8"), end="")
 
 
-Find: TypeAlias = Callable[[Settings, Model, Place], Forecast | None]
-Words: TypeAlias = Callable[[Forecast], str]
-LIMITS: dict[str, tuple[Find, Words]] = {
-    "longest sequence": (longest_sequence, words_of_length),
-    "largest micro-batch": (largest_micro_batch, words_of_rows),
-    "largest model": (largest_model, words_of_size),
+Find: TypeAlias = Callable[[Settings, Model, Place, History | None], Limit]
+LIMITS: dict[str, dict[str, Find]] = {
+    "--longest": {"longest sequence": longest_sequence},
+    "--largest": {"largest micro-batch": largest_micro_batch, "largest model": largest_model},
 }
-"""What can be as large as fits: who finds it, and its words for the command line."""
+"""What can be as large as fits, by the option, and who finds it."""
 
 
-def _limits(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
-    names = ["longest sequence"] if arguments.longest else ["largest micro-batch", "largest model"]
+def _limits(
+    settings: Settings, model: Model, place: Place, history: History | None, arguments: argparse.Namespace
+) -> None:
+    option = "--longest" if arguments.longest else "--largest"
     if not forecast(settings, model, place).memory.is_complete:
-        option = "--longest" if arguments.longest else "--largest"
         raise ConfigError(
             f"{option}: what activations take is not known of {model.name}, computed so; without the option "
             "the plan says what is known"
         )
-    told: dict[str, Any] = {}
-    for name in names:
-        find, words = LIMITS[name]
-        found = find(settings, model, place)
-        told[name] = found and {
-            "overrides": words(found),
-            "parameters": found.model.numel,
-            "peak_bytes": found.peak,
-        }
+    limits = {name: find(settings, model, place, history) for name, find in LIMITS[option].items()}
     if arguments.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps({name: _as_json(limit) for name, limit in limits.items()}, indent=2))
         return
-    for name, each in told.items():
-        text = f"none fits on {place}"
-        if each is not None:
-            size = f"{each['parameters']:,} parameters, {each['peak_bytes'] / GIB:.1f} GiB"
-            text = f"{each['overrides']}   ({size})"
-        print(f"{name:<20}  {text}")
+    for name, limit in limits.items():
+        print(f"{name:<20}  {_as_text(limit, place)}")
+
+
+def _as_json(limit: Limit) -> dict[str, Any]:
+    found = limit.found
+    return {
+        "overrides": limit.words,
+        "parameters": found and found.model.numel,
+        "peak_bytes": found and found.peak,
+        "stops": limit.stops or "memory",
+    }
+
+
+def _as_text(limit: Limit, place: Place) -> str:
+    found = limit.found
+    if found is None:
+        return f"none fits on {place}" if not limit.stops else f"none: {limit.stops}"
+    size = [f"{found.model.numel:,} parameters", f"{found.peak / GIB:.1f} GiB"]
+    return f"{shlex.join(limit.words)}   ({'; '.join([', '.join(size), *filter(None, [limit.stops])])})"

@@ -10,11 +10,14 @@ from typing import Any
 
 import yaml
 
+from pipeline.config.model_schema import FIELDS
 from pipeline.errors import ModelError
 from pipeline.planning.model import Dimensions, Model, Parameter
 
 TEMPLATES = Path(__file__).with_name("families.yaml")
 OUTPUT_LAYER = "lm_head."
+OF_ALL_FAMILIES = ("head_dim", "tie_word_embeddings")
+"""What shapes follow from in each."""
 MOST = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31}
 """What a recipe may say at the most; of other numbers 2**24."""
 
@@ -31,6 +34,20 @@ def standard_words(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in the words that most families share: `n_embd` is `hidden_size`."""
     words = families()[family].get("words", {})
     return {words.get(key, key): value for key, value in config.items()}
+
+
+def shaping(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a config shapes follow from, besides the sizes that a recipe has words for, and the family's
+    defaults do not say.
+    """
+    template, stated = families()[family], standard_words(family, config)
+    defaults, lines = template["defaults"], f"{template['outside']}{template['block']}"
+    keys = {*defaults, *template.get("only", {}), *re.findall(r"\? (\w+)", lines), *OF_ALL_FAMILIES}
+    return {
+        key: stated[key]
+        for key in sorted(keys - {*FIELDS.values()})
+        if key in stated and stated[key] != defaults.get(key) and (stated[key] or key in defaults)
+    }
 
 
 def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) -> Model | None:

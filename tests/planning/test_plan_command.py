@@ -12,9 +12,19 @@ import pytest
 from support.launch import ROOT
 
 from pipeline.__main__ import main
+from pipeline.config.adapter_schema import AdapterConfig
+from pipeline.config.schema import cache_folder
+from pipeline.config.settings import load_settings
+from pipeline.config.split import Device
+from pipeline.models.counted import count
+from pipeline.planning.history import History, Kind, Measured
+from pipeline.planning.place import place_of
+from pipeline.planning.proposals import proposals
+from pipeline.planning.shapes import model_of
 
 LLAMA_8B = ["--config", str(ROOT / "launch" / "recipes" / "llama_8b.yaml")]
 ZERO3 = ["--deepspeed", str(ROOT / "ds_configs" / "zero3.json")]
+CNN = str(ROOT / "launch" / "recipes" / "digits_cnn.yaml")
 ON_8 = [*LLAMA_8B, *ZERO3, "--gpu", "h100", "--gpus", "8"]
 
 
@@ -76,29 +86,155 @@ def test_what_does_not_fit_is_told_what_to_change_and_each_change_helps(capsys):
     assert plan_json(capsys, *tight, *now["changes"][0]["overrides"])["memory"]["fits"] is True
 
 
-def test_the_longest_rows_fit_and_longer_ones_do_not(capsys):
-    words = json.loads(plan(capsys, *ON_8, "--longest", "--json"))["longest sequence"]["overrides"]
-    length = int(words.rpartition("=")[2])
-    one_row = [*ON_8, "batch.micro_batch_size=1", "batch.gradient_accumulation_steps=1"]
-    assert plan_json(capsys, *one_row, f"data.sequence_length={length}")["memory"]["fits"] is True
-    assert plan_json(capsys, *one_row, f"data.sequence_length={length + 128}")["memory"]["fits"] is False
+def limits(capsys, *words):
+    return json.loads(plan(capsys, *words, "--json"))
 
 
-def test_the_largest_batch_and_model_fit_and_larger_ones_do_not(capsys):
-    told = json.loads(plan(capsys, *ON_8, "--largest", "--json"))
-    rows = int(told["largest micro-batch"]["overrides"].rpartition("=")[2])
-    once = "batch.gradient_accumulation_steps=1"
-    for more, fits in ((0, True), (1, False)):
-        words = [*ON_8, once, f"batch.micro_batch_size={rows + more}"]
-        assert plan_json(capsys, *words)["memory"]["fits"] is fits
-    model = [*told["largest model"]["overrides"].split(), once, "batch.micro_batch_size=1"]
-    found = plan_json(capsys, *ON_8, *model)
+def with_number(words, more):
+    """The words with so much more in the first of them."""
+    key, _, number = words[0].partition("=")
+    return [f"{key}={int(number) + more}", *words[1:]]
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "step"),
+    [("--longest", "longest sequence", 128), ("--largest", "largest micro-batch", 1)],
+)
+def test_as_much_as_is_told_fits_by_its_words_and_more_does_not(capsys, option, name, step):
+    """Whatever the recipe, the command and the JSON said of the batch."""
+    given = [*ON_8, "batch.global_batch_size=128", "ds.train_batch_size=128"]
+    told = limits(capsys, *given, option)[name]
+    found = plan_json(capsys, *given, *told["overrides"])
+    assert found["memory"]["peak_bytes"] == told["peak_bytes"]
     assert found["memory"]["fits"] is True
-    assert found["model"]["parameters"] == told["largest model"]["parameters"]
+    assert found["batch"]["gradient_accumulation_steps"] == 1
+    assert told["stops"] == "memory"
+    more = plan_json(capsys, *given, *with_number(told["overrides"], step))
+    assert more["memory"]["fits"] is False
+
+
+@pytest.mark.parametrize("split", ["zero3", "tensor2", "sequence2"])
+def test_the_largest_model_fits_by_its_words_and_a_larger_one_does_not(capsys, split):
+    """Also where ranks divide the heads, of which not every number can be divided."""
+    given = [
+        *LLAMA_8B,
+        "--deepspeed",
+        str(ROOT / "ds_configs" / f"{split}.json"),
+        "--gpu",
+        "h100",
+        "--gpus",
+        "8",
+    ]
+    told = limits(capsys, *given, "--largest")["largest model"]
+    found = plan_json(capsys, *given, *told["overrides"])
+    assert found["memory"]["fits"] is True
+    assert found["memory"]["peak_bytes"] == told["peak_bytes"]
+    assert found["model"]["parameters"] == told["parameters"]
+    sizes = dict(word.split("=") for word in told["overrides"])
+    heads, step = int(sizes["model.num_key_value_heads"]), 1 if split == "zero3" else 2
+    by = {
+        "hidden_size": 512,
+        "intermediate_size": 1792,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_key_value_heads": 1,
+    }
+    larger = [f"model.{key}={each * (heads + step)}" for key, each in by.items()]
+    assert plan_json(capsys, *given, *told["overrides"], *larger)["memory"]["fits"] is False
+
+
+def test_what_ends_a_search_in_place_of_memory_is_told(capsys):
+    tiny = [*LLAMA_8B, "--gpu", "b200", "--gpus", "8", "--nodes", "1000", *ZERO3, "model.hidden_size=64"]
+    tiny += [
+        "model.intermediate_size=128",
+        "model.num_heads=2",
+        "model.num_key_value_heads=2",
+        "data.sequence_length=2",
+    ]
+    told = limits(capsys, *tiny, "--largest")
+    assert {each["stops"] for each in told.values()} == {"more is not tried"}
+    assert "more is not tried" in plan(capsys, *tiny, "--largest").splitlines()[0]
+    cnn = ["--config", CNN, "--gpu", "a100"]
+    assert plan(capsys, *cnn, "--largest").splitlines()[1].endswith("none: how cnn would grow is not known")
+
+
+def test_in_place_of_pretrained_weights_the_largest_model_is_a_new_one(capsys, tmp_path):
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    shapes = {
+        "intermediate_size": 1024,
+        "vocab_size": 1000,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    }
+    config = {"model_type": "llama", "max_position_embeddings": 2048, **sizes, **shapes}
+    given = ["--config", str(pretrained(tmp_path, config)), "--gpu", "h100", "engine.precision=bf16"]
+    told = limits(capsys, *given, "--largest")["largest model"]
+    found = plan_json(capsys, *given, *told["overrides"])
+    assert found["model"]["parameters"] == told["parameters"] > 10**9
+    assert found["memory"]["peak_bytes"] == told["peak_bytes"]
+    settings = load_settings(given[1], None, told["overrides"])
+    assert settings.config.model.extra == {"attention_bias": True, "tie_word_embeddings": True}
+    assert settings.config.data.tokenizer.pretrained == str(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_words_for_the_largest_model_are_those_of_its_family(capsys, tmp_path, family):
+    """Not every one has a word for key-value heads; a model can be built by them, of that many parameters."""
+    recipe = tmp_path / "recipe.yaml"
+    sizes = "hidden_size: 64, num_layers: 2, num_heads: 2"
+    model = f"{{kind: causal_lm, architecture: {family}, {sizes}}}"
+    data = "{kind: text, paths: [python_stdlib], sequence_length: 64}"
+    recipe.write_text(f"max_steps: 1\nmodel: {model}\ndata: {data}\n")
+    given = ["--config", str(recipe), "--gpu", "h100", "--gpu-memory", "3", "engine.precision=fp32"]
+    told = limits(capsys, *given, "--largest")["largest model"]
+    changed = load_settings(recipe, None, ["engine.precision=fp32", *told["overrides"]])
+    assert count(changed.config).numel == told["parameters"] > 10**7
+
+
+def pretrained(folder, config):
+    """A recipe that starts from this folder's weights."""
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    recipe = folder / "recipe.yaml"
+    data = "{kind: text, paths: [python_stdlib]}"
+    recipe.write_text(f"max_steps: 1\nmodel: {{kind: causal_lm, pretrained: {folder}}}\ndata: {data}\n")
+    return recipe
+
+
+def test_an_adapter_is_proposed_in_words_that_further_ones_can_follow(tmp_path):
+    config = {"model_type": "llama", "hidden_size": 512}
+    settings = load_settings(pretrained(tmp_path, config), None, ["engine.precision=bf16"])
+    found = proposals(settings, settings.resolve(1, Device("cuda", bf16=True, fp16=True)))
+    (change,) = [each for each in found if each.name == "train an adapter"]
+    assert change.other_curve
+    adapted = settings.followed_by([*change.overrides, "adapter.rank=8"])
+    assert adapted.config.adapter == AdapterConfig(kind="lora", rank=8)
+
+
+@pytest.mark.parametrize("option", ["--longest", "--largest"])
+def test_what_runs_here_took_corrects_how_far_one_can_go(capsys, tmp_path, option):
+    given = [*ON_8, f"data.cache_dir={tmp_path}"]
+    settings = load_settings(given[1], given[3], given[-1:])
+    place = place_of("h100", None, 8, 1, None, None)
+    kind = Kind.of(place.gpu.name, model_of(settings.config), settings.resolve(8, place.device))
+    History(cache_folder(settings.config)).add(Measured(kind, memory=1.5, speed=None, flops=None))
+    plain = limits(capsys, *given, option)
+    assert main(["plan", *given, option, "--json"]) in (0, None)
+    corrected = json.loads(capsys.readouterr().out)
+    for name, told in corrected.items():
+        assert told["overrides"] != plain[name]["overrides"]
+        found = plan_json(capsys, *given, *told["overrides"])
+        assert told["peak_bytes"] == pytest.approx(1.5 * found["memory"]["peak_bytes"], rel=1e-6)
+
+
+def test_gpus_that_would_not_fill_machines_evenly_are_left_out(capsys):
+    given = [*LLAMA_8B, *ZERO3, "--gpu", "h100", "--gpus", "3", "--nodes", "2"]
+    told = plan_json(capsys, *given)["scaling"]
+    assert [each["gpus"] for each in told] == [1, 2, 6]
 
 
 def test_a_model_of_ones_own_is_counted(capsys):
-    recipe = ["--config", str(ROOT / "launch" / "recipes" / "digits_cnn.yaml")]
+    recipe = ["--config", CNN]
     told = plan_json(capsys, *recipe, "--gpu", "a100")
     assert told["model"]["parameters"] == 21_386
     assert told["memory"]["parts_bytes"]["activations"] > 0
@@ -118,18 +254,15 @@ def test_auto_is_planned_with_the_largest_micro_batch_that_fits(capsys):
 def test_words_for_the_longest_rows_are_accepted_by_a_run(capsys, tmp_path):
     """Where the recipe or pretrained weights say how many positions there are."""
     stated = [*ON_8, "model.max_sequence_length=4096"]
-    words = json.loads(plan(capsys, *stated, "--longest", "--json"))["longest sequence"]["overrides"]
-    length, positions = (int(word.rpartition("=")[2]) for word in words.split())
+    words = limits(capsys, *stated, "--longest")["longest sequence"]["overrides"]
+    length, positions = (int(word.rpartition("=")[2]) for word in words[:2])
     assert length == positions > 4096
-    config = {"model_type": "llama", "max_position_embeddings": 2048, "hidden_size": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    recipe = tmp_path / "recipe.yaml"
-    data = "{kind: text, paths: [python_stdlib]}"
-    recipe.write_text(f"max_steps: 1\nmodel: {{kind: causal_lm, pretrained: {tmp_path}}}\ndata: {data}\n")
-    given = ["--config", str(recipe), "--gpu", "h100", "--longest", "--json", "engine.precision=bf16"]
-    words = json.loads(plan(capsys, *given))["longest sequence"]["overrides"]
-    assert words == "data.sequence_length=2048"
+    config = {"model_type": "llama", "max_position_embeddings": 2000, "hidden_size": 512}
+    given = ["--config", str(pretrained(tmp_path, config)), "--gpu", "h100", "engine.precision=bf16"]
+    told = limits(capsys, *given, "--longest")["longest sequence"]
+    assert told["overrides"][0] == "data.sequence_length=2000"
+    assert told["stops"] == f"{tmp_path} has no more positions"
+    assert plan_json(capsys, *given, *told["overrides"])["memory"]["peak_bytes"] == told["peak_bytes"]
 
 
 def test_a_file_that_is_there_is_not_written_over_unasked(capsys, tmp_path):
@@ -189,6 +322,8 @@ def test_what_there_is_too_little_of_is_named(capsys):
         (["model.architecture=gemma2", "--longest"], "what activations take is not known of gemma2"),
         (["model.architecture=gemma2", "--suggest", "a.json"], "what gemma2 takes on 8 x H100"),
         (["data.sequence_length=4194304", "--suggest", "a.json"], "no split of llama"),
+        (["--suggest", "a.txt"], "--suggest a.txt: the split is a JSON"),
+        (["--longest", "--config", CNN], "--longest: what a row of cnn takes is known"),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(capsys, words, text):
