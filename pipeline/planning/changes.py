@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MIB, GIB = 2**20, 2**30
+from pipeline.planning.units import GIB, MIB
 
 
 @dataclass(frozen=True)

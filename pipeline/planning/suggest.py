@@ -14,7 +14,8 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import BatchConfig
 from pipeline.config.settings import Settings
 from pipeline.errors import ConfigError
-from pipeline.planning.forecast import Forecast, Holding, forecast_of, holding_of
+from pipeline.planning.forecast import Forecast, forecast_of, holdings_of
+from pipeline.planning.memory import Holding
 from pipeline.planning.model import Model
 from pipeline.planning.place import Place
 
@@ -84,7 +85,7 @@ def fitting_splits(settings: Settings, model: Model, place: Place) -> tuple[list
     fitting: list[Candidate] = []
     tried = 0
     for tree in _splits(place, model):
-        known: dict[bool, Holding] = {}  # by whether gradients are added up over several micro-batches
+        known: dict[bool, list[Holding]] = {}  # by whether gradients are added up over several micro-batches
         for recomputation in _recomputations(settings):
             for batch in _batches(tree, total, place):
                 try:
@@ -92,8 +93,8 @@ def fitting_splits(settings: Settings, model: Model, place: Place) -> tuple[list
                     resolved = changed.resolve(place.ranks, place.device)
                     adds = resolved.plan.gradient_accumulation_steps > 1
                     if adds not in known:
-                        known[adds] = holding_of(model, changed.config, resolved, False)
-                    found = forecast_of(changed.config, resolved, model, place, holding=known[adds])
+                        known[adds] = holdings_of(model, changed.config, resolved, False)
+                    found = forecast_of(changed.config, resolved, model, place, holdings=known[adds])
                 except ConfigError:
                     break
                 if found.time is None or not found.memory.is_complete:

@@ -18,7 +18,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
 from pipeline.planning.buffers import buffers
-from pipeline.planning.memory import batch_bytes, memory_of, peak_by_phase
+from pipeline.planning.memory import Holding, batch_bytes, handed_bytes, memory_of, peak_by_phase
 from pipeline.planning.model import Dimensions, Model, Parameter
 from pipeline.planning.states import Rank, states_of
 from pipeline.planning.work import Work
@@ -116,16 +116,18 @@ def formula(run: Run, model: Model, device: str, number: int = 0, ranks: int = 1
     """The peak of a rank, and what is there before the step."""
     config, resolved = resolve(run.tree, run.split, ranks)
     assert model.dimensions is not None
-    work = Work.of(config, resolved, model, device)
-    assert work is not None
-    work = replace(work, apart=run.apart, stage=number * work.stages // ranks)
     rank = Rank.of(model, config, resolved, number, on_cpu=device == "cpu")
+    stage = number * resolved.split.pipeline_stages // ranks
+    work = Work.of(config, resolved, rank.own, device, stage)
+    assert work is not None
+    work = replace(work, apart=run.apart)
     states, beside = states_of(rank), buffers(rank)
     held = states.device
     kept = held.weights + held.masters + held.moments + beside.always + batch_bytes(work)
+    kept += handed_bytes(work, model.dimensions)
     if run.stage == 3:  # whose gradients have a place of their own for good
         kept += held.gradients
-    return max(peak_by_phase(work, model, states, beside).values()), kept
+    return max(peak_by_phase(work, rank.own, states, beside).values()), kept
 
 
 RUNS = [
@@ -174,10 +176,11 @@ def test_parts_and_phases_of_a_recipe():
     parameters = tuple(Parameter(n, s) for n, s in zip(names, shapes, strict=True))
     model = Model("8b", parameters, Dimensions("llama", 32, *sizes, tied=False))
     rank = Rank.of(model, config, resolved)
-    found = memory_of(model, config, resolved, "cuda", states_of(rank), buffers(rank))
+    holding = Holding(rank.own, states_of(rank), buffers(rank))
+    found = memory_of(model, config, resolved, "cuda", [holding])
     assert found.is_complete
     assert found.peak == max(found.phases.values()) == found.phases[found.at]
     assert found.allocated == found.peak - found.framework
     assert {"parameters", "optimizer", "activations", "recomputed", "loss"} <= set(found.parts)
-    unknown = replace(model, dimensions=None)
-    assert not memory_of(unknown, config, resolved, "cuda", states_of(rank), buffers(rank)).is_complete
+    unknown = replace(holding, own=replace(model, dimensions=None))
+    assert not memory_of(model, config, resolved, "cuda", [unknown]).is_complete

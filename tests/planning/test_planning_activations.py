@@ -45,6 +45,7 @@ def table_of(case: Case, sizes: Sizes) -> Activations:
         case.precision,
         sizes.rows,
         sizes.length,
+        LAYERS,
         apart=case.apart,
         recompute=recompute,
         grouped=case.grouped,
@@ -89,13 +90,13 @@ def test_a_block_keeps_and_needs_what_the_table_says(case):
 
 
 def test_a_family_that_nobody_traced_is_told_as_unknown():
-    work = Work("newfound", "cpu", "fp32", 1, 8)
+    work = Work("newfound", "cpu", "fp32", 1, 8, 2)
     assert activations_of(work, Dimensions("newfound", 2, 8, 8, 1, 1, 8, 16, tied=False)) is None
 
 
 def test_a_budget_decides_how_many_blocks_recompute():
     wide = Dimensions("llama", 4, 64, 128, 4, 2, 16, 61, tied=False)
-    work = Work("llama", "cpu", "fp32", 1, 64, grouped=True)
+    work = Work("llama", "cpu", "fp32", 1, 64, 4, grouped=True)
 
     def kept(recompute: Recompute) -> list[float]:
         found = activations_of(Work(**vars(work) | {"recompute": recompute}), wide)
