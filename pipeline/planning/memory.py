@@ -115,12 +115,13 @@ def batch_bytes(work: Work) -> int:
 
 
 def handed_bytes(work: Work, dimensions: Dimensions | None) -> int:
-    """Hidden states and gradients from other pipeline stages, of every micro-batch on its way."""
+    """Hidden states from the stage before of every micro-batch on its way, the gradient of one, and what both
+    neighbours' are received into. The last loss still has those of its micro-batch.
+    """
     if work.stages == 1 or dimensions is None:
         return 0
-    each = work.computes_in * work.tokens * dimensions.hidden
-    waiting = max(2, work.in_flight)
-    return each * ((2 * waiting if work.stage else 0) + (not work.is_last))
+    of_before = max(2, work.in_flight) + 2 if work.stage else 0
+    return work.computes_in * work.tokens * dimensions.hidden * (of_before + (2 if work.is_last else 1))
 
 
 def loss_of(work: Work, own: Model, dimensions: Dimensions) -> LossBytes:
