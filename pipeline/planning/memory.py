@@ -183,8 +183,9 @@ def _backward(
         most = max(most, last)
         kept -= block.kept_backward
     embedding = fixed.gradients * fixed.embedding
-    twice = embedding if fixed.from_start or fixed.is_tied else 0.0
-    most = max(most, fixed.gradients + twice + found.carried)
+    # Added to one that is there; of tied ones both, before their sum.
+    added = embedding * (fixed.from_start + 2 * fixed.is_tied)
+    most = max(most, fixed.gradients + added + found.carried)
     others = (work.in_flight - 1) * sum(block.kept_backward for block in found.blocks)
     return {"backward": fixed.held + others + most + buffers.backward}
 

@@ -22,7 +22,7 @@ from pipeline.planning.work import Work
 LLAMA = {
     "kind": "causal_lm",
     "architecture": "llama",
-    "num_layers": 24,
+    "num_layers": 22,
     "num_heads": 16,
     "num_key_value_heads": 16,
     "hidden_size": 2048,
@@ -54,15 +54,20 @@ def test_the_fullest_stage_is_told_with_what_it_has_itself():
         assert work is not None
         peaks.append(max(peak_by_phase(work, rank.own, states_of(rank), buffers(rank)).values()))
         blocks.append(work.blocks)
-    assert sum(blocks) == 24
+    assert sum(blocks) == 22
     assert max(peaks) not in (peaks[0], peaks[-1])
     assert found.memory.stage == peaks.index(max(peaks))
     assert found.memory.allocated == pytest.approx(max(peaks))
-    job = job_of(found.model, found.config, found.resolved)
-    rates = found.place.rates(found.resolved)
+
+
+@pytest.mark.parametrize(("partition", "blocks"), [("uniform", (3,) * 6 + (2, 2)), ("time", ())])
+def test_its_time_is_of_the_blocks_that_stages_have(partition, blocks):
+    """Which a run measures, where they are dealt by time."""
+    found = forecast(IN_STAGES | {"pipeline": {"stages": STAGES, "partition": partition}}, STAGES)
+    job, rates = job_of(found.model, found.config, found.resolved), found.place.rates(found.resolved)
     assert job is not None
     assert rates is not None
-    assert found.time == step_time(replace(job, dealt=tuple(blocks)), rates)
+    assert found.time == step_time(replace(job, dealt=blocks), rates)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ RUNS = [
     Run(
         "frozen output layer, few tokens", LLAMA | {"freeze": ["lm_head.*"]}, accumulated=2, rows=1, length=8
     ),
+    Run("tied, few tokens", LLAMA | {"extra": {"tie_word_embeddings": True}}, rows=1, length=8),
     Run("frozen embedding, few tokens", LLAMA | {"freeze": ["*.embed_tokens.*"]}, rows=1, length=8),
     # A first block whose input needs no gradient keeps less: of what drops above all.
     Run("bf16, adapter, recomputes", LLAMA, "bf16", "full", adapter={"rank": 16}, bound=0.025),
