@@ -103,7 +103,7 @@ def test_the_guess_is_the_largest_micro_batch_that_is_expected_to_fit(tmp_path):
     config, resolved = resolve(recipe(data=text, batch=batch), {"torch": {"parallel": "single"}}, 1)
     data = DataBundle([], {}, dict, None, 257, None, "none")
     assert guessed(config, resolved, ALONE, data) == 48
-    large = config.model_copy(update={"model": config.model.model_copy(update={"intermediate_size": 2**28})})
+    large = config.model_copy(update={"model": config.model.model_copy(update={"intermediate_size": 2**24})})
     assert guessed(large, resolved, ALONE, data) < 48
 
 
