@@ -33,20 +33,22 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from published_terms import GIB, LOGITS, PLAIN, Row, added, model_of, states_of  # noqa: E402
+from published_terms import LOGITS, PLAIN, Row, added, model_of, states_of  # noqa: E402
 
 from pipeline.config.adapter_schema import AdapterConfig  # noqa: E402
 from pipeline.planning.adapting import low_rank  # noqa: E402
-from pipeline.planning.memory import (  # noqa: E402
+from pipeline.planning.cutting import stage_of  # noqa: E402
+from pipeline.planning.memory import peak_by_phase  # noqa: E402
+from pipeline.planning.model import Dimensions, Model  # noqa: E402
+from pipeline.planning.overhead import (  # noqa: E402
     CUT_FRAGMENTS,
     CUT_SHARE,
     FRAGMENTS,
     NCCL,
     PROCESS,
     RESERVED,
-    peak_by_phase,
 )
-from pipeline.planning.model import Dimensions, Model  # noqa: E402
+from pipeline.planning.units import GIB  # noqa: E402
 from pipeline.planning.work import Recompute, Work  # noqa: E402
 
 ROWS = HERE / "published_memory.jsonl"
@@ -71,8 +73,8 @@ def without_terms(row: Row) -> Row:
     return kept | {"stack": "", "loss": PLAIN.get(row["loss"], row["loss"])}
 
 
-def work_of(row: Row, model: Model, dimensions: Dimensions, stage: int = 0) -> Work:
-    """The planner's."""
+def work_of(row: Row, own: Model, dimensions: Dimensions, stage: int = 0) -> Work:
+    """The planner's; of a pipeline that of a stage, which has equally many blocks, a remainder left out."""
     # Adapters in fp32 keep copies of their inputs, LitGPT's norms theirs: as much as where all is trained.
     as_whole = row["train"] == "full" or row["precision"] != "bf16" or row["stack"] == "litgpt"
     cuts_rows = bool(row.get("sequence_parallel"))  # a rank then has its share of everything
@@ -84,6 +86,7 @@ def work_of(row: Row, model: Model, dimensions: Dimensions, stage: int = 0) -> W
         precision="fp32" if row["precision"] == "fp32" else "autocast" if autocasts else "half",
         rows=row["rows"],
         length=row["length"],
+        blocks=dimensions.layers // row.get("stages", 1),
         apart=row["attention"] == "flash",
         recompute=Recompute(row["recompute"], offload="activations" in row.get("offload", "")),
         grouped=dimensions.key_value_heads != dimensions.heads,
@@ -93,7 +96,7 @@ def work_of(row: Row, model: Model, dimensions: Dimensions, stage: int = 0) -> W
         stages=row.get("stages", 1),
         stage=stage,
         micro_batches=row.get("micro_batches", 1),
-        adapter=None if as_whole else low_rank(model, AdapterConfig()),
+        adapter=None if as_whole else low_rank(own, AdapterConfig()),
     )
 
 
@@ -109,8 +112,10 @@ def predicted(row: Row) -> dict[str, float]:
 
 def _predicted(row: Row, stage: int) -> dict[str, float]:
     model, dimensions, counts = model_of(row)
-    work = work_of(row, model, dimensions, stage)
     states, buffers = states_of(row, counts)
+    if (stages := row.get("stages", 1)) > 1:
+        model = stage_of(model, stages, "uniform", stage)
+    work = work_of(row, model, dimensions, stage)
     buffers = replace(buffers, keeps_gradients=work.micro_batches > 1)
     phases = dict(peak_by_phase(work, model, states, buffers))
     if "forward" not in phases:

@@ -19,7 +19,6 @@ from pipeline.planning.states import Held, States
 from pipeline.planning.work import Work
 
 Row = Mapping[str, Any]
-GIB = 2**30
 # Parameters that belong to no block, norms apart.
 ENDS = ("model.embed_tokens", "transformer.wte", "lm_head")
 MODELS = Path(__file__).with_name("published_models.json")

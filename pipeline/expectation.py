@@ -28,11 +28,11 @@ from pipeline.planning.history import History, Kind, Measured, history_of
 from pipeline.planning.place import Place, here, on_gpus
 from pipeline.planning.proposals import smaller
 from pipeline.planning.shapes import model_of
+from pipeline.planning.units import GIB
 from pipeline.watchers import Seen
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 FAR = 0.20
 """Of what was expected, by which what was measured may differ without a warning."""
 FAR_GIB = 0.5

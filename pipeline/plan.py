@@ -22,11 +22,11 @@ from pipeline.models.sizes import model_of
 from pipeline.parts import Parts
 from pipeline.planning.rank import Rank
 from pipeline.planning.states import States, states_of
+from pipeline.planning.units import GIB, MIB
 from pipeline.schedule import remark
 
 log = logging.getLogger(__name__)
 
-MIB, GIB = 2**20, 2**30
 HELD = "weights, gradients and optimizer states, activations come on top"
 
 

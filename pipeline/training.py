@@ -119,7 +119,8 @@ class Loop:
         if parts.eval.due(step) and not agreed.stop:
             measured = self._evaluate()
         self._stopped |= agreed.stop
-        if not self._stopped and (agreed.save or parts.save.due(step)):
+        is_last = step >= parts.max_steps  # whose checkpoint is waited for below, without a copy in memory
+        if not self._stopped and not is_last and (agreed.save or parts.save.due(step)):
             self._alarm.restart()
             self._save()
         self._observe_saves()

@@ -24,10 +24,10 @@ from pipeline.models.adapter_files import of_peft
 from pipeline.models.adapters import NAME, adapted
 from pipeline.models.transformers_folder import auto_class_for
 from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile, open_hub, open_weights
+from pipeline.planning.cutting import EMBEDDINGS, WORDS
 from pipeline.shards import WEIGHT
 
 KEY = "adapter"  # in the state of a checkpoint
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # by transformers' names
 _FIRST = 1 << 20  # bytes of a tensor that go into the digest
 
 
@@ -131,7 +131,7 @@ def peft_names(manifest: Manifest) -> dict[str, str]:
     names = [name for name, kind in manifest.table.shapes if kind == WEIGHT]
     found = {of_peft(name): name for name in names}
     if _described(manifest).get("tie_word_embeddings"):
-        embedding = next((name for name in names if name.endswith(EMBEDDINGS)), None)
+        embedding = next((name for name in names if name.endswith(WORDS)), None)
         if embedding is not None:
             found[of_peft("lm_head.weight")] = embedding
     return found
@@ -164,7 +164,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
     described = _described(manifest)
     # peft warns where it is asked to keep together what the adapter leaves alone.
-    trains_words = any(f"{name}.weight".endswith((*EMBEDDINGS, "lm_head.weight")) for name in whole)
+    trains_words = any(f"{name}.weight".endswith(EMBEDDINGS) for name in whole)
     (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
     LoraConfig(
         r=rank,

@@ -176,7 +176,7 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
     more, works = _of_adapter(work, dimensions)
     block = Block(kept + more, kept_backward + more, most("forward") + more + works, most("backward") + works)
     taken = values["ND"] * (2 if work.precision == "half" else 4)
-    blocks = _blocks(work, dimensions.layers // work.stages, block, taken, casts)
+    blocks = _blocks(work, block, taken, casts)
     offloaded = work.recompute.offload and work.recompute.mode != "none"
     return Activations(
         blocks,
@@ -201,16 +201,18 @@ def _traced(work: Work) -> Work | None:
 
 
 def _why_more(work: Work, found: Work) -> str:
+    reasons = []
     if work.compiled and not found.compiled:
-        return "blocks as they are without compilation, which keeps less"
+        reasons.append("blocks as they are without compilation, which keeps less")
     if work.adapter is not None and not work.adapter.everywhere:
-        return "blocks as if all their linear layers had an adapter"
-    return ""
+        reasons.append("blocks as if all their linear layers had an adapter")
+    return "; ".join(reasons)
 
 
 def _of_adapter(work: Work, dimensions: Dimensions) -> tuple[float, float]:
     """Bytes that dropout and DoRA keep of a block beside its row of the table, and what these and a base in
-    4 bits need while a layer is computed.
+    4 bits need while a layer is computed. Under AutoTP those that are cut by outputs have whole inputs, those
+    that are cut by inputs give whole outputs.
     """
     adapter, tokens, size = work.adapter, work.tokens, work.computes_in
     if adapter is None:
@@ -219,25 +221,27 @@ def _of_adapter(work: Work, dimensions: Dimensions) -> tuple[float, float]:
     if adapter.drops:
         # Each layer its own mask and input, of which several share one otherwise; autocast copies it anyway.
         kept += tokens * adapter.inputs * (1 if work.device == "cuda" else work.holds_in)
-        shared = dimensions.hidden + dimensions.heads * dimensions.head_dim + dimensions.intermediate
+        cut = dimensions.heads * dimensions.head_dim + dimensions.intermediate
+        shared = dimensions.hidden + cut / work.tensor
         if work.precision != "autocast":
             kept += tokens * size * max(0.0, adapter.inputs - shared)
     if adapter.is_dora:  # what each layer gave, with the base's weight and with theirs
         kept += 2 * tokens * adapter.outputs * size
-        works = size * (tokens * dimensions.intermediate + adapter.largest)
+        widest = max(dimensions.intermediate / work.tensor, dimensions.hidden)
+        works = size * (tokens * widest + adapter.largest)
     elif adapter.in_4_bits:
         works = size * adapter.largest
-    return kept / work.tensor, works / work.tensor
+    return kept, works
 
 
-def _blocks(work: Work, layers: int, block: Block, taken: float, casts: float) -> tuple[Block, ...]:
+def _blocks(work: Work, block: Block, taken: float, casts: float) -> tuple[Block, ...]:
     """Of each block, the first one first.
 
     Args:
         taken: Bytes of a block's input.
         casts: Of its weights in half precision, in autocast's cache.
     """
-    how = work.recompute
+    how, layers = work.recompute, work.blocks
     if how.mode != "full":
         return (block,) * layers
     own = block.kept_backward - taken

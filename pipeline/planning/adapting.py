@@ -28,7 +28,9 @@ def bytes_in_4_bits(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter's matrices in a block: widths are summed over the linear layers that have some."""
+    """An adapter's matrices in a block of a rank: widths are summed over the linear layers that have some, as
+    AutoTP has cut them: with its layer one of the two, of which the other one keeps the layer's whole width.
+    """
 
     rank: int
     inputs: float
@@ -44,16 +46,20 @@ class LowRank:
     """which is held so, and made whole to be multiplied with."""
 
 
-def low_rank(model: Model, adapter: AdapterConfig | None) -> LowRank | None:
-    """None: the run has no adapter, or none in blocks."""
-    layers = 1 if model.dimensions is None else model.dimensions.layers
-    inner = [p for p in model.parameters if p.name.endswith(".lora_A.default.weight")]
-    outer = [p for p in model.parameters if p.name.endswith(".lora_B.default.weight")]
-    beside = [p for p in model.parameters if p.layer is not None]
-    if adapter is None or not inner:
+def low_rank(own: Model, adapter: AdapterConfig | None) -> LowRank | None:
+    """None: the run has no adapter. A stage of which no layer has one has matrices of rank 0.
+
+    Args:
+        own: What the rank has of the model (cutting.py).
+    """
+    if adapter is None:
         return None
+    layers = 1 if own.dimensions is None else own.dimensions.layers
+    inner = [p for p in own.parameters if p.name.endswith(".lora_A.default.weight")]
+    outer = [p for p in own.parameters if p.name.endswith(".lora_B.default.weight")]
+    beside = [p for p in own.parameters if p.layer is not None]
     return LowRank(
-        inner[0].shape[0],
+        inner[0].shape[0] if inner else 0,
         sum(p.shape[1] for p in inner) / layers,
         sum(p.shape[0] for p in outer) / layers,
         len(inner) >= len(beside),

@@ -94,13 +94,13 @@ def _replicated(rank: Rank) -> Buffers:
     flat = rank.size * min(trained, _FLATTENED)
     in_fp32 = 4 * trained if rank.size == 2 else 0
     step = max(flat, in_fp32 + _optimizer(rank))
-    return Buffers(_of_stages(rank), step=step, keeps_gradients=_accumulates(rank))
+    return Buffers(step=step, keeps_gradients=_accumulates(rank))
 
 
 def _in_bf16(rank: Rank) -> Buffers:
     """DeepSpeed's bf16 optimizer reduces a flat fp32 copy, in the communication's precision."""
     flat = (rank.summed + rank.size) * min(_trained(rank), _FLATTENED)
-    return Buffers(_of_stages(rank), step=flat, keeps_gradients=True)
+    return Buffers(step=flat, keeps_gradients=True)
 
 
 def _bucket(rank: Rank) -> int:
@@ -137,7 +137,7 @@ def _partitioned(rank: Rank) -> Buffers:
         return Buffers(largest, forward, backward, step, host, accumulates and rank.stage == 1)
     # A group's flat copy, and that in fp32.
     copied = 0 if is_compact else (size + 4 if size == 2 else 4) * most
-    return Buffers(_of_stages(rank), forward, backward, max(step, copied), 0, accumulates)
+    return Buffers(0, forward, backward, max(step, copied), 0, accumulates)
 
 
 def _blocks(rank: Rank) -> list[int]:
@@ -204,16 +204,3 @@ def _swapped(rank: Rank) -> int:
         count = int(rank.zero("offload_optimizer.buffer_count", 4))
         host += count * 4 * max((each.own for each in sub_groups(rank)), default=0)
     return host
-
-
-def _of_stages(rank: Rank) -> int:
-    """Hidden states and gradients from other pipeline stages, of every micro-batch on its way."""
-    stages, plan = rank.split.pipeline_stages, rank.resolved.plan
-    dimensions = rank.own.dimensions
-    length = getattr(rank.config.data, "sequence_length", None)
-    if stages == 1 or dimensions is None or length is None:
-        return 0
-    stage = rank.number // rank.split.dp_world_size
-    each = rank.size * plan.micro_batch_size * length * dimensions.hidden
-    waiting = max(2, min(stages - stage, plan.gradient_accumulation_steps))
-    return each * ((2 * waiting if stage else 0) + (1 if stage < stages - 1 else 0))

@@ -9,8 +9,7 @@ from typing import Any
 
 from pipeline.config.loading import parse_override
 from pipeline.errors import ConfigError
-
-MIB, GIB = 2**20, 2**30
+from pipeline.planning.units import GIB, MIB
 
 
 @dataclass(frozen=True)

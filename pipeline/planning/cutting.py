@@ -23,7 +23,10 @@ from pipeline.planning.model import Model, Parameter
 # Names under which decoders keep the norm after their last block.
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
 _BLOCK = re.compile(r"^((?:.+\.)?)[^.]+\.(\d+)\.")
+# Under which they keep the vectors of words, by the family: of the input, and an output layer of its own.
+WORDS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 _HEADS = ("lm_head", "embed_out")
+EMBEDDINGS = (*WORDS, *(f"{name}.weight" for name in _HEADS))
 _MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -45,7 +48,8 @@ def own_part(model: Model, split: Split, json: dict[str, Any], rank: int) -> Mod
 
 
 def stage_of(model: Model, stages: int, how: str, stage: int) -> Model:
-    """One pipeline stage. `partition: time` is measured by a run: here it is as `parameters`.
+    """One pipeline stage; its dimensions have its own number of blocks. `partition: time` is measured by a
+    run: here it is as `parameters`.
 
     Raises:
         ConfigError: its layers are not known, or too few.
@@ -56,13 +60,15 @@ def stage_of(model: Model, stages: int, how: str, stage: int) -> Model:
         raise ConfigError(f"pipeline.stages is {stages}, but the model has {len(sizes)} blocks")
     sizes[0] += sum(p.numel for p in layers.before)
     sizes[-1] += sum(p.numel for p in (*layers.after, *layers.tied))
-    bounds = uniform(len(sizes), stages) if how == "uniform" else balanced(sizes, stages)
-    own = [p for block in layers.blocks[bounds[stage] : bounds[stage + 1]] for p in block]
+    bounds = uniform(len(sizes), stages) if how == "uniform" else _balanced(tuple(sizes), stages)
+    blocks = layers.blocks[bounds[stage] : bounds[stage + 1]]
+    own = [p for block in blocks for p in block]
     if stage == 0:
         own = [*layers.before, *own]
     if stage == stages - 1:
         own = [*(layers.tied if stage else ()), *own, *layers.after]
-    return replace(model, parameters=tuple(own))
+    dimensions = None if model.dimensions is None else replace(model.dimensions, layers=len(blocks))
+    return replace(model, parameters=tuple(own), dimensions=dimensions)
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,7 @@ class _Layers:
             else:
                 after.append(p)
         after.sort(key=lambda p: not p.name.startswith(prefix))  # the norm, then the head
-        words = [
-            p for p in before if p.name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))
-        ]
+        words = [p for p in before if p.name.endswith(WORDS)]
         is_tied = not any(not p.name.startswith(prefix) for p in after)
         return cls(before, [blocks[index] for index in sorted(blocks)], after, words[:1] if is_tied else [])
 
@@ -127,6 +131,9 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     return bounds[::-1]
 
 
+_balanced = cache(balanced)  # of each stage of a model the same
+
+
 def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> Model:
     """A tensor rank's part, as AutoTP cuts by transformers' plan or by `tensor_parallel.partition_config`.
 
@@ -148,7 +155,7 @@ def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> 
         if (
             rule is None
             and is_tied
-            and _is_words(p.name)
+            and p.name.endswith(WORDS)
             and "partition_config" not in json["tensor_parallel"]
         ):
             rule = _Cut(re.compile(""), 0, name="lm_head")
@@ -187,10 +194,6 @@ def _share(total: int, size: int, rank: int, name: str, model: Model) -> int:
     if heads and total % heads == 0 and "mlp" not in name and name not in _HEADS:
         units = total if any(word in name for word in _MLP) else heads
     return total // units * (units // size + (rank < units % size))
-
-
-def _is_words(name: str) -> bool:
-    return name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))
 
 
 def _stated(section: dict[str, Any]) -> Iterator[_Cut]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,18 +11,19 @@ from pipeline.config.loading import get_dotted
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
-from pipeline.planning.buffers import Buffers, buffers
+from pipeline.planning.buffers import buffers
 from pipeline.planning.history import Correction, History, Kind
 from pipeline.planning.job import Job
-from pipeline.planning.memory import Memory, memory_of
+from pipeline.planning.memory import Holding, Memory, memory_of
 from pipeline.planning.model import Model
 from pipeline.planning.place import Place
 from pipeline.planning.rank import Rank
 from pipeline.planning.saving import checkpoint_bytes
 from pipeline.planning.states import States, states_of
 from pipeline.planning.timing import StepTime, step_time
+from pipeline.planning.units import GIB
 
-HOUR, GIB = 3600.0, 2**30
+HOUR = 3600.0
 UNCORRECTED = Correction()
 
 
@@ -87,8 +89,8 @@ class Forecast:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint: fp32 weights of what is trained, and what the optimizer keeps."""
-        return checkpoint_bytes(self.model, self.config)
+        """Of one checkpoint."""
+        return checkpoint_bytes(self.model, self.config, self.resolved)
 
     @property
     def disk_bytes(self) -> int:
@@ -120,10 +122,6 @@ class Forecast:
         )
 
 
-Holding = tuple[States, Buffers]
-"""Of the fullest rank: what no recomputation changes."""
-
-
 def forecast(settings: Settings, model: Model, place: Place, history: History | None = None) -> Forecast:
     """Of a run with these settings.
 
@@ -143,16 +141,16 @@ def forecast_of(
     model: Model,
     place: Place,
     history: History | None = None,
-    holding: Holding | None = None,
+    holdings: Sequence[Holding] | None = None,
 ) -> Forecast:
     """As `forecast`, of settings that are resolved for the place.
 
     Args:
-        holding: None: it is worked out.
+        holdings: As `holdings_of` has them; None: they are worked out.
     """
     kind = place.device.kind
-    states, kept = holding or holding_of(model, config, resolved, kind == "cpu")
-    memory = memory_of(model, config, resolved, kind, states, kept)
+    holdings = holdings or holdings_of(model, config, resolved, kind == "cpu")
+    memory = memory_of(model, config, resolved, kind, holdings)
     correction, time = UNCORRECTED, None
     if history is not None:
         correction = history.correction(Kind.of(place.gpu.name, model, resolved))
@@ -160,19 +158,27 @@ def forecast_of(
     if rates is not None and (job := job_of(model, config, resolved)) is not None:
         if job.recompute == 1.0 and memory.recomputed is not None:  # a budget lets some blocks keep theirs
             job = replace(job, recompute=memory.recomputed)
+        if (resolved.deepspeed or {}).get("pipeline", {}).get("partition") != "time":
+            job = replace(job, dealt=_dealt(holdings))
         time = step_time(job, replace(rates, speed=rates.speed * correction.speed))
+    states = holdings[memory.stage].states
     return Forecast(model, config, resolved, place, states, memory, time, correction)
 
 
-def holding_of(model: Model, config: RunConfig, resolved: Resolved, on_cpu: bool) -> Holding:
-    """Of pipeline stages the fullest; of other ranks the first, which no other has more than."""
+def holdings_of(model: Model, config: RunConfig, resolved: Resolved, on_cpu: bool) -> list[Holding]:
+    """Of each pipeline stage the first rank, which no other of it has more than."""
     split = resolved.split
     apart = split.world_size // split.pipeline_stages
     ranks = (
         Rank.of(model, config, resolved, stage * apart, on_cpu) for stage in range(split.pipeline_stages)
     )
-    found = [(states_of(rank), buffers(rank)) for rank in ranks]
-    return max(found, key=lambda each: each[0].device.total + each[1].always + each[1].step)
+    return [Holding(rank.own, states_of(rank), buffers(rank)) for rank in ranks]
+
+
+def _dealt(holdings: Sequence[Holding]) -> tuple[int, ...]:
+    """Blocks of each stage; empty: they are not known."""
+    known = [each.own.dimensions for each in holdings]
+    return tuple(each.layers for each in known if each is not None)
 
 
 def largest_that_fits(

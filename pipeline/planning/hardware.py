@@ -12,8 +12,8 @@ from itertools import permutations
 
 from pipeline.errors import ConfigError
 from pipeline.peak_flops import peak_flops
+from pipeline.planning.units import GIB
 
-GIB = 2**30
 # Of one direction of a link, what a ring of NCCL reaches (bus bandwidth of nccl-tests: 230 of 300 GB/s on an
 # A100, 370 of 450 on an H100); over PCIe ranks share the host's bridges.
 LINK_SHARE, PCIE_SHARE, COPY_SHARE = 0.8, 0.5, 0.8

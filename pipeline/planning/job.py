@@ -24,8 +24,6 @@ class Job:
     """Words that the output layer tells apart."""
     width: int = 0
     """Heads times their width; 0: the hidden size."""
-    keys: float = 0.0
-    """That a token attends to in the mean, where rows hold several documents; 0: by row and window."""
     window: int = 0
     """Tokens that every layer's attention looks back; 0: the row."""
     rows: float = 1
@@ -65,6 +63,8 @@ class Job:
     """Where what blocks keep for the backward is: `cpu`."""
     balanced: bool = True
     """Blocks are dealt to stages so that the output layer counts; else equally many to each."""
+    dealt: tuple[int, ...] = ()
+    """Blocks of each stage, where that is known; empty: as `balanced` says."""
 
     @classmethod
     def of(cls, model: Model, length: int, **split: Any) -> Job | None:
@@ -107,7 +107,7 @@ class Job:
     @property
     def seen(self) -> float:
         """Keys of a token."""
-        return self.keys or mean_keys(self.length, self.window or self.length)
+        return mean_keys(self.length, self.window or self.length)
 
     def flops_per_token(self, causal: bool = False) -> float:
         """Forward and backward as models/flops.py counts them: 6N + 12 L d T, 4N where no matrix is trained.

@@ -18,8 +18,6 @@ class LossBytes:
     """From its forward to its backward."""
     backward: float
     """The most in its backward, what was kept included."""
-    cached: float = 0.0
-    """Of weights in half precision, which autocast holds until the forward is done."""
 
 
 def loss_bytes(work: Work, hidden: int, words: int, trained: bool = True) -> LossBytes:
@@ -40,13 +38,10 @@ def loss_bytes(work: Work, hidden: int, words: int, trained: bool = True) -> Los
         logits = tokens * words * size
         works = 3 * min(block, tokens) * words * 4
         kept = 2 * logits + cast
-        return LossBytes(kept + max(logits, works), kept, kept + logits + works, cast)
+        return LossBytes(kept + max(logits, works), kept, kept + logits + works)
     chunk = chunk_of_tokens(tokens, words, size, on_cpu)
     works = 2 * min(chunk, block) * full * 4
-    if not on_cpu or size == 4:
-        added = 0
-    elif work.device == "cpu":
-        added = min(full * hidden, max(256 * hidden, CPU_PART)) * 6
+    added = min(full * hidden, max(256 * hidden, CPU_PART)) * 6 if on_cpu and size == 2 else 0
     # Hidden states, their copy in half precision, and a copy of those alone that count.
     copies = tokens * hidden * (2 if work.precision == "half" else 4)
     copies += tokens * hidden * size * ((work.precision == "autocast") + (work.apart and on_cpu))

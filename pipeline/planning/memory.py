@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.planning.activations import Activations, activations_of
 from pipeline.planning.buffers import Buffers
+from pipeline.planning.cutting import EMBEDDINGS, WORDS
 from pipeline.planning.loss import LossBytes, loss_bytes
-from pipeline.planning.model import Dimensions, Model
+from pipeline.planning.model import Dimensions, Model, Trial
+from pipeline.planning.overhead import PROCESS, left_on_cpu, room_of
 from pipeline.planning.saving import copy_bytes
 from pipeline.planning.states import States
 from pipeline.planning.work import Work
-
-MIB = 2**20
-# What a process takes before there is a model: Python with torch, DeepSpeed and transformers on the host; a
-# CUDA context with its libraries on a GPU.
-PROCESS = {"cpu": 496 * MIB, "cuda": 890 * MIB, "host": 3 * 1024 * MIB}
-DEEPSPEED, PEFT = 122 * MIB, 50 * MIB  # modules that are imported besides, and their buffers, on a CPU
-NCCL = 300 * MIB  # of a rank on a GPU that has peers
-# Of what comes and goes in a step, what torch's allocator holds more: published runs (docs/planning.md). The
-# second: with which none of those that ran out of memory would have fitted; then of runs that are cut by
-# tensors or stages, and the share of a GPU that these may take.
-RESERVED, FRAGMENTS, CUT_FRAGMENTS, CUT_SHARE = 0.11, 0.165, 0.25, 0.91
-MAPPED = 32 * MIB  # from this size on glibc maps a block of its own: engine/host_memory.py
-# What its heap holds more, of what comes and goes in pieces below that: of activations kept, of what blocks
-# need that recompute, and of gradients, which are added to others where micro-batches accumulate.
-HOLES, RECOMPUTED_HOLES, GRADIENT_HOLES = 0.23, 0.36, 0.52
-EMBEDDINGS = ("embed_tokens", "wte", "lm_head", "embed_out", "embed_in")
 
 
 @dataclass(frozen=True)
@@ -56,6 +43,8 @@ class Memory:
     on a CPU it is among the parts and phases."""
     upper: str = ""
     """Why activations are more than will be taken; empty: they are not."""
+    stage: int = 0
+    """Of a pipeline the one whose ranks these are."""
 
     @property
     def peak(self) -> float:
@@ -74,6 +63,15 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Holding:
+    """What a rank has whatever its rows and what recomputes: of a pipeline the first one of a stage."""
+
+    own: Model
+    states: States
+    buffers: Buffers
+
+
+@dataclass(frozen=True)
 class _Fixed:
     """What does not change within a micro-batch."""
 
@@ -85,22 +83,28 @@ class _Fixed:
     embedding: float
     """Their share that belongs to the input embedding,"""
     head: float
-    """and to an output layer of its own."""
+    """and to the output layer,"""
+    is_tied: bool
+    """which is the same one where they are tied, and trained."""
     block: float
     """Bytes of the largest gradient of a block, for as long as it is added to one that is there."""
 
 
-def peak_by_phase(work: Work, model: Model, states: States, buffers: Buffers) -> dict[str, float]:
-    """Bytes of tensors on the rank's device."""
-    dimensions = model.dimensions
+def peak_by_phase(work: Work, own: Model, states: States, buffers: Buffers) -> dict[str, float]:
+    """Bytes of tensors on the rank's device.
+
+    Args:
+        own: What the rank has of the model.
+    """
+    dimensions = own.dimensions
     held = states.device
     fixed = held.weights + held.masters + held.moments + buffers.always + batch_bytes(work)
+    fixed += handed_bytes(work, dimensions)
     phases = {"step": float(fixed + held.gradients + buffers.step)}
     if dimensions is None or (found := activations_of(work, dimensions)) is None:
         return phases
-    loss = loss_of(work, model, dimensions)
-    shares = _shares(work, model, dimensions)
-    known = _Fixed(fixed, held.gradients, buffers.keeps_gradients, *shares)
+    loss = loss_of(work, own, dimensions)
+    known = _Fixed(fixed, held.gradients, buffers.keeps_gradients, *_shares(work, own, dimensions))
     return phases | _forward(work, known, buffers, found, loss) | _backward(work, known, buffers, found, loss)
 
 
@@ -110,23 +114,33 @@ def batch_bytes(work: Work) -> int:
     return 8 * entries * work.rows * work.length * work.micro_batches * (2 if work.device == "cuda" else 1)
 
 
-def loss_of(work: Work, model: Model, dimensions: Dimensions) -> LossBytes:
+def handed_bytes(work: Work, dimensions: Dimensions | None) -> int:
+    """Hidden states from the stage before of every micro-batch on its way, the gradient of one, and what both
+    neighbours' are received into. The last loss still has those of its micro-batch.
+    """
+    if work.stages == 1 or dimensions is None:
+        return 0
+    of_before = max(2, work.in_flight) + 2 if work.stage else 0
+    return work.computes_in * work.tokens * dimensions.hidden * (of_before + (2 if work.is_last else 1))
+
+
+def loss_of(work: Work, own: Model, dimensions: Dimensions) -> LossBytes:
     """What the output layer takes; on a rank of its own where there are stages."""
-    ends = [p for p in model.parameters if p.name.endswith(EMBEDDING_WEIGHTS)]
+    ends = [p for p in own.parameters if p.name.endswith(EMBEDDINGS)]
     trained = not ends or ends[-1].trains  # a tied one stands once
     return loss_bytes(work, dimensions.hidden, dimensions.vocabulary // work.tensor, trained)
 
 
-EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
-
-
-def _shares(work: Work, model: Model, dimensions: Dimensions) -> tuple[float, float, float]:
-    ends = [p for p in model.parameters if p.trains and p.name.endswith(EMBEDDING_WEIGHTS)]
-    trained = max(1, model.trained)
-    first = ends[0].numel / trained if ends else 0.0
-    last = 0.0 if dimensions.tied else sum(p.numel for p in ends[1:]) / trained
-    largest = max((p.numel for p in model.parameters if p.trains and p not in ends), default=0)
-    return first, last, float(largest * work.holds_in)
+def _shares(work: Work, own: Model, dimensions: Dimensions) -> tuple[float, float, bool, float]:
+    """Of gradients, as _Fixed has them. What a last stage has of tied ones is its output layer."""
+    ends = [p for p in own.parameters if p.name.endswith(EMBEDDINGS)]
+    first = [p for p in ends if p.name.endswith(WORDS) and work.stage == 0]
+    is_tied = dimensions.tied and work.stages == 1 and any(p.trains for p in first)
+    last = first if is_tied else [p for p in ends if p not in first]
+    trained = max(1, own.trained)
+    embedding, head = (sum(p.numel for p in each if p.trains) / trained for each in (first, last))
+    largest = max((p.numel for p in own.parameters if p.trains and p not in ends), default=0)
+    return embedding, head, is_tied, float(largest * work.holds_in)
 
 
 def _forward(
@@ -151,7 +165,7 @@ def _backward(
     work: Work, fixed: _Fixed, buffers: Buffers, found: Activations, loss: LossBytes
 ) -> dict[str, float]:
     kept = sum(block.kept_backward for block in found.blocks)
-    share = 1.0 - fixed.embedding - fixed.head
+    share = 1.0 - fixed.head - (0.0 if fixed.is_tied else fixed.embedding)
     # One that is added to one that is there; engines with buckets count it with these.
     extra = fixed.block if fixed.from_start and not buffers.backward else 0.0
     before = found.before + kept
@@ -159,34 +173,44 @@ def _backward(
         before += found.of_loss + loss.backward
     most = before + (fixed.gradients if fixed.from_start else 0.0)
     # A tied weight's gradient of the output layer waits for that of the embedding.
-    waiting = fixed.gradients * (fixed.head or fixed.embedding)
+    waiting = fixed.gradients * fixed.head
     last = 0.0
     for done, block in enumerate(reversed(found.blocks)):
         there = waiting + fixed.gradients * share * done / len(found.blocks)
         if fixed.from_start:
-            there = fixed.gradients + extra + (0.0 if fixed.head else waiting)
+            there = fixed.gradients + extra + (waiting if fixed.is_tied else 0.0)
         last = there + found.carried + kept + block.backward
         most = max(most, last)
         kept -= block.kept_backward
     embedding = fixed.gradients * fixed.embedding
-    twice = embedding if fixed.from_start or not fixed.head else 0.0
-    most = max(most, fixed.gradients + twice + found.carried)
+    # Added to one that is there; of tied ones both, before their sum.
+    added = embedding * (fixed.from_start + 2 * fixed.is_tied)
+    most = max(most, fixed.gradients + added + found.carried)
     others = (work.in_flight - 1) * sum(block.kept_backward for block in found.blocks)
     return {"backward": fixed.held + others + most + buffers.backward}
 
 
 def memory_of(
-    model: Model, config: RunConfig, resolved: Resolved, kind: str, states: States, buffers: Buffers
+    model: Model, config: RunConfig, resolved: Resolved, kind: str, holdings: Sequence[Holding]
 ) -> Memory:
-    """Of a rank with these states; with pipeline stages of the fuller one of the first and the last.
+    """Of the fullest rank.
 
     Args:
         model: The whole one.
         kind: Of the device: `cpu` or `cuda`.
+        holdings: A rank's of each pipeline stage, in their order; of a model that is not in stages one.
     """
-    dimensions = model.dimensions
-    work = Work.of(config, resolved, model, kind)
-    held = states.device
+    copy = copy_bytes(model, config, resolved, kind)
+    every = [_of_stage(each, config, resolved, kind, copy, stage) for stage, each in enumerate(holdings)]
+    fullest = max(every, key=lambda each: each.peak + each.spare)
+    return replace(fullest, host=max(each.host for each in every))
+
+
+def _of_stage(
+    holding: Holding, config: RunConfig, resolved: Resolved, kind: str, copy: float, stage: int
+) -> Memory:
+    own, buffers, held = holding.own, holding.buffers, holding.states.device
+    work = Work.of(config, resolved, own, kind, stage)
     parts = {
         "parameters": float(held.weights),
         "gradients": float(held.gradients),
@@ -194,73 +218,40 @@ def memory_of(
         "buffers": float(buffers.always + max(buffers.forward, buffers.backward)),
         "step": float(buffers.step),
     }
-    phases = {"step": float(held.weights + held.gradients + held.masters + held.moments)}
-    phases["step"] += buffers.always + buffers.step
-    found, fullest, offloaded = None, None, 0.0
-    if work is not None and dimensions is not None:
-        stages = {0, work.stages - 1}
-        works = [replace(work, stage=stage) for stage in sorted(stages)]
-        every = [peak_by_phase(each, model, states, buffers) for each in works]
-        phases = max(every, key=lambda each: max(each.values()))
-        fullest = works[every.index(phases)]
-        found = activations_of(fullest, dimensions)
+    phases = {"step": float(held.total + buffers.always + buffers.step)}
+    found, offloaded = None, 0.0
+    if work is not None and own.dimensions is not None:
+        phases = peak_by_phase(work, own, holding.states, buffers)
+        parts["buffers"] += handed_bytes(work, own.dimensions)
+        found = activations_of(work, own.dimensions)
         if found is not None:
-            parts |= _named(fullest, found, loss_of(fullest, model, dimensions))
-            offloaded = found.host
-    elif model.trial is not None:
-        parts["activations"] = _tried(model, resolved)
+            parts |= _named(work, found, loss_of(work, own, own.dimensions))
+            offloaded = work.in_flight * found.host
+    elif own.trial is not None:
+        parts["activations"] = _tried(own.trial, resolved)
         phases["backward"] = held.total + buffers.always + buffers.backward + parts["activations"]
     moving = max(phases.values()) - held.weights - held.masters - held.moments
-    framework, spare, share = float(PROCESS[kind]), 0.0, 1.0
-    if kind == "cuda":
-        is_cut = resolved.split.tensor_parallel * resolved.split.pipeline_stages > 1
-        framework += NCCL * (resolved.split.world_size > 1) + RESERVED * moving
-        spare = ((CUT_FRAGMENTS if is_cut else FRAGMENTS) - RESERVED) * moving
-        share = CUT_SHARE if is_cut else 1.0
-    else:
-        framework += DEEPSPEED * (resolved.deepspeed is not None) + PEFT * (config.adapter is not None)
-        framework += left_by_allocator(fullest, model, found)
-    on_host = states.host
-    host = on_host.weights + on_host.gradients + on_host.masters + on_host.moments + buffers.host + offloaded
+    room = room_of(kind, config, resolved, moving)
+    framework = room.framework + (left_on_cpu(work, own, found) if kind == "cpu" else 0.0)
+    host = holding.states.host.total + buffers.host + offloaded
     phases = {name: size + framework for name, size in phases.items()}
-    copy = copy_bytes(model, config, resolved)
     if kind == "cpu":
         phases = {name: size + host + copy for name, size in phases.items()}
         host = max(phases.values()) - copy
         parts["checkpoint"] = copy
     else:
         host += PROCESS["host"]
-    is_known = found is not None or model.trial is not None
+    is_known = found is not None or own.trial is not None
     again = None if found is None else sum(each.recomputes for each in found.blocks) / len(found.blocks)
     upper = "" if found is None else found.upper
     parts["framework"] = framework
-    return Memory(parts, phases, framework, host, is_known, spare, share, again, copy, upper)
+    return Memory(parts, phases, framework, host, is_known, room.spare, room.share, again, copy, upper, stage)
 
 
-def _tried(model: Model, resolved: Resolved) -> float:
+def _tried(trial: Trial, resolved: Resolved) -> float:
     """Of a module that no formula knows."""
-    assert model.trial is not None
     size = 1.0 if resolved.split.precision == "fp32" else 0.5
-    return size * (model.trial.fixed + resolved.plan.micro_batch_size * model.trial.a_row)
-
-
-def left_by_allocator(work: Work | None, model: Model, found: Activations | None) -> float:
-    """What is held on a CPU beside tensors, of memory that others had before.
-
-    glibc's heap has holes where tensors were, as what outlives them came to lie in between. Fitted to 28 runs
-    of 5 to 38 million parameters, of four families, with and without DeepSpeed: within 7 %, mostly 3.
-    """
-    if work is None or found is None:
-        return 0.0
-    small = [p.numel * work.holds_in for p in model.parameters if p.trains]
-    held = GRADIENT_HOLES * sum(size for size in small if size < MAPPED) * min(2, work.micro_batches)
-    if found.before >= MAPPED:
-        return held
-    held += HOLES * sum(block.kept for block in found.blocks)
-    if work.recompute.mode != "none":
-        again = (b.backward for b in found.blocks if b.recomputes or work.selective)
-        held += RECOMPUTED_HOLES * sum(again)
-    return held
+    return size * (trial.fixed + resolved.plan.micro_batch_size * trial.a_row)
 
 
 def _named(work: Work, found: Activations, loss: LossBytes) -> dict[str, float]:

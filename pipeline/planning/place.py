@@ -11,9 +11,10 @@ from pipeline.config.settings import Resolved
 from pipeline.config.split import Device
 from pipeline.distributed.machine import memory_now
 from pipeline.errors import ConfigError
-from pipeline.planning.hardware import GIB, Gpu, find_gpu, network_rate, this_cpu
+from pipeline.planning.hardware import Gpu, find_gpu, network_rate, this_cpu
 from pipeline.planning.history import History
 from pipeline.planning.rates import COMPILED, EAGER, Rates, rates_of
+from pipeline.planning.units import GIB, MIB
 
 # Cards that stand for others of the same memory, by what they are sold with.
 STAND_INS = {24: "rtx 4090", 32: "rtx 5090", 40: "a100 40", 48: "l40s", 80: "h100", 141: "h200", 180: "b200"}
@@ -134,7 +135,7 @@ def _own_gpu() -> Gpu | None:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
         name, mebibytes = answer.splitlines()[0].rsplit(",", 1)
-        return known_gpu(name.strip(), int(float(mebibytes) * 2**20))
+        return known_gpu(name.strip(), int(float(mebibytes) * MIB))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeline.config.half_masters import has_half_masters, has_half_states
 from pipeline.config.parameter_groups import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
@@ -9,22 +10,33 @@ from pipeline.planning.model import Model
 from pipeline.planning.states import moments
 
 
-def checkpoint_bytes(model: Model, config: RunConfig) -> int:
-    """Of one checkpoint: fp32 weights of what is trained, and what the optimizer keeps."""
-    optimizer, has_base = config.optimizer, config.adapter is not None
+def checkpoint_bytes(model: Model, config: RunConfig, resolved: Resolved) -> int:
+    """Of one checkpoint, in which all is as it is held: the weights that the optimizer steps and what it
+    keeps of them, and what is frozen in the run's precision. An adapter's base is in none.
+    """
+    optimizer, has_base, json = config.optimizer, config.adapter is not None, resolved.deepspeed or {}
+    stepped, kept = 2 if has_half_masters(json) else 4, 2 if has_half_states(json) else 4
+    frozen = 4 if resolved.deepspeed is None or resolved.split.precision == "fp32" else 2
     keys = group_keys({p.name: len(p.shape) for p in model.parameters if p.trains}, optimizer)
     return sum(
-        4 * p.numel + moments(optimizer, kind_of(keys[p.name], optimizer), p.shape)
+        stepped * p.numel + moments(optimizer, kind_of(keys[p.name], optimizer), p.shape, kept)
         if p.trains
         else 0
         if has_base
-        else 4 * p.numel
+        else frozen * p.numel
         for p in model.parameters
     )
 
 
-def copy_bytes(model: Model, config: RunConfig, resolved: Resolved) -> float:
-    """Of a rank's share of it in host memory, from the first save on that training does not wait for."""
+def copy_bytes(model: Model, config: RunConfig, resolved: Resolved, kind: str) -> float:
+    """Of a rank's share of it in host memory. On a GPU that is pinned after the first step wherever saves
+    are asked for; else the first save before the last step takes it. The last one is waited for, without.
+
+    Args:
+        kind: Of the device: `cpu` or `cuda`.
+    """
     saves, steps = config.checkpoint, config.max_steps
-    is_within = saves.every_minutes > 0 or (saves.every > 0 and (steps is None or saves.every < steps))
-    return checkpoint_bytes(model, config) / resolved.split.world_size if is_within else 0.0
+    is_taken = saves.every > 0 and (kind == "cuda" or steps is None or saves.every < steps)
+    if not is_taken and saves.every_minutes == 0:
+        return 0.0
+    return checkpoint_bytes(model, config, resolved) / resolved.split.world_size

@@ -11,11 +11,12 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import BatchConfig
-from pipeline.config.settings import Resolved, Settings
+from pipeline.config.settings import Settings
 from pipeline.errors import ConfigError
 from pipeline.planning.changes import word
-from pipeline.planning.forecast import Forecast, Holding, forecast_of, holding_of
+from pipeline.planning.forecast import Forecast, forecast_of, holdings_of
 from pipeline.planning.history import History
+from pipeline.planning.memory import Holding
 from pipeline.planning.model import Model
 from pipeline.planning.place import Place
 
@@ -91,16 +92,16 @@ def fitting_splits(
     fitting: list[Candidate] = []
     tried = 0
     for tree in _splits(place, model):
-        known: dict[tuple[int, int], Holding] = {}
+        known: dict[bool, list[Holding]] = {}  # by whether gradients are added up over several micro-batches
         for recomputation in _recomputations(settings):
             for batch in _batches(tree, total, place):
                 try:
                     changed = _with(settings, tree, recomputation, batch)
                     resolved = changed.resolve(place.ranks, place.device)
-                    same = _same_holding(resolved)
-                    if same not in known:
-                        known[same] = holding_of(model, changed.config, resolved, on_cpu)
-                    found = forecast_of(changed.config, resolved, model, place, history, known[same])
+                    adds = resolved.plan.gradient_accumulation_steps > 1
+                    if adds not in known:
+                        known[adds] = holdings_of(model, changed.config, resolved, on_cpu)
+                    found = forecast_of(changed.config, resolved, model, place, history, known[adds])
                 except ConfigError:
                     break
                 if found.time is None or not found.memory.is_complete:
@@ -111,14 +112,6 @@ def fitting_splits(
                 words = (*_differing(recomputation, settings), *_as_words(batch, "batch"))
                 fitting.append(Candidate(tree, (*typed, *words), found, found.time.seconds))
     return fitting, tried
-
-
-def _same_holding(resolved: Resolved) -> tuple[int, int]:
-    """Of the batch what states and buffers depend on: stages hold rows on their way to others; else it counts
-    whether gradients are added up.
-    """
-    rows, steps = resolved.plan.micro_batch_size, resolved.plan.gradient_accumulation_steps
-    return (rows, steps) if resolved.split.pipeline_stages > 1 else (0, min(steps, 2))
 
 
 def _global_batch(settings: Settings, place: Place) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
 from pipeline.planning.suggest import Suggestion
+from pipeline.planning.units import GIB
 
 
 def text_beside(path: Path, force: bool) -> Path:
@@ -55,8 +56,8 @@ def write(suggestion: Suggestion, path: Path, recipe: Path, command: str, force:
 
 {found.resolved.split}; {found.place}
 {found.resolved.plan}
-memory of the fullest rank: {found.peak / 2**30:.1f} of {found.place.memory / 2**30:.1f} GiB
-host memory of a machine: {found.host_bytes / 2**30:.0f} GiB
+memory of the fullest rank: {found.peak / GIB:.1f} of {found.place.memory / GIB:.1f} GiB
+host memory of a machine: {found.host_bytes / GIB:.0f} GiB
 a step: {time.seconds:.2f} s, {time.tokens_per_second * time.gpus:,.0f} tokens/s
 
 Found by: {command}

@@ -172,10 +172,13 @@ def _slowest_stage(job: Job, block: float, head: float) -> tuple[float, float]:
     layers, stages = job.layers, job.pipeline
     if stages == 1:
         return layers, 1.0
-    if not job.balanced:
+    if job.dealt:
+        last, others = job.dealt[-1], max(job.dealt[:-1])
+    elif not job.balanced:
         return layers / stages, 1.0
-    last = max(0, round((layers * block + head) / stages / block - head / block))
-    others = ceil((layers - last) / (stages - 1))
+    else:
+        last = max(0, round((layers * block + head) / stages / block - head / block))
+        others = ceil((layers - last) / (stages - 1))
     return (last, 1.0) if last * block + head > others * block else (others, 0.0)
 
 

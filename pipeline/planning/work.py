@@ -10,10 +10,10 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.planning.adapting import LowRank, low_rank
 from pipeline.planning.model import Model
+from pipeline.planning.units import GIB
 
 # Whose logits are not their output layer's results as they are: scaled, or bounded.
 CHANGED_LOGITS = ("gemma2", "cohere", "cohere2", "granite", "granitemoe", "falcon_h1")
-GIB = 2**30
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto", "cpo")
 
 
@@ -43,6 +43,8 @@ class Work:
     rows: int
     length: int
     """Tokens of a row, before sequence parallelism cuts it."""
+    blocks: int
+    """That the rank has: of a pipeline those of its stage."""
     micro_batches: int = 1
     """Of a step."""
     apart: bool = False
@@ -98,17 +100,18 @@ class Work:
         return 2 if self.precision == "half" else 4
 
     @classmethod
-    def of(cls, config: RunConfig, resolved: Resolved, whole: Model, kind: str) -> Work | None:
+    def of(cls, config: RunConfig, resolved: Resolved, own: Model, kind: str, stage: int = 0) -> Work | None:
         """None: not a language model over rows of equal length.
 
         Args:
-            whole: The model.
+            own: What the rank has of the model (cutting.py).
             kind: Of the device: `cpu` or `cuda`.
+            stage: Of a pipeline.
         """
         model, length = config.model, getattr(config.data, "sequence_length", None)
         if length is None:
             length = getattr(model, "max_sequence_length", None)
-        dimensions = whole.dimensions
+        dimensions = own.dimensions
         if dimensions is None or not isinstance(model, CausalLMConfig) or length is None:
             return None
         split = resolved.split
@@ -120,6 +123,7 @@ class Work:
             precision=precision,
             rows=resolved.plan.micro_batch_size,
             length=length,
+            blocks=dimensions.layers,
             micro_batches=resolved.plan.gradient_accumulation_steps,
             apart=bool(getattr(config.data, "separate_documents", False)),
             recompute=_recompute(model),
@@ -129,7 +133,8 @@ class Work:
             tensor=split.tensor_parallel,
             sequence=split.sequence_parallel,
             stages=split.pipeline_stages,
-            adapter=low_rank(whole, config.adapter),
+            stage=stage,
+            adapter=low_rank(own, config.adapter),
         )
 
 

@@ -27,7 +27,6 @@ MODEL = {
 }
 BUCKETS = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
-ACTIVATIONS = 1_050_000  # bytes, at the most at any time
 
 
 def zero(stage: int, precision: str = "bf16", **more):
@@ -57,6 +56,23 @@ KEPT = ("plain", "ZeRO 0", "ZeRO 0 in fp32")
 # DDP compares shapes by their values, which a card that is not there has not, and a loss scale is searched.
 ELSEWHERE = ("ddp", "ZeRO 2 in fp16")
 STAYS = ("ddp", "ZeRO 3")  # gradients in memory that no step allocates
+# Bytes beside what is expected, where the most comes in a backward: activations of 4 tokens, and of offloads
+# gradients on their way. Elsewhere as good as none: ids, losses, norms.
+MORE = {
+    "plain": 460_000,
+    "ddp": 460_000,
+    "ZeRO 1 in fp32": 340_000,
+    "ZeRO 1, optimizer on CPU": 940_000,
+    "ZeRO 2, optimizer on CPU": 90_000,
+    "ZeRO 3, all on CPU": 710_000,
+    "ZeRO 3, sub-groups": 14_000,
+}
+# Share by which it may be less: buckets that are not full, or gone before the most is reached.
+LESS = {
+    "ZeRO 1 in fp32": 0.04,
+    "ZeRO 2, summed in fp32": 0.07,
+    "ZeRO 3, sub-groups": 0.05,
+}
 
 
 def expected(name: str, micro_batches: int, world_size: int, on_gpu: bool) -> float:
@@ -69,6 +85,8 @@ def expected(name: str, micro_batches: int, world_size: int, on_gpu: bool) -> fl
         gradients = 0
     if rank.adds_in_fp32:
         gradients = rank.size * sum(group.numel for group in rank.groups)
+    if name == "plain" and micro_batches > 1:  # one that is added to one that is there: memory.py's
+        gradients += 4 * max(p.numel for p in rank.own.parameters)
     return gradients + max(found.backward, found.step, found.forward)
 
 
@@ -88,7 +106,18 @@ def holds(pool, name: str, micro_batches: int, world_size: int, on_gpu: bool) ->
     found = pool.run(of_a_step, tree_of(micro_batches), WAYS[name], on_gpu)
     most = max(size for each in found for phase, size in each.items())
     wanted = expected(name, micro_batches, world_size, on_gpu)
-    assert wanted - 0.08 * wanted <= most <= wanted + 0.06 * wanted + ACTIVATIONS, (most, wanted)
+    print(
+        "XX",
+        name,
+        micro_batches,
+        world_size,
+        on_gpu,
+        most,
+        wanted,
+        most - wanted,
+        round(most / wanted - 1, 4),
+    )
+    assert (1 - LESS.get(name, 0.005)) * wanted <= most <= wanted + MORE.get(name, 5_000), (most, wanted)
 
 
 @pytest.mark.daily("ZeRO 2-2", "ZeRO 3, prefetched-1")

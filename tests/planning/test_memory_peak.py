@@ -18,7 +18,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
 from pipeline.planning.buffers import buffers
-from pipeline.planning.memory import batch_bytes, memory_of, peak_by_phase
+from pipeline.planning.memory import Holding, batch_bytes, memory_of, peak_by_phase
 from pipeline.planning.model import Dimensions, Model, Parameter
 from pipeline.planning.states import Rank, states_of
 from pipeline.planning.work import Work
@@ -52,6 +52,9 @@ class Run:
     """Of ZeRO; None: plain PyTorch."""
     how: dict[str, Any] | None = None
     """The file, where it is none of these."""
+    ranks: int = 1
+    bound: float = 0.01
+    """Of the peak, that the formula may be off by."""
 
     def __str__(self) -> str:
         return self.name
@@ -116,16 +119,19 @@ def formula(run: Run, model: Model, device: str, number: int = 0, ranks: int = 1
     """The peak of a rank, and what is there before the step."""
     config, resolved = resolve(run.tree, run.split, ranks)
     assert model.dimensions is not None
-    work = Work.of(config, resolved, model, device)
-    assert work is not None
-    work = replace(work, apart=run.apart, stage=number * work.stages // ranks)
     rank = Rank.of(model, config, resolved, number, on_cpu=device == "cpu")
+    stage = number * resolved.split.pipeline_stages // ranks
+    work = Work.of(config, resolved, rank.own, device, stage)
+    assert work is not None
+    work = replace(work, apart=run.apart)
     states, beside = states_of(rank), buffers(rank)
     held = states.device
     kept = held.weights + held.masters + held.moments + beside.always + batch_bytes(work)
+    received = (stage > 0) + (stage < work.stages - 1)  # into memory that stays
+    kept += received * work.tokens * model.dimensions.hidden * work.computes_in
     if run.stage == 3:  # whose gradients have a place of their own for good
         kept += held.gradients
-    return max(peak_by_phase(work, model, states, beside).values()), kept
+    return max(peak_by_phase(work, rank.own, states, beside).values()), kept
 
 
 RUNS = [
@@ -147,8 +153,14 @@ RUNS = [
     Run("qwen2", QWEN2),
     Run("qwen2, bf16, documents apart, recomputes", QWEN2, "bf16", recompute="full", apart=True),
     Run("llama, adapter", LLAMA, adapter={"rank": 4}),
-    Run("llama, bf16, adapter, recomputes", LLAMA, "bf16", recompute="full", adapter={"rank": 16}),
-    Run("llama, adapter drops, documents apart", LLAMA, apart=True, adapter={"rank": 8, "dropout": 0.1}),
+    Run(
+        "frozen output layer, few tokens", LLAMA | {"freeze": ["lm_head.*"]}, accumulated=2, rows=1, length=8
+    ),
+    Run("tied, few tokens", LLAMA | {"extra": {"tie_word_embeddings": True}}, rows=1, length=8),
+    Run("frozen embedding, few tokens", LLAMA | {"freeze": ["*.embed_tokens.*"]}, rows=1, length=8),
+    # A first block whose input needs no gradient keeps less: of what drops above all.
+    Run("bf16, adapter, recomputes", LLAMA, "bf16", "full", adapter={"rank": 16}, bound=0.025),
+    Run("adapter drops, documents apart", LLAMA, apart=True, adapter={"rank": 8, "dropout": 0.1}, bound=0.05),
     Run("llama, dora", LLAMA, adapter={"kind": "dora", "rank": 4}),
     Run("gpt2, bf16, adapter", GPT2, "bf16", adapter={"rank": 8}),
     Run("qwen2, adapter", QWEN2, adapter={"rank": 8, "modules_to_save": ["lm_head"]}),
@@ -159,8 +171,7 @@ RUNS = [
 def test_the_peak_of_a_step(run):
     made, model = counted(ALONE, run, "cpu")
     peak, before = formula(run, model, "cpu")
-    # A first block, whose input needs no gradient, keeps less under an adapter that drops.
-    assert peak == pytest.approx(before + made, rel=0.05 if run.adapter else 0.03)
+    assert peak == pytest.approx(before + made, rel=run.bound)
     assert peak - before == pytest.approx(made, rel=0.05)
 
 
@@ -174,10 +185,11 @@ def test_parts_and_phases_of_a_recipe():
     parameters = tuple(Parameter(n, s) for n, s in zip(names, shapes, strict=True))
     model = Model("8b", parameters, Dimensions("llama", 32, *sizes, tied=False))
     rank = Rank.of(model, config, resolved)
-    found = memory_of(model, config, resolved, "cuda", states_of(rank), buffers(rank))
+    holding = Holding(rank.own, states_of(rank), buffers(rank))
+    found = memory_of(model, config, resolved, "cuda", [holding])
     assert found.is_complete
     assert found.peak == max(found.phases.values()) == found.phases[found.at]
     assert found.allocated == found.peak - found.framework
     assert {"parameters", "optimizer", "activations", "recomputed", "loss"} <= set(found.parts)
-    unknown = replace(model, dimensions=None)
-    assert not memory_of(unknown, config, resolved, "cuda", states_of(rank), buffers(rank)).is_complete
+    unknown = replace(holding, own=replace(model, dimensions=None))
+    assert not memory_of(model, config, resolved, "cuda", [unknown]).is_complete

@@ -45,6 +45,7 @@ def table_of(case: Case, sizes: Sizes) -> Activations:
         case.precision,
         sizes.rows,
         sizes.length,
+        LAYERS,
         apart=case.apart,
         recompute=recompute,
         grouped=case.grouped,
@@ -89,13 +90,30 @@ def test_a_block_keeps_and_needs_what_the_table_says(case):
 
 
 def test_a_family_that_nobody_traced_is_told_as_unknown():
-    work = Work("newfound", "cpu", "fp32", 1, 8)
+    work = Work("newfound", "cpu", "fp32", 1, 8, 2)
     assert activations_of(work, Dimensions("newfound", 2, 8, 8, 1, 1, 8, 16, tied=False)) is None
+
+
+def test_why_it_is_more_is_told_with_all_reasons():
+    wide = Dimensions("llama", 2, 64, 128, 4, 2, 16, 61, tied=False)
+    some = LowRank(4, 64.0, 64.0, everywhere=False)
+    work = Work("llama", "cuda", "half", 1, 64, 2, grouped=True, compiled=True, adapter=some)
+
+    def why(work: Work) -> str:
+        found = activations_of(work, wide)
+        assert found is not None
+        return found.upper
+
+    assert why(replace(work, compiled=False, adapter=replace(some, everywhere=True))) == ""
+    compiled = why(replace(work, adapter=replace(some, everywhere=True)))
+    adapted = why(replace(work, compiled=False))
+    assert compiled
+    assert why(work) == f"{compiled}; {adapted}"
 
 
 def test_a_budget_decides_how_many_blocks_recompute():
     wide = Dimensions("llama", 4, 64, 128, 4, 2, 16, 61, tied=False)
-    work = Work("llama", "cpu", "fp32", 1, 64, grouped=True)
+    work = Work("llama", "cpu", "fp32", 1, 64, 4, grouped=True)
 
     def kept(recompute: Recompute) -> list[float]:
         found = activations_of(Work(**vars(work) | {"recompute": recompute}), wide)

@@ -93,6 +93,14 @@ def test_the_stage_with_the_output_layer_has_fewer_blocks():
     assert step_time(job, QUIET).seconds < step_time(replace(job, balanced=False), QUIET).seconds
 
 
+def test_a_step_takes_as_long_as_the_stage_with_the_most_blocks():
+    job = replace(JOB, stage=1, pipeline=4, micro_batches=32, balanced=False)
+    even = step_time(job, QUIET)
+    uneven = step_time(replace(job, dealt=(7, 9, 10, 6)), QUIET)
+    assert uneven.linear / even.linear == pytest.approx(10 / 8)
+    assert uneven.vocabulary == 0 < step_time(replace(job, dealt=(7, 7, 8, 10)), QUIET).vocabulary
+
+
 SPLITS = [{"stage": stage, "data": 64, "hpz": hpz} for stage in range(4) for hpz in (False, stage == 3)]
 SPLITS += [
     {"stage": 1, "data": 8, "tensor": 8},

@@ -1,0 +1,107 @@
+"""What a run is said to take where ranks differ, and from where on it is said not to fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning.test_states import whole_of
+from support.tiny import deepspeed_json, recipe, resolve
+
+from pipeline.planning.buffers import buffers
+from pipeline.planning.forecast import Forecast, forecast_of, job_of
+from pipeline.planning.memory import peak_by_phase
+from pipeline.planning.overhead import CUT_FRAGMENTS, CUT_SHARE, FRAGMENTS, RESERVED
+from pipeline.planning.place import place_of
+from pipeline.planning.rank import Rank
+from pipeline.planning.states import states_of
+from pipeline.planning.timing import step_time
+from pipeline.planning.units import GIB
+from pipeline.planning.work import Work
+
+LLAMA = {
+    "kind": "causal_lm",
+    "architecture": "llama",
+    "num_layers": 22,
+    "num_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "max_sequence_length": 4096,
+    "vocab_size": 65536,
+}
+TREE = recipe(
+    model=LLAMA,
+    data={"kind": "text", "paths": ["python_stdlib"], "sequence_length": 4096},
+    batch={"micro_batch_size": 1, "gradient_accumulation_steps": 16},
+)
+STAGES = 8
+IN_STAGES = deepspeed_json(1, "bf16") | {"pipeline": {"stages": STAGES}}
+
+
+def forecast(split, ranks):
+    config, resolved = resolve(TREE, split, ranks)
+    return forecast_of(config, resolved, whole_of(TREE), place_of("h100", None, ranks, 1, None, None))
+
+
+def test_the_fullest_stage_is_told_with_what_it_has_itself():
+    """Ends have few blocks beside the vocabulary: the one behind the first is the fullest."""
+    found = forecast(IN_STAGES, STAGES)
+    peaks, blocks = [], []
+    for stage in range(STAGES):
+        rank = Rank.of(found.model, found.config, found.resolved, stage)
+        work = Work.of(found.config, found.resolved, rank.own, "cuda", stage)
+        assert work is not None
+        peaks.append(max(peak_by_phase(work, rank.own, states_of(rank), buffers(rank)).values()))
+        blocks.append(work.blocks)
+    assert sum(blocks) == 22
+    assert max(peaks) not in (peaks[0], peaks[-1])
+    assert found.memory.stage == peaks.index(max(peaks))
+    assert found.memory.allocated == pytest.approx(max(peaks))
+
+
+@pytest.mark.parametrize(("partition", "blocks"), [("uniform", (3,) * 6 + (2, 2)), ("time", ())])
+def test_its_time_is_of_the_blocks_that_stages_have(partition, blocks):
+    """Which a run measures, where they are dealt by time."""
+    found = forecast(IN_STAGES | {"pipeline": {"stages": STAGES, "partition": partition}}, STAGES)
+    job, rates = job_of(found.model, found.config, found.resolved), found.place.rates(found.resolved)
+    assert job is not None
+    assert rates is not None
+    assert found.time == step_time(replace(job, dealt=blocks), rates)
+
+
+@pytest.mark.parametrize(
+    ("split", "ranks", "apart", "share"),
+    [
+        (deepspeed_json(2, "bf16"), 2, FRAGMENTS, 1.0),
+        (IN_STAGES, STAGES, CUT_FRAGMENTS, CUT_SHARE),
+        (deepspeed_json(1, "bf16") | {"tensor_parallel": {"autotp_size": 2}}, 2, CUT_FRAGMENTS, CUT_SHARE),
+    ],
+)
+def test_it_fits_with_as_much_free_as_pieces_take(split, ranks, apart, share):
+    found = forecast(split, ranks)
+    held = found.states.device
+    moving = found.memory.allocated - held.weights - held.masters - held.moments
+    assert found.memory.spare == pytest.approx((apart - RESERVED) * moving)
+    assert found.memory.share == share
+    needed = (found.memory.peak + found.memory.spare) / share
+
+    def on(size: float) -> Forecast:
+        gpu = replace(found.place.gpu, memory=int(size))
+        return replace(found, place=replace(found.place, gpu=gpu))
+
+    assert on(needed + 2).fits
+    assert not on(needed - 2).fits
+    assert "free besides" in on(needed - 2).lacking
+    assert (f"{share:.0%}" in on(needed - 2).lacking) == (share < 1)
+    assert on(found.memory.peak - 2).lacking == "memory"
+
+
+def test_a_checkpoints_copy_is_no_reason_not_to_fit():
+    config, resolved = resolve(TREE | {"checkpoint": {"every": 2}}, None, 1)
+    found = forecast_of(config, resolved, whole_of(TREE), place_of(None, None, 1, 1, None, 1000.0))
+    assert found.memory.copy > 10 * GIB
+    least = found.memory.peak - found.memory.copy
+    for size, fits in ((least + 2, True), (least - 2, False)):
+        gpu = replace(found.place.gpu, memory=int(size))
+        assert replace(found, place=replace(found.place, gpu=gpu)).fits is fits
