@@ -48,8 +48,8 @@ from pipeline.planning.overhead import (  # noqa: E402
     PROCESS,
     RESERVED,
 )
-from pipeline.planning.units import GIB  # noqa: E402
 from pipeline.planning.work import Recompute, Work  # noqa: E402
+from pipeline.units import GIB  # noqa: E402
 
 ROWS = HERE / "published_memory.jsonl"
 

@@ -139,9 +139,7 @@ def with_its_reference(
     checkpoint: Manifest | None,
     adapter: Mapping[str, Any],
 ) -> DataBundle:
-    """The data, with what the model that the run began with says of its answers where the objective asks for
-    it. Collective.
-    """
+    """The data; where the objective asks for it, with what the run's first model says of it. Collective."""
     if not (isinstance(objective, BySegment) and objective.has_reference):
         return data
     if checkpoint is not None:

@@ -23,8 +23,8 @@ from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError,
 from pipeline.planning.account import Account, HeldMemory, Planned
 from pipeline.planning.changes import size
 from pipeline.remedies import Changing, Remedies, Remedying, Shortage, changes_of, elsewhere
+from pipeline.units import GIB
 
-GIB = 2**30
 # torch.OutOfMemoryError, and what cuBLAS, cuDNN, NCCL and the CPU's allocator say.
 _MEMORY = re.compile(
     r"out of memory|ALLOC_FAILED|can't allocate memory|Cannot allocate memory|Unable to allocate"

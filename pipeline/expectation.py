@@ -28,7 +28,7 @@ from pipeline.planning.history import History, Kind, Measured, history_of
 from pipeline.planning.place import Place, here, on_gpus
 from pipeline.planning.proposals import smaller
 from pipeline.planning.shapes import model_of
-from pipeline.planning.units import GIB
+from pipeline.units import GIB
 from pipeline.watchers import Seen
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ import psutil
 import torch
 
 from pipeline.distributed.resident import process_peak
-
-GIB = 2**30
+from pipeline.units import GIB
 
 
 class MemoryMeter:

@@ -37,10 +37,10 @@ from pipeline.peaks import Peaks, as_if_stepped, peaks_on
 from pipeline.planning.largest import MARGIN, TRIED_UP_TO, Use, fits, largest, next_trial, predicted
 from pipeline.remedies import Remedies
 from pipeline.stepping import with_keys
+from pipeline.units import GIB
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 NOTHING_STAYS = Limits(-torch.inf, -torch.inf)
 LOOKED_AT = 8
 """Groups of own data, whose rows may differ in length, of which the largest is tried."""

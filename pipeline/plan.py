@@ -22,8 +22,8 @@ from pipeline.models.sizes import model_of
 from pipeline.parts import Parts
 from pipeline.planning.rank import Rank
 from pipeline.planning.states import States, states_of
-from pipeline.planning.units import GIB, MIB
 from pipeline.schedule import remark
+from pipeline.units import GIB, MIB
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Lower layers first; a module imports from its own layer or from lower ones.
 LAYERS = [
-    ["errors", "events", "foreign", "redaction"],
+    ["errors", "events", "foreign", "redaction", "units"],
     ["config", "importing", "durable", "op_builds", "peak_flops", "run_lock", "shards", "working_tree"],
     ["distributed", "kept_sizes", "logs", "foreign_configs", "planning"],
     ["launching", "remedies"],
@@ -50,6 +50,7 @@ WALLS = {
 }
 TORCH_FREE = [
     "errors",
+    "units",
     "config",
     "cli",
     "commands",

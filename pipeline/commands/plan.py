@@ -29,7 +29,7 @@ from pipeline.planning.shapes import model_of
 from pipeline.planning.suggest import suggest
 from pipeline.planning.suggested import text_beside, write
 from pipeline.planning.telling import as_json, change_rows, memory_rows, scaling_rows, summary, time_rows
-from pipeline.planning.units import GIB
+from pipeline.units import GIB
 
 HELP = "say what a run takes (memory, time, disk) without a GPU, and what to change"
 DESCRIPTION = """\

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pipeline.distributed.machine import GIB, Memory
+from pipeline.distributed.machine import Memory
+from pipeline.units import GIB
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")

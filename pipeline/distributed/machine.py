@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import psutil
 
-GIB = 2**30
+from pipeline.units import GIB
+
 ROOT = Path("/")
 MOST_FILES = 1 << 20  # beyond, programs that walk through all numbers of files take seconds
 FILES_ALONE = 400  # libraries, the data's maps, batches from workers, the files of a checkpoint

@@ -14,8 +14,8 @@ from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
 from pipeline.doctor.session import SilentError
 from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON
 from pipeline.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER, NativeOp
+from pipeline.units import GIB
 
-GIB = 1 << 30
 MEMORY_A_RANK = (1 * GIB, 2 * GIB)
 """Bytes below which there is a failure, a warning: torch and DeepSpeed alone take about one."""
 DISK = (1 * GIB, 10 * GIB)

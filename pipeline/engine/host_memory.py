@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from pipeline.units import MIB
+
 # malloc.h's numbers for mallopt.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-MIB = 1 << 20
 
 
 @contextmanager

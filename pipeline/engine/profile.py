@@ -18,11 +18,11 @@ import torch
 
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.span import Span
+from pipeline.units import MIB
 
 log = logging.getLogger(__name__)
 
 TABLE = "flops_profile.txt"
-MIB = 2**20
 
 
 def without_profilers(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-log = logging.getLogger(__name__)
+from pipeline.units import GIB
 
-GIB = 2**30
+log = logging.getLogger(__name__)
 
 
 class ActivationBudget:

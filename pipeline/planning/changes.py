@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.config.loading import parse_override
 from pipeline.errors import ConfigError
-from pipeline.planning.units import GIB, MIB
+from pipeline.units import GIB, MIB
 
 
 @dataclass(frozen=True)

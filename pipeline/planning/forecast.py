@@ -21,7 +21,7 @@ from pipeline.planning.rank import Rank
 from pipeline.planning.saving import checkpoint_bytes
 from pipeline.planning.states import States, states_of
 from pipeline.planning.timing import StepTime, step_time
-from pipeline.planning.units import GIB
+from pipeline.units import GIB
 
 HOUR = 3600.0
 UNCORRECTED = Correction()

@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError
 from pipeline.planning.hardware import Gpu, find_gpu, network_rate, this_cpu
 from pipeline.planning.history import History
 from pipeline.planning.rates import COMPILED, EAGER, Rates, rates_of
-from pipeline.planning.units import GIB, MIB
+from pipeline.units import GIB, MIB
 
 # Cards that stand for others of the same memory, by what they are sold with.
 STAND_INS = {24: "rtx 4090", 32: "rtx 5090", 40: "a100 40", 48: "l40s", 80: "h100", 141: "h200", 180: "b200"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
 from pipeline.planning.suggest import Suggestion
-from pipeline.planning.units import GIB
+from pipeline.units import GIB
 
 
 def text_beside(path: Path, force: bool) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.planning.changes import Change
 from pipeline.planning.forecast import Forecast
-from pipeline.planning.units import GIB
+from pipeline.units import GIB
 
 BAR = 44
 """Characters of the bar that stands for all of a device's memory."""

@@ -17,9 +17,10 @@ from typing import Any
 
 from pipeline.distributed.diagnosis import NEARLY_FULL, RankProcess
 from pipeline.distributed.kernel_log import killed_for_memory
-from pipeline.distributed.machine import GIB, machine_id, memory_now
+from pipeline.distributed.machine import machine_id, memory_now
 from pipeline.durable import replace_text
 from pipeline.foreign import CONFIGURATION, read_plain
+from pipeline.units import GIB
 
 PROCESSES = "logs/processes.json"
 

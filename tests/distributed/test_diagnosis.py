@@ -12,7 +12,8 @@ from pipeline.distributed.diagnosis import (
     describe_lost,
     ranks_in_words,
 )
-from pipeline.distributed.machine import GIB, Memory
+from pipeline.distributed.machine import Memory
+from pipeline.units import GIB
 
 LINE = "pipeline/engine/torch_engine.py:81 in train_step"
 

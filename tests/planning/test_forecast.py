@@ -16,8 +16,8 @@ from pipeline.planning.place import place_of
 from pipeline.planning.rank import Rank
 from pipeline.planning.states import states_of
 from pipeline.planning.timing import step_time
-from pipeline.planning.units import GIB
 from pipeline.planning.work import Work
+from pipeline.units import GIB
 
 LLAMA = {
     "kind": "causal_lm",

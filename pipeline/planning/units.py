@@ -1,3 +1,0 @@
-"""Bytes in what memory is told in."""
-
-MIB, GIB = 2**20, 2**30
