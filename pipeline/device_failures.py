@@ -6,6 +6,7 @@ Looks at what torch, CUDA, NCCL and the system say; asks a device that failed no
 from __future__ import annotations
 
 import errno
+import logging
 import re
 import traceback
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from pipeline.planning.account import Account, HeldMemory, Planned
 from pipeline.planning.changes import size
 from pipeline.remedies import Changing, Remedies, Remedying, Shortage, changes_of, elsewhere
 from pipeline.units import GIB
+
+log = logging.getLogger(__name__)
 
 # torch.OutOfMemoryError, and what cuBLAS, cuDNN, NCCL and the CPU's allocator say.
 _MEMORY = re.compile(
@@ -167,9 +170,11 @@ def of_training(settings: Settings, job: Job | None, account: Account, shortage:
 
 def _planned(account: Account) -> Planned | None:
     """What the plan says: worked out here, where it costs no run a moment."""
-    with suppress(PipelineError, RuntimeError, MemoryError):  # the memory is out, the plan is not the news
+    try:
         return None if account.plan is None else account.plan()
-    return None
+    except Exception:  # of a formula, or for want of memory: the plan is not the news
+        log.debug("no plan beside what ran out of memory", exc_info=True)
+        return None
 
 
 def of_killed(settings: Settings, job: Job, account: Account) -> str:

@@ -95,14 +95,17 @@ class Trials:
         job, kept = self._of.job, self._kept
         job.on_main(kept.read)
         kept.found, kept.needs, kept.trying = job.broadcast_object((kept.found, kept.needs, kept.trying))
-        candidates = self._of.resolved.plan.candidates
+        candidates, guess = self._of.resolved.plan.candidates, self._of.guess
         if kept.trying is not None:
             self._tell(f"{kept.trying} ran out of memory at an earlier start, or was cut off ({kept.file})")
-            candidates = [size for size in candidates if size < kept.trying] or candidates
+            if smaller := [size for size in candidates if size < kept.trying]:
+                candidates = smaller
+            else:
+                guess = None  # the smallest once more, and from there
         if kept.found in candidates and self._still_fits():
             self._tell(f"micro_batch_size {kept.found}, found before ({kept.file}; without it, found anew)")
             return kept.found
-        while (size := next_trial(candidates, self._tried, self._of.guess)) is not None:
+        while (size := next_trial(candidates, self._tried, guess)) is not None:
             with self._written_down(size):
                 self._tried[size] = self.measure(size)
         self._begin()  # what the last trial left is not the run's

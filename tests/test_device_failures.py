@@ -58,6 +58,19 @@ def test_a_lever_that_is_pulled_already_is_left_out():
     assert not any(word in text for word in ("micro_batch_size=", "activation_checkpointing", "zero3"))
 
 
+def test_a_plan_that_fails_hides_no_error():
+    """Of a formula: the memory is the news."""
+
+    def fail() -> Planned:
+        raise ZeroDivisionError
+
+    settings = load_settings(ROOT / "launch" / "recipes" / "python_stdlib.yaml", None, [])
+    remedies = partial(of_training, settings, JOB, Account(plan=fail))
+    found = explain(torch.OutOfMemoryError(CUDA), torch.device("cuda"), remedies)
+    assert isinstance(found, DeviceMemoryError)
+    assert "the plan had said" not in str(found)
+
+
 def test_what_was_held_what_was_planned_and_changes_that_the_settings_accept():
     recipe, gib = ROOT / "launch" / "recipes" / "python_stdlib.yaml", 2**30
     settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", ["batch.micro_batch_size=8"])

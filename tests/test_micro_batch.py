@@ -134,6 +134,11 @@ def test_the_next_start_knows(tmp_path, caplog):
     assert train(ALONE, None, "auto", tmp_path, limit=2**40)[0].micro_batch_size == 2
     assert "4 ran out of memory at an earlier start, or was cut off" in caplog.text
     assert "there is no larger one below; kept in" in caplog.text
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"found": None, "trying": 1}))
+    caplog.clear()
+    found = train(ALONE, None, "auto", tmp_path, guess=4 * SAMPLES, limit=2**40)[0]
+    assert found.micro_batch_size == SAMPLES
+    assert next(iter(json.loads(file.read_text())["tried"])) == "1"  # whatever the guess
 
 
 def test_a_trial_that_runs_out_of_memory_is_known_to_the_next_start(tmp_path, monkeypatch):

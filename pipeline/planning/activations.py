@@ -177,7 +177,7 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
     block = Block(kept + more, kept_backward + more, most("forward") + more + works, most("backward") + works)
     taken = values["ND"] * (2 if work.precision == "half" else 4)
     blocks = _blocks(work, block, taken, casts)
-    offloaded = work.recompute.offload and work.recompute.mode != "none"
+    offloading = (b.recomputes or work.selective for b in blocks) if work.recompute.offload else ()
     return Activations(
         blocks,
         most("start"),
@@ -185,7 +185,7 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
         most("end"),
         value(row["loss"]),
         value(row["left"]) - value(row["kept_backward"]),
-        taken * len(blocks) if offloaded else 0.0,
+        taken * sum(offloading),
         _why_more(work, found),
     )
 
@@ -253,7 +253,7 @@ def _blocks(work: Work, block: Block, taken: float, casts: float) -> tuple[Block
     if how.budget is not None:
         keeping = min(layers, max(0, int((how.budget - layers * taken) / max(own, 1.0))))
         return (full,) * (layers - keeping) + (block,) * keeping
-    return tuple(full if index % how.every == 0 else block for index in range(layers))
+    return tuple(full if (work.first + index) % how.every == 0 else block for index in range(layers))
 
 
 @cache

@@ -48,7 +48,7 @@ def own_part(model: Model, split: Split, json: dict[str, Any], rank: int) -> Mod
 
 
 def stage_of(model: Model, stages: int, how: str, stage: int) -> Model:
-    """One pipeline stage; its dimensions have its own number of blocks. `partition: time` is measured by a
+    """One pipeline stage; its dimensions are of its own blocks. `partition: time` is measured by a
     run: here it is as `parameters`.
 
     Raises:
@@ -67,7 +67,9 @@ def stage_of(model: Model, stages: int, how: str, stage: int) -> Model:
         own = [*layers.before, *own]
     if stage == stages - 1:
         own = [*(layers.tied if stage else ()), *own, *layers.after]
-    dimensions = None if model.dimensions is None else replace(model.dimensions, layers=len(blocks))
+    dimensions = model.dimensions
+    if dimensions is not None:
+        dimensions = replace(dimensions, layers=len(blocks), first=bounds[stage])
     return replace(model, parameters=tuple(own), dimensions=dimensions)
 
 

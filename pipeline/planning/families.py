@@ -18,8 +18,8 @@ TEMPLATES = Path(__file__).with_name("families.yaml")
 OUTPUT_LAYER = "lm_head."
 OF_ALL_FAMILIES = ("head_dim", "tie_word_embeddings")
 """What shapes follow from in each."""
-MOST = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31}
-"""What a recipe may say at the most; of other numbers 2**24."""
+MOST = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31, "vocab_size": 2**28}
+"""No less than a recipe may say; of other numbers 2**24."""
 
 
 @cache

@@ -56,7 +56,8 @@ class Forecast:
     def lacking(self) -> str:
         """Of what there is too little; empty: it fits."""
         there, share = self.place.memory, self.memory.share
-        needed = self.peak - (self.memory.copy if self.place.device.kind == "cpu" else 0)
+        copy = self.memory.copy if self.place.device.kind == "cpu" else 0.0
+        needed = int((self.memory.peak - copy) * self.correction.memory)
         if needed > there:
             return "memory"
         if needed + self.memory.spare > share * there:

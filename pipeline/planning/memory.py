@@ -120,7 +120,7 @@ def handed_bytes(work: Work, dimensions: Dimensions | None) -> int:
     """
     if work.stages == 1 or dimensions is None:
         return 0
-    of_before = max(2, work.in_flight) + 2 if work.stage else 0
+    of_before = min(work.micro_batches, max(2, work.in_flight)) + 2 if work.stage else 0
     return work.computes_in * work.tokens * dimensions.hidden * (of_before + (2 if work.is_last else 1))
 
 

@@ -46,6 +46,8 @@ class Dimensions:
     experts_per_token: int = 0
     window: int | None = None
     """Tokens that attention looks back, where all layers have that limit."""
+    first: int = 0
+    """Of a pipeline stage: how many blocks stand before its own."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ class Work:
     """Tokens of a row, before sequence parallelism cuts it."""
     blocks: int
     """That the rank has: of a pipeline those of its stage."""
+    first: int = 0
+    """How many of the model stand before these."""
     micro_batches: int = 1
     """Of a step."""
     apart: bool = False
@@ -124,6 +126,7 @@ class Work:
             rows=resolved.plan.micro_batch_size,
             length=length,
             blocks=dimensions.layers,
+            first=dimensions.first,
             micro_batches=resolved.plan.gradient_accumulation_steps,
             apart=bool(getattr(config.data, "separate_documents", False)),
             recompute=_recompute(model),

@@ -106,17 +106,6 @@ def holds(pool, name: str, micro_batches: int, world_size: int, on_gpu: bool) ->
     found = pool.run(of_a_step, tree_of(micro_batches), WAYS[name], on_gpu)
     most = max(size for each in found for phase, size in each.items())
     wanted = expected(name, micro_batches, world_size, on_gpu)
-    print(
-        "XX",
-        name,
-        micro_batches,
-        world_size,
-        on_gpu,
-        most,
-        wanted,
-        most - wanted,
-        round(most / wanted - 1, 4),
-    )
     assert (1 - LESS.get(name, 0.005)) * wanted <= most <= wanted + MORE.get(name, 5_000), (most, wanted)
 
 

@@ -10,6 +10,7 @@ from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.planning.buffers import buffers
 from pipeline.planning.forecast import Forecast, forecast_of, job_of
+from pipeline.planning.history import Correction
 from pipeline.planning.memory import peak_by_phase
 from pipeline.planning.overhead import CUT_FRAGMENTS, CUT_SHARE, FRAGMENTS, RESERVED
 from pipeline.planning.place import place_of
@@ -97,11 +98,13 @@ def test_it_fits_with_as_much_free_as_pieces_take(split, ranks, apart, share):
     assert on(found.memory.peak - 2).lacking == "memory"
 
 
-def test_a_checkpoints_copy_is_no_reason_not_to_fit():
+@pytest.mark.parametrize("corrected", [0.7, 1.0, 1.4])
+def test_a_checkpoints_copy_is_no_reason_not_to_fit(corrected):
     config, resolved = resolve(TREE | {"checkpoint": {"every": 2}}, None, 1)
     found = forecast_of(config, resolved, whole_of(TREE), place_of(None, None, 1, 1, None, 1000.0))
     assert found.memory.copy > 10 * GIB
-    least = found.memory.peak - found.memory.copy
+    found = replace(found, correction=Correction(memory=corrected))
+    least = (found.memory.peak - found.memory.copy) * corrected
     for size, fits in ((least + 2, True), (least - 2, False)):
         gpu = replace(found.place.gpu, memory=int(size))
         assert replace(found, place=replace(found.place, gpu=gpu)).fits is fits

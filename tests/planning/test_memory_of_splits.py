@@ -20,6 +20,9 @@ def split(**more: Any) -> dict[str, Any]:
 TENSOR_2 = Run(
     "tensor", LLAMA, rows=4, length=256, how=split(tensor_parallel={"autotp_size": 2}), ranks=2, bound=0.03
 )
+STAGES_2 = replace(
+    TENSOR_2, name="stages", rows=2, accumulated=4, how=split(pipeline={"stages": 2}), bound=0.01
+)
 RUNS = [
     TENSOR_2,
     # A first block, whose input needs no gradient, keeps no masks of what attention is given.
@@ -27,7 +30,18 @@ RUNS = [
     replace(TENSOR_2, name="tensor, dora", adapter={"kind": "dora", "rank": 4}),
     replace(TENSOR_2, name="sequence", how=split(sequence_parallel_size=2)),
     replace(TENSOR_2, name="sequence, ZeRO 3", rows=8, how=deepspeed_json(3) | {"sequence_parallel_size": 2}),
-    replace(TENSOR_2, name="stages", rows=2, accumulated=4, how=split(pipeline={"stages": 2}), bound=0.01),
+    STAGES_2,
+    replace(STAGES_2, name="stages, a step of two", rows=4, accumulated=2, bound=0.03),
+    # The last stage is said to take more: with more micro-batches it has two at a time.
+    replace(STAGES_2, name="stages, a step of one", rows=8, accumulated=1, bound=0.055),
+    replace(
+        STAGES_2,
+        name="stages, every other block recomputes",
+        model=LLAMA | {"num_layers": 6},
+        recompute=2,
+        how=split(pipeline={"stages": 2, "partition": "uniform"}),
+        bound=0.02,
+    ),
     Run(
         "stages, blocks left over",
         LLAMA | {"num_layers": 6},
