@@ -68,6 +68,10 @@ class Cadence:
     def due(self, step: int) -> bool:
         return step == self.last or (self.every > 0 and step % self.every == 0)
 
+    def due_between(self, step: int) -> bool:
+        """Whether a step behind this one and before the last is due."""
+        return self.every > 0 and (step // self.every + 1) * self.every < self.last
+
     def due_or_first(self, step: int) -> bool:
         """Due, or before the first step."""
         return step == 0 or self.due(step)

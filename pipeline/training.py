@@ -104,7 +104,8 @@ class Loop:
         self.state = self.state.after(result)
         step = self.state.global_step
         parts.meters.observe(result)
-        if step == parts.start.global_step + 1 and (parts.save.every or parts.save_minutes):
+        start = parts.start.global_step
+        if step == start + 1 < parts.max_steps and (parts.save_minutes or parts.save.due_between(start)):
             with parts.meters.paused("checkpoint"):
                 parts.checkpoints.prepare(parts.engine)
         if step == 1 or parts.log.due(step):

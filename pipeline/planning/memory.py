@@ -200,7 +200,7 @@ def memory_of(
         kind: Of the device: `cpu` or `cuda`.
         holdings: A rank's of each pipeline stage, in their order; of a model that is not in stages one.
     """
-    copy = copy_bytes(model, config, resolved, kind)
+    copy = copy_bytes(model, config, resolved)
     every = [_of_stage(each, config, resolved, kind, copy, stage) for stage, each in enumerate(holdings)]
     fullest = max(every, key=lambda each: each.peak + each.spare)
     return replace(fullest, host=max(each.host for each in every))

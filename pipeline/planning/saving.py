@@ -28,15 +28,10 @@ def checkpoint_bytes(model: Model, config: RunConfig, resolved: Resolved) -> int
     )
 
 
-def copy_bytes(model: Model, config: RunConfig, resolved: Resolved, kind: str) -> float:
-    """Of a rank's share of it in host memory. On a GPU that is pinned after the first step wherever saves
-    are asked for; else the first save before the last step takes it. The last one is waited for, without.
-
-    Args:
-        kind: Of the device: `cpu` or `cuda`.
-    """
+def copy_bytes(model: Model, config: RunConfig, resolved: Resolved) -> float:
+    """Of a rank's share of it in host memory, where a save comes before the last step: that is waited for."""
     saves, steps = config.checkpoint, config.max_steps
-    is_taken = saves.every > 0 and (kind == "cuda" or steps is None or saves.every < steps)
+    is_taken = saves.every > 0 and (steps is None or saves.every < steps)
     if not is_taken and saves.every_minutes == 0:
         return 0.0
     return checkpoint_bytes(model, config, resolved) / resolved.split.world_size
