@@ -73,7 +73,7 @@ class Expectation:
             return None
         least = "" if found.memory.is_complete else "at least "
         memory = f"{least}{found.peak / GIB:.2f} GiB of {found.place.memory / GIB:.2f} expected"
-        if not found.fits:
+        if found.fits is False:
             memory += ", which does not fit"
         speed = "" if self.tokens_per_second is None else f"; {self.tokens_per_second:,.0f} tokens/s expected"
         runs = found.correction.runs
@@ -98,7 +98,7 @@ class Expectation:
         memory = self._memory(found, fields, told, far)
         speed, flops = self._speed(found, fields, told, far)
         if self._history is not None and (memory or speed or flops):
-            kind = Kind.of(found.place.gpu.name, found.model, found.resolved)
+            kind = Kind.of(found.place.gpu.name, found.model, found.config, found.resolved)
             self._history.add(Measured(kind, memory, speed, flops))
         if not told:
             return None
@@ -121,7 +121,7 @@ class Expectation:
         beside = abs(self._peak - expected)
         if found.memory.is_complete and beside > FAR_GIB:
             far.append(beside / expected)
-        return self._peak / expected * found.correction.memory
+        return self._peak / expected * found.correction.memory if found.memory.is_complete else None
 
     def _speed(
         self, found: Forecast, fields: dict[str, str | float], told: list[str], far: list[float]

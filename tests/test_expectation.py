@@ -45,7 +45,7 @@ def test_a_run_as_expected_is_told_and_kept(found, tmp_path):
     told = observed(found, History(tmp_path), 1.05, 0.9)
     assert told.level == "info"
     assert told.fields["memory_measured_gib"] == pytest.approx(1.05 * told.fields["memory_expected_gib"])
-    kind = Kind.of(GPU.gpu.name, found.model, found.resolved)
+    kind = Kind.of(GPU.gpu.name, found.model, found.config, found.resolved)
     correction = History(tmp_path).correction(kind)
     assert (correction.memory, correction.speed) == (pytest.approx(1.05), pytest.approx(0.9))
 
@@ -71,7 +71,7 @@ def test_the_next_plan_of_its_kind_is_corrected_and_ends_at_what_was_measured(fo
     assert after.correction.runs == 1
     again = observed(after, history, 1.0, 1.0)
     assert again.level == "info"
-    kind = Kind.of(GPU.gpu.name, found.model, found.resolved)
+    kind = Kind.of(GPU.gpu.name, found.model, found.config, found.resolved)
     assert history.correction(kind).memory == pytest.approx(1.2, rel=1e-3)
 
 

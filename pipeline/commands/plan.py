@@ -99,7 +99,6 @@ def run(arguments: argparse.Namespace) -> None:
         history,
     )
     model = _model(settings)
-    settings = _with_a_micro_batch(settings, model, place, history)
     if arguments.suggest is not None:
         _suggest(settings, model, place, history, arguments)
     elif arguments.longest or arguments.largest:
@@ -128,6 +127,7 @@ def _model(settings: Settings) -> Model:
 def _plan(
     settings: Settings, model: Model, place: Place, history: History | None, arguments: argparse.Namespace
 ) -> None:
+    asked, settings = settings, _with_a_micro_batch(settings, model, place, history)
     found = forecast(settings, model, place, history)
 
     def at(changed: Settings) -> Forecast:
@@ -137,7 +137,7 @@ def _plan(
         return forecast(_with_a_micro_batch(changed, known, place, history), known, place, history)
 
     changes = helpful(settings, found, at)
-    scaling = _scaling(settings, model, place, history)
+    scaling = _scaling(asked, model, place, history)
     if arguments.json:
         print(json.dumps(as_json(found, changes, scaling), indent=2))
         return
@@ -170,7 +170,8 @@ def _scaling(settings: Settings, model: Model, place: Place, history: History | 
     for count in sorted(counts):
         try:
             if (there := place.with_gpus(count)).ranks == count:  # else machines are not filled evenly
-                found.append(forecast(settings, model, there, history))
+                divided = _with_a_micro_batch(settings, model, there, history)
+                found.append(forecast(divided, model, there, history))
         except ConfigError:
             continue
     return found
@@ -202,11 +203,6 @@ def _limits(
     settings: Settings, model: Model, place: Place, history: History | None, arguments: argparse.Namespace
 ) -> None:
     option = "--longest" if arguments.longest else "--largest"
-    if not forecast(settings, model, place).memory.is_complete:
-        raise ConfigError(
-            f"{option}: what activations take is not known of {model.name}, computed so; without the option "
-            "the plan says what is known"
-        )
     limits = {name: find(settings, model, place, history) for name, find in LIMITS[option].items()}
     if arguments.json:
         print(json.dumps({name: _as_json(limit) for name, limit in limits.items()}, indent=2))

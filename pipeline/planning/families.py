@@ -118,6 +118,9 @@ def _whole(config: Mapping[str, Any], *names: str, default: int | None = None) -
 
 def _dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> Dimensions:
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+    key_value_heads = _whole(config, "num_key_value_heads", default=heads)
+    if heads % key_value_heads:
+        raise ModelError(f"num_key_value_heads is {key_value_heads}: it does not divide {heads} heads")
     experts = _whole(config, "num_local_experts", "num_experts", default=0)
     intermediate = _whole(config, "intermediate_size", default=4 * hidden)
     if experts:
@@ -129,7 +132,7 @@ def _dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> D
         hidden=hidden,
         intermediate=intermediate,
         heads=heads,
-        key_value_heads=_whole(config, "num_key_value_heads", default=heads),
+        key_value_heads=key_value_heads,
         head_dim=_whole(config, "head_dim", default=max(1, hidden // heads)),
         vocabulary=_whole(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)) and not gives_scores,

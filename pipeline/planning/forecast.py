@@ -48,9 +48,13 @@ class Forecast:
         return int(self.memory.peak * self.correction.memory)
 
     @property
-    def fits(self) -> bool:
-        """Whether the fullest rank's device and its machine hold it; without the copy of a checkpoint."""
-        return not self.lacking
+    def fits(self) -> bool | None:
+        """Whether the fullest rank's device and its machine hold it, without the copy of a checkpoint; None:
+        what activations take is not known, and all else fits.
+        """
+        if self.lacking:
+            return False
+        return True if self.memory.is_complete else None
 
     @property
     def lacking(self) -> str:
@@ -86,7 +90,9 @@ class Forecast:
     def mfu(self) -> float | None:
         """Model FLOPs as perf/mfu counts them, over the peak of the data sheet."""
         peak = self.place.gpu.peak(self.resolved.split.precision, self.resolved.tf32)
-        return None if self.time is None or peak is None else self.time.mfu(peak)
+        if self.time is None or peak is None or self.place.device.kind == "cpu":  # which has no data sheet
+            return None
+        return self.time.mfu(peak)
 
     @cached_property
     def checkpoint_bytes(self) -> int:
@@ -154,7 +160,7 @@ def forecast_of(
     memory = memory_of(model, config, resolved, kind, holdings)
     correction, time = UNCORRECTED, None
     if history is not None:
-        correction = history.correction(Kind.of(place.gpu.name, model, resolved))
+        correction = history.correction(Kind.of(place.gpu.name, model, config, resolved))
     rates = place.rates(resolved)
     if rates is not None and (job := job_of(model, config, resolved)) is not None:
         if job.recompute == 1.0 and memory.recomputed is not None:  # a budget lets some blocks keep theirs

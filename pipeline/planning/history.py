@@ -21,6 +21,7 @@ FILE = "plans.jsonl"
 MOST_LINES = 400
 RECENT = 5
 """Runs of a kind that count."""
+OFFLOADED = ("offload_optimizer", "offload_param")
 LIMITS = (0.5, 2.0)
 """Of a correction: what lies beyond was another kind of run."""
 
@@ -33,13 +34,23 @@ class Kind:
     """`H100 SXM 80GB`, `2 CPU cores`."""
     family: str
     split: str
+    """Offload named, too."""
     compiled: bool
+    size: int = 0
+    """Of the model, and"""
+    rows: int = 0
+    """of what a rank computes at a time: each the power of two that is next."""
 
     @classmethod
-    def of(cls, device: str, model: Model, resolved: Resolved) -> Kind:
+    def of(cls, device: str, model: Model, config: RunConfig, resolved: Resolved) -> Kind:
         """Of a run."""
         family = model.dimensions.family if model.dimensions is not None else model.name
-        return cls(device, family, str(resolved.split), resolved.compile)
+        zero = (resolved.deepspeed or {}).get("zero_optimization", {})
+        where = (f"{name} on {zero[name]['device']}" for name in OFFLOADED if zero.get(name))
+        split = ", ".join((str(resolved.split), *where))
+        size = model.numel.bit_length()
+        rows = resolved.plan.micro_batch_size * (getattr(config.data, "sequence_length", None) or 1)
+        return cls(device, family, split, resolved.compile, size, rows.bit_length())
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def largest_model(settings: Settings, model: Model, place: Place, history: Histo
     dimensions = model.dimensions
     if dimensions is None:
         return Limit(None, (), f"how {model.name} would grow is not known")
-    split = settings.resolve(place.ranks, place.device).split
+    split = settings.followed_by(_batch(settings, 1)).resolve(place.ranks, place.device).split
     step = split.tensor_parallel * split.sequence_parallel  # ranks that share a row divide its heads
     widest = dimensions.key_value_heads * MOST_WIDTH // dimensions.hidden
     deepest = dimensions.key_value_heads * MOST_LAYERS // dimensions.layers
@@ -134,7 +134,12 @@ def _furthest(
         except PipelineError as error:
             refused[number] = str(error)
             return False
-        return found[number].fits
+        if not found[number].memory.is_complete:
+            raise ConfigError(
+                f"--longest, --largest: what activations take is not known of {model.name}, computed so; "
+                "without the option the plan says what is known"
+            )
+        return bool(found[number].fits)
 
     best = last_fitting(fits, most)
     if best == most:

@@ -181,11 +181,16 @@ def helpful(
         forecast: Of changed settings; a PipelineError: they cannot be run.
     """
     found = list(_tried(settings, now, forecast))
+    if now.fits is None:
+        return []
     if now.fits:
         faster = [
             change
             for change, after in found
-            if after.fits and _slower(change) < FASTER and not change.other_curve
+            if after.fits
+            and _slower(change) < FASTER
+            and not change.other_curve
+            and (now.place.device.kind == "cuda" or not _offloads(change))
         ]
         return sorted(faster, key=_slower)[:most]
     enough = {change for change, after in found if after.fits}
@@ -205,6 +210,11 @@ def _tried(
             after = forecast(settings.followed_by(change.overrides))
             slower = after.time.seconds / now.time.seconds if after.time and now.time else None
             yield replace(change, gain=now.peak - after.peak, slower=slower), after
+
+
+def _offloads(change: Change) -> bool:
+    """Whether it moves something to the host, which a CPU is itself."""
+    return any("offload" in word and not word.endswith(("=none", "=false")) for word in change.overrides)
 
 
 def _less(found: Iterable[tuple[Change, Forecast]], now: Forecast) -> list[tuple[Change, Forecast]]:

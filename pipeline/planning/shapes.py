@@ -36,6 +36,8 @@ def model_of(config: RunConfig) -> Model | None:
     scores = config.objective.kind == "reward"
     if model.pretrained is not None:
         stated = read_config(model.pretrained)
+        if stated.get("quantization_config"):
+            raise ModelError(f"model.pretrained: {model.pretrained!r}: its weights are quantised already")
         family = str(stated.get("model_type"))
         if family not in families():
             return None

@@ -62,9 +62,10 @@ def suggest(settings: Settings, model: Model, place: Place, history: History | N
     if (found := choose(fitting, tried)) is not None:
         return found
     if not tried:
+        how = "name a GPU with --gpu, or " if place.device.kind == "cpu" else ""
         raise ConfigError(
-            f"--suggest: what {model.name} takes on {place} is not known, in memory or time; name a GPU with "
-            "--gpu, or see without the option what is known"
+            f"--suggest: what {model.name} takes on {place} is not known, in memory or time; {how}see "
+            "without the option what is known"
         )
     raise ConfigError(
         f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {place}; take more GPUs, "
@@ -164,6 +165,8 @@ def _zeros(place: Place, cut: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"stage": 3, **common, **autos}
     if place.nodes > 1 and not cut:
         yield {"stage": 3, **common, **autos, "zero_hpz_partition_size": place.per_node}
+    if place.device.kind == "cpu":  # the host itself
+        return
     yield {"stage": 2, **common, "offload_optimizer": {"device": "cpu"}}
     if "tensor_parallel" in cut:
         return

@@ -72,7 +72,7 @@ def memory_rows(found: Forecast) -> Iterator[str]:
             yield f"  {name:<28}{num_bytes / GIB:9.2f} GiB  {bar(num_bytes, there)}"
     peak = f"peak, in the {memory.at}"
     yield f"  {peak:<28}{found.peak / GIB:9.2f} GiB  {bar(found.peak, there)}"
-    sign = "fits"
+    sign = "fits" if found.fits else "whether it fits is not known"
     if lacking := found.lacking:
         sign = "does not fit" if lacking == "memory" else f"does not fit: {lacking}"
     share = found.peak / found.place.memory
@@ -132,7 +132,7 @@ def scaling_rows(forecasts: Sequence[Forecast]) -> list[tuple[str, ...]]:
         time = each.time
         if time is not None:
             total = time.tokens_per_second * time.gpus
-            fits = "yes" if each.fits else "no"
+            fits = {True: "yes", False: "no", None: "not known"}[each.fits]
             speed = (f"{time.seconds:.2f}", f"{total:,.0f}", f"{time.tokens_per_second:,.0f}")
             rows.append((f"{time.gpus:,}", *speed, f"{each.peak / GIB:.1f}", fits))
     return rows
@@ -170,10 +170,12 @@ def as_json(found: Forecast, changes: Sequence[Change], scaling: Sequence[Foreca
             "phases_bytes": dict(found.memory.phases),
             "there_bytes": found.place.memory,
             "fits": found.fits,
+            "lacking": found.lacking,
             "spare_bytes": found.memory.spare,
             "remarks": list(remarks(found)),
         },
         "host_bytes": found.host_bytes,
+        "host_there_bytes": found.place.host_memory,
         "copy_bytes": found.copy_bytes,
         "nvme_bytes": found.nvme_bytes,
         "checkpoint_bytes": found.checkpoint_bytes,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from planning.test_states import whole_of
+from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.planning.history import LIMITS, MOST_LINES, Correction, History, Kind, Measured
 
@@ -43,3 +45,19 @@ def test_a_damaged_file_and_one_that_cannot_be_written_do_no_harm(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     History(blocked / "below").add(Measured(KIND, 1.0, 1.0, None))
+
+
+def test_a_small_model_or_batch_or_another_offload_is_another_kind():
+    def kind(rows=8, **changes):
+        tree = recipe(batch={"micro_batch_size": rows}, **changes)
+        config, resolved = resolve(tree, deepspeed_json(2), 1)
+        return Kind.of("2 CPU cores", whole_of(tree), config, resolved)
+
+    def offloaded():
+        tree = recipe(batch={"micro_batch_size": 8})
+        config, resolved = resolve(tree, deepspeed_json(2, offload_optimizer={"device": "cpu"}), 1)
+        return Kind.of("2 CPU cores", whole_of(tree), config, resolved)
+
+    wide = {"model": recipe()["model"] | {"intermediate_size": 4096}}
+    assert kind() == kind()
+    assert len({kind(), kind(rows=32), kind(**wide), offloaded()}) == 4

@@ -42,6 +42,8 @@ def test_a_suggestion_is_accepted_and_nothing_beats_it(tmp_path, size, where):
     found = choose(others, tried)
     assert found is not None
     best = found.best
+    row = f"| {size} | {where} | {suggestions.row(found)} |"
+    assert row in (ROOT / "docs" / "planning.md").read_text("utf-8")
     assert not [o for o in others if o.seconds < best.seconds and o.found.peak < best.found.peak]
     assert best.found.resolved.plan.global_batch_size == 128
     assert best.found.peak <= place.memory
@@ -137,7 +139,8 @@ def test_candidates_are_planned_as_a_plan_is_and_corrected_by_what_runs_took(tin
     history, name = History(tmp_path), place_of(None, None, ranks, 1, None, 8).gpu.name
     history.add(Measured(Kind(name, "", "", False), memory=None, speed=None, flops=1e11))
     place, model = place_of(None, None, ranks, 1, None, 8, history), model_of(tiny.config)
-    kind = Kind.of(name, model, fitting_splits(tiny, model, place, history)[0][-1].found.resolved)
+    last = fitting_splits(tiny, model, place, history)[0][-1].found
+    kind = Kind.of(name, model, last.config, last.resolved)
     history.add(Measured(kind, memory=1.25, speed=0.5, flops=1e11))
     fitting, _ = fitting_splits(tiny, model, place, history)
     corrected = set()
