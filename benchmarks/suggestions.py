@@ -16,6 +16,7 @@ from pipeline.config.settings import load_settings  # noqa: E402
 from pipeline.planning.place import place_of  # noqa: E402
 from pipeline.planning.shapes import model_of  # noqa: E402
 from pipeline.planning.suggest import Suggestion, suggest  # noqa: E402
+from pipeline.planning.suggested import offloaded, recomputed  # noqa: E402
 
 GIB = 2**30
 SIZES = {
@@ -76,15 +77,10 @@ def row(suggestion: Suggestion) -> str:
     words += [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     if (hpz := get_dotted(best.json, "zero_optimization.zero_hpz_partition_size")) is not None:
         words.append(f"hpZ {hpz}")
-    for what, name in (("optimizer", "optimizer"), ("param", "weights")):
-        where = get_dotted(best.json, f"zero_optimization.offload_{what}.device")
-        words += [f"{name} on {where}"] if where else []
-    kept = found.config.model.activation_checkpointing + (
-        ", inputs on the host" if found.config.model.activation_offload else ""
-    )
+    words += offloaded(best.json)
     cells = (
         ", ".join(words),
-        kept,
+        recomputed(found.config),
         f"{found.resolved.plan.micro_batch_size}",
         f"{found.peak / GIB:.1f}",
         f"{found.host_bytes / GIB:,.0f}",

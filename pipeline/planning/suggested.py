@@ -6,6 +6,9 @@ import json
 import shlex
 from pathlib import Path
 
+from pipeline.config.loading import Tree, get_dotted
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
 from pipeline.planning.suggest import Suggestion
@@ -51,17 +54,21 @@ def write(suggestion: Suggestion, path: Path, recipe: Path, command: str, force:
     assert time is not None
     why = text_beside(path, force)
     words = ["--config", str(recipe), "--deepspeed", str(path), *best.overrides]
+    launcher = f"deepspeed --num_gpus {found.place.per_node} launch/train.py"
+    if found.place.nodes > 1:
+        launcher = "launch/multi_node.sh hostfile"
     text = f"""\
 {path.name}: the fastest of {suggestion.fitting:,} splits that fit, of {suggestion.tried:,} tried.
 
 {found.resolved.split}; {found.place}
+offload: {", ".join(offloaded(best.json)) or "none"}; recomputation: {recomputed(found.config) or "none"}
 {found.resolved.plan}
 memory of the fullest rank: {found.peak / GIB:.1f} of {found.place.memory / GIB:.1f} GiB
 host memory of a machine: {found.host_bytes / GIB:.0f} GiB
 a step: {time.seconds:.2f} s, {time.tokens_per_second * time.gpus:,.0f} tokens/s
 
 Found by: {command}
-To train with it: deepspeed launch/train.py {shlex.join(words)}
+To train with it: {launcher} {shlex.join(words)}
 """
     try:
         path.write_text(json.dumps(best.json, indent=2) + "\n", "utf-8")
@@ -69,6 +76,21 @@ To train with it: deepspeed launch/train.py {shlex.join(words)}
     except OSError as error:
         raise ConfigError(f"--suggest {path}: {error.strerror or error}") from None
     return why
+
+
+def offloaded(tree: Tree) -> list[str]:
+    """What a JSON has elsewhere than on its GPU, and where."""
+    names = {"optimizer": "optimizer", "param": "weights"}
+    at = {name: get_dotted(tree, f"zero_optimization.offload_{key}.device") for key, name in names.items()}
+    return [f"{name} on {where}" for name, where in at.items() if where]
+
+
+def recomputed(config: RunConfig) -> str:
+    """What blocks compute again in the backward; empty: of a model that has none."""
+    model = config.model
+    if not isinstance(model, CausalLMConfig):
+        return ""
+    return f"{model.activation_checkpointing}{', inputs on the host' if model.activation_offload else ''}"
 
 
 def _refused(recipe: Path, path: Path, words: tuple[str, ...]) -> str:
