@@ -18,7 +18,7 @@ from pipeline.checkpoint import adapters
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.merged_weights import MergedWeights
-from pipeline.checkpoint.reader import CheckpointReader, stretches, weights_of
+from pipeline.checkpoint.reader import VALUES_AT_ONCE, CheckpointReader, stretches, weights_of
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, header_of
 from pipeline.errors import CheckpointError
 from pipeline.shards import WEIGHT, Region
@@ -149,11 +149,15 @@ def _write_shard(
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         entries[name] = entry
+    # One for all: where each stretch takes memory of its own, glibc's heap is left with holes that the next,
+    # aligned, does not fit into, and grows by ten of them.
+    sizes = (min(math.prod(shape), VALUES_AT_ONCE) * dtype.itemsize for _, shape, dtype in wanted.values())
+    buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
     with path.open("wb") as file:
         file.write(header_of(entries))
         for name, (kind, shape, dtype) in wanted.items():
             for region in stretches(shape):
-                values = torch.empty(region.length, dtype=dtype)
+                values = buffer[: region.length * dtype.itemsize].view(dtype)
                 source.read(name, kind, region, values)
                 if dtype == torch.float16 and not values.isfinite().all():
                     raise CheckpointError(f"{name} has values that fp16 cannot hold; export bf16 or fp32")
