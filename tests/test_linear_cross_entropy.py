@@ -150,7 +150,8 @@ def test_besides_the_gradients_only_a_chunk_of_logits_and_pieces_are_allocated(m
             held += event["args"]["Bytes"]
             most = max(most, held)
     chunk, gradient = 64 * words * 2 / mib, words * 32 * 4 / mib  # 4 MiB each; an fp32 copy would be 8 or 4
-    assert chunk + gradient <= most / mib <= chunk + gradient + 1
+    packed = words * 32 * 2 / mib  # the weights as AMX multiplies them: oneDNN's own, on CPUs that have it
+    assert chunk + gradient <= most / mib <= chunk + gradient + packed + 1
 
 
 def test_what_needs_no_gradient_gets_none():

@@ -37,7 +37,6 @@ SPLITS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "zero1": (zero(1), 2, DROPOUT),
     "zero2-cpu": (zero(2, offload_optimizer=CPU), 2, DROPOUT),
     "zero3": (SHARDED, 2, DROPOUT),
-    "zero3-bf16": (SHARDED | BF16, 2, DROPOUT),
     "zero3-persistent": (zero(3), 2, DROPOUT_GPT2),
     "zero3-cpu": (zero(3, offload_optimizer=CPU, offload_param=CPU), 2, DROPOUT),
     "zero3-nvme": (zero(3, offload_optimizer=NVME, offload_param=BUFFERED), 2, WIDE),
@@ -47,10 +46,10 @@ SPLITS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "sequence": (zero(2) | SEQUENCE_2, 2, LLAMA),
     "sequence-zero3": (zero(3) | SEQUENCE_2, 4, LLAMA),
     "stages": (zero(1) | TWO_STAGES, 2, DROPOUT),
-    "stages-bf16": (zero(1) | TWO_STAGES | BF16, 2, DROPOUT),
     "stages-data": (zero(0) | TWO_STAGES, 4, DROPOUT),
     "stages-tied": (zero(1) | TWO_STAGES, 2, GPT2),
 }
+HALF = {"zero3": SHARDED | BF16, "stages": zero(1) | TWO_STAGES | BF16}
 QUICK = ("zero3", "stages")
 # Of unequal lengths, so that rows are padded; those of the second data-parallel rank are others, and more.
 PROMPTS = ([[5, 6, 7, 8, 9], [200, 3]], [[11], [250, 100, 17], [4, 4, 8, 1, 90, 33, 2]])
@@ -134,7 +133,7 @@ def until(text: list[int], end: int) -> list[int]:
 
 @pytest.mark.daily(
     *("ddp", "zero2-cpu", "zero3", "zero3-nvme", "tensor", "sequence"),
-    *("stages", "stages-bf16", "stages-tied"),
+    *("stages", "stages-tied"),
 )
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SPLITS]
@@ -144,7 +143,7 @@ def test_every_split_writes_what_one_whole_model_writes_and_trains_on_as_if_it_h
         pytest.skip("no libaio to link with (apt-get install libaio-dev)")
     split, world_size, model = SPLITS[name]
     results = ranks(world_size).run(writing, tree(model), split, timeout=900)
-    plain = whole_model(model, results, torch.bfloat16 if "bf16" in split else torch.float32)
+    plain = whole_model(model, results, torch.float32)
     expected = [alone(plain, prompt) for prompt in PROMPTS[0]]
     assert len({tuple(text) for text in expected}) == len(expected), "an answer to the prompt"
     for silent, curve, unchanged, _, texts in results:
@@ -158,6 +157,39 @@ def test_every_split_writes_what_one_whole_model_writes_and_trains_on_as_if_it_h
             assert texts[f"ended, {gather}"] == [until(text, expected[0][2]) for text in few]
         assert texts["drawn"] == drawn(plain)
         assert texts["drawn"] != texts["greedy"]
+
+
+@torch.no_grad()
+def regret(plain: nn.Module, prompt: list[int], text: list[int]) -> float:
+    """How far below the likeliest the logit of a word is, at the most."""
+    logits = plain(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].float()
+    return float((logits.amax(-1) - logits.gather(-1, torch.tensor(text)[:, None])[:, 0]).max())
+
+
+@pytest.mark.daily("stages")
+@pytest.mark.parametrize("name", HALF)
+def test_in_bf16_every_word_is_the_likeliest_after_its_prompt(ranks, name):
+    """One row and many are multiplied by other kernels (oneDNN's, by the CPU): where two words are as likely
+    as bf16 can tell, either is right.
+    """
+    results = ranks(2).run(writing, tree(DROPOUT), HALF[name], timeout=900)
+    plain = whole_model(DROPOUT, results, torch.bfloat16)
+    for silent, curve, unchanged, _, texts in results:
+        assert curve == silent
+        assert unchanged, "training's random numbers, gradients or mode are others"
+        assert all(texts[key] == results[0][-1][key] for key in ("greedy", "drawn"))
+        own, end = texts["prompts"], results[0][-1]["greedy"][0][2]
+        few = own[:1] if own == PROMPTS[0] else own
+        asked = {"greedy": PROMPTS[0]}
+        for gather in (True, False):
+            asked |= {f"own, {gather}": own, f"ended, {gather}": few}
+            for text in texts[f"ended, {gather}"]:
+                assert end not in text[:-1]
+                assert text[-1] == end or len(text) == 8
+        for key, prompts in asked.items():
+            # Logits have a standard deviation of 0.12; bf16 is 0.002 off.
+            regrets = [regret(plain, *both) for both in zip(prompts, texts[key], strict=True)]
+            assert max(regrets) < 0.01, key
 
 
 def drawn_apart(job: Job):
