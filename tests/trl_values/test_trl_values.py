@@ -114,6 +114,7 @@ def test_it_is_trls(name, in_row):
     if name == "kto":
         expected.pop("rewards/margins")  # a difference of two means, which nobody is told of
     for key, value in expected.items():
-        # Rewards are small differences of sums of log-probabilities, which TRL takes in fp32.
-        rounding = 4e-6 if key.startswith("rewards/") else 0.0
+        # Rewards are small differences of sums of log-probabilities, which TRL takes in fp32. Ours are 7e-6
+        # off where MKL multiplies without AVX-512.
+        rounding = 1e-5 if key.startswith("rewards/") else 0.0
         assert float(values[OURS.get(key, key)].detach()) == pytest.approx(value, rel=1e-6, abs=rounding), key
