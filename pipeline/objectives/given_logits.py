@@ -10,7 +10,7 @@ Shapes: N tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.models.regional_compile import reason
-from pipeline.objectives.linear_cross_entropy import blocks_of
+from pipeline.planning.chunks import block_of_rows
 
 log = logging.getLogger(__name__)
 
@@ -141,3 +141,10 @@ def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Tensor) -> 
         p_NV.scatter_add_(-1, target_N1[block], minus_one[block])
         grad_NV[block] = p_NV.mul_(scale_N1[block])
     return grad_NV
+
+
+def blocks_of(logits_NV: Tensor) -> Iterator[slice]:
+    """Rows that are worked on in fp32 at once."""
+    rows = block_of_rows(logits_NV.shape[1], logits_NV.device.type == "cpu")
+    for start in range(0, logits_NV.shape[0], rows):
+        yield slice(start, start + rows)

@@ -10,7 +10,6 @@ Shapes: N tokens, D width of the hidden states, V words (of this rank), C tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -22,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.objectives.added_products import add_product
+from pipeline.objectives.given_logits import blocks_of
 from pipeline.objectives.vocabulary_part import VocabularyPart
 from pipeline.planning.chunks import block_of_rows, chunk_of_tokens, filled_up
 
@@ -278,10 +278,3 @@ class _SumsOverRanks(Sums):
                 p_RV.mul_(self.scale if incoming_C1 is None else incoming_C1[block])
             logits_CV[block].copy_(p_RV)
         return lost_C1
-
-
-def blocks_of(logits_NV: Tensor) -> Iterator[slice]:
-    """Rows that are worked on in fp32 at once."""
-    rows = block_of_rows(logits_NV.shape[1], logits_NV.device.type == "cpu")
-    for start in range(0, logits_NV.shape[0], rows):
-        yield slice(start, start + rows)
