@@ -181,7 +181,7 @@ class SequenceParallel:
         **rest: Any,
     ) -> tuple[Tensor, None]:
         """Attention over whole sequences (B, heads of this rank, T, width), within their documents."""
-        rest |= bounds_for(self._whole, self._bounds, False, query.transpose(1, 2))
+        rest |= bounds_for(self._whole, self._bounds, None, query.transpose(1, 2))
         output: tuple[Tensor, None] = self._core(module, query, key, value, None, **rest)
         return output
 

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ModelError
-from pipeline.models.document_attention import BOUNDS, NAME, DocumentAttention, document_bounds, no_bounds
+from pipeline.models.document_attention import (
+    BOUNDS,
+    NAME,
+    DocumentAttention,
+    WholeRows,
+    document_bounds,
+    keep_cudnn_from_masks,
+    no_bounds,
+)
 from pipeline.models.of_transformers import caps_scores, is_model
 from pipeline.models.sharding import runnable
 
@@ -74,6 +82,8 @@ def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device
         device: What will compute.
     """
     given = str(model.config.get_text_config()._attn_implementation)
+    if device.type == "cuda":
+        keep_cudnn_from_masks()
     if is_auto:
         why = unserved(model)
         if why is None:
@@ -158,16 +168,18 @@ def _trial_rows(device: torch.device) -> dict[str, Any]:
     return {**{key: value.to(device) for key, value in rows.items()}, "use_cache": False}
 
 
-def bounds_for(name: str, bounds: Tensor | None, is_counted: bool, like: Tensor) -> dict[str, Any]:
-    """What `attn_implementation: <name>` is to be given besides positions.
+def bounds_for(
+    name: str, bounds: Tensor | None, whole_rows: WholeRows | None, like: Tensor
+) -> dict[str, Any]:
+    """Return what `attn_implementation: <name>` is to be given besides positions.
 
     Args:
         bounds: See document_attention; None: unknown.
-        is_counted: Nobody gave positions, so rows are one document each.
+        whole_rows: Chooses the bounds of rows that are one document each; None: positions were given.
         like: (B, T, ...), on the device of the rows.
     """
-    if name == NAME and bounds is None and is_counted:
-        return {BOUNDS: no_bounds(like.device)}
+    if name == NAME and bounds is None and whole_rows is not None:
+        return {BOUNDS: whole_rows.bounds(like)}
     if bounds is None:
         return {}
     if "flash" in name:  # else it looks for documents in positions, and only where a batch is one row
@@ -186,6 +198,7 @@ class _BoundsHook:
     def __init__(self, given: str) -> None:
         self.given = given
         self.is_switched = False
+        self._whole_rows = WholeRows()
 
     def before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         name = model.config.get_text_config()._attn_implementation
@@ -202,7 +215,8 @@ class _BoundsHook:
         if like is None:
             return args, kwargs
         bounds = kwargs.pop(BOUNDS, None)
-        return args, kwargs | bounds_for(name, bounds, kwargs.get("position_ids") is None, like)
+        whole_rows = self._whole_rows if kwargs.get("position_ids") is None else None
+        return args, kwargs | bounds_for(name, bounds, whole_rows, like)
 
     def after(self, model: Any, *_: Any) -> None:
         if self.is_switched:

@@ -24,8 +24,10 @@ from pipeline.models.document_runs import Runs, is_served, runs_of
 
 NAME = "documents"
 BOUNDS = "cu_seq_lens_q"  # as transformers' models hand it on to attention
-# cuDNN's kernels are the faster ones on Hopper; torch itself takes flash attention there in some releases.
-HOPPER = [
+# torch 2.11's varlen_attn takes fewer key heads than query heads as it is; later releases want this flag.
+HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# cuDNN's kernels are the fastest ones on Hopper and Blackwell for rows without a mask.
+CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -55,14 +57,39 @@ def no_bounds(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
+def whole_row_bounds(rows: int, length: int, device: torch.device) -> Tensor:
+    """Return the bounds (rows + 1,) of rows that are one document each."""
+    return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
+
+
+class WholeRows:
+    """Chooses the bounds of rows that are one document each.
+
+    cuDNN builds a plan for each new (rows, length): about a second for forward and backward. So only the
+    first shape of training and the first one of evaluation get `no_bounds`, with which cuDNN may compute.
+    Rows of any other shape get their bounds: the variable-length kernels compute, which need no plan.
+    """
+
+    def __init__(self) -> None:
+        self._first_shapes: dict[bool, torch.Size] = {}
+
+    def bounds(self, like: Tensor) -> Tensor:
+        """Return the bounds of the rows of `like` (B, T, ...), on its device."""
+        shape = like.shape[:2]
+        first = self._first_shapes.setdefault(torch.is_grad_enabled(), shape)
+        if like.device.type != "cuda" or shape == first:
+            return no_bounds(like.device)
+        return whole_row_bounds(shape[0], shape[1], like.device)
+
+
 class DocumentAttention:
     """See AttentionFunction. Holds what it found out of the last bounds: every layer is given the same."""
 
     def __init__(self) -> None:
         # Asked here and not in a call, which torch.compile reads.
         self._generation = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-        self._is_hopper = self._generation == 9 and torch.version.hip is None  # AMD's are numbered so, too
-        self._flash_options = _flash_options()
+        # AMD's cards are numbered so, too.
+        self._prefers_cudnn = self._generation in (9, 10) and torch.version.hip is None
         self._last: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
     def __call__(
@@ -124,14 +151,14 @@ class DocumentAttention:
         if bounds is None and scores.window is None:
             return self._whole_rows(query, key, value, scores)
         if bounds is None:
-            bounds = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+            bounds = whole_row_bounds(rows, length, query.device)
         return self._by_kernel(query, key, value, bounds, scores)
 
     def kernels(self, device: torch.device) -> str:
         """What computes there, in words."""
         if device.type != "cuda":
             return "a call a document"
-        return "variable-length kernels" + (", cuDNN first" if self._is_hopper else "")
+        return "variable-length kernels" + (", cuDNN first" if self._prefers_cudnn else "")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _found(self, positions: Tensor, query: Tensor) -> Tensor:
@@ -193,8 +220,8 @@ class DocumentAttention:
             key, value = _repeated(query, key), _repeated(query, value)
             is_grouped = False  # no fused kernel takes groups so wide
         kernels: AbstractContextManager[None] = nullcontext()
-        if self._is_hopper:
-            kernels = sdpa_kernel(HOPPER, set_priority=True)
+        if self._prefers_cudnn:
+            kernels = sdpa_kernel(CUDNN_FIRST, set_priority=True)
         with kernels:
             output = F.scaled_dot_product_attention(
                 query,
@@ -223,20 +250,27 @@ class DocumentAttention:
             and width % 8 == 0
             and self._generation >= 8
         )
-        options = self._flash_options if is_flash else {}
-        if scores.window is not None and "window_size" in options:
-            options = options | {"window_size": (scores.window - 1, 0)}
-        elif scores.window is not None or any(t.shape[-1] * t.element_size() % 16 for t in (query, value)):
+        is_odd_width = any(t.shape[-1] * t.element_size() % 16 for t in (query, value))
+        if not is_flash and (scores.window is not None or is_odd_width):
             return attend_in_blocks(query, key, value, bounds, None, scores)
-        if query.shape[1] != key.shape[1]:
-            if "enable_gqa" in options:
-                options = options | {"enable_gqa": True}
-            else:
-                key, value = _repeated(query, key), _repeated(query, value)
+        is_grouped = query.shape[1] != key.shape[1]
+        if is_grouped and not is_flash:
+            key, value = _repeated(query, key), _repeated(query, value)
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
         if is_flash:
+            before = -1 if scores.window is None else scores.window - 1
+            grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and HAS_GQA_FLAG else {}
             output: Any = varlen_attn(
-                q, k, v, bounds, bounds, length, length, scale=scores.scaling, **options
+                q,
+                k,
+                v,
+                bounds,
+                bounds,
+                length,
+                length,
+                scale=scores.scaling,
+                window_size=(before, 0),
+                **grouped,
             )
         else:
             causal = 1
@@ -267,11 +301,13 @@ class DocumentAttention:
         return found
 
 
-def _flash_options() -> dict[str, Any]:
-    """How this torch's varlen_attn is told to be causal, and whether it knows groups."""
-    parameters = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-    return causal | ({"enable_gqa": False} if "enable_gqa" in parameters else {})
+def keep_cudnn_from_masks() -> None:
+    """Leave cuDNN out of torch's choice of attention kernels in this process.
+
+    DocumentAttention still asks for it, for rows without a mask. With torch 2.11 and later on Hopper, cuDNN
+    gives NaN gradients where a mask is passed and T % 128 == 64 (pytorch issue 196678).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _repeated(query: Tensor, heads: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from pipeline.errors import ModelError
 from pipeline.models.adapters import is_base
 from pipeline.models.attention import bounds_for
+from pipeline.models.document_attention import WholeRows
 from pipeline.models.sharding import runnable
 from pipeline.planning.cutting import NORMS
 
@@ -86,6 +87,7 @@ class Around:
         self._key: tuple[Any, ...] | None = None
         self._positions: Tensor | None = None
         self._arguments: dict[str, Any] = {}
+        self._whole_rows = WholeRows()
 
     def arguments(self, hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> dict[str, Any]:
         name = self.config.get_text_config()._attn_implementation
@@ -96,7 +98,8 @@ class Around:
             # Counted positions hold one sequence each: transformers need not look, a host sync on a GPU.
             masks = create_masks_for_generate(self.config, hidden, None, None, positions)
             self._arguments = {"attention_mask": masks, "position_ids": position_ids, "use_cache": False}
-            self._arguments |= bounds_for(name, bounds, positions is None, hidden)
+            whole_rows = self._whole_rows if positions is None else None
+            self._arguments |= bounds_for(name, bounds, whole_rows, hidden)
             if self.rotary is not None:
                 self._arguments["position_embeddings"] = self.rotary.to(hidden.device)(hidden, position_ids)
         return self._arguments

@@ -112,7 +112,7 @@ def test_one_call_serves_many_short_documents():
 
 @pytest.mark.parametrize(
     ("capability", "hip", "is_first"),
-    [((9, 0), None, True), ((8, 0), None, False), ((10, 0), None, False), ((9, 4), "7.0", False)],
+    [((9, 0), None, True), ((8, 0), None, False), ((10, 0), None, True), ((9, 4), "7.0", False)],
     ids=["H100", "A100", "B200", "MI300X"],
 )
 def test_cudnn_is_said_to_be_first_where_it_is(monkeypatch, capability, hip, is_first):
