@@ -1,10 +1,11 @@
-"""The loss of logits as compiled kernels: the numbers of the one in blocks, by one graph for any batch."""
+"""The loss as compiled kernels, of logits and without them: the numbers of blocks, a graph for any batch."""
 
 from __future__ import annotations
 
 import json
 import re
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.regional_compile import compile_blocks
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
+from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
+from pipeline.objectives.linear_token_losses import linear_token_losses
+from pipeline.planning import chunks
 from pipeline.training import Loop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -99,6 +103,54 @@ def test_torchs_own_compiler_makes_nothing_of_the_logits_size_but_their_gradient
     assert not lines(caplog)
     made = [re.findall(rf"empty_strided_cpu\(\(\w+, {WORDS}\), .*, (\S+)\)", each) for each in code]
     assert made == [[], [str(dtype)]], code
+
+
+def of_linear(dtype, kernels, tokens=130, bias=False, of_tokens=False):
+    """Return the loss of a linear layer's outputs, in chunks of 50 tokens, and its gradients."""
+    generator = torch.Generator().manual_seed(tokens)
+    drawn = [torch.randn(n, 32, generator=generator, dtype=torch.float64) for n in (tokens, WORDS)]
+    leaves = [each.to(dtype).requires_grad_() for each in drawn]
+    offset = torch.linspace(-1, 1, WORDS).to(dtype).requires_grad_() if bias else None
+    labels = torch.randint(0, WORDS, (tokens,), generator=generator)
+    labels[::3] = IGNORE_INDEX
+    loss = linear_token_losses if of_tokens else linear_cross_entropy_sum
+    with patch.object(chunks, "CPU_CHUNK", (1, 50)):
+        found = loss(*leaves, offset, labels, dtype, None, kernels)
+        (found * torch.linspace(0.5, 1, tokens) if of_tokens else found * 0.37).sum().backward()
+    return [found.detach(), *(leaf.grad for leaf in (*leaves, offset) if leaf is not None)]
+
+
+@pytest.mark.parametrize("of_tokens", [False, True], ids=["sum", "tokens"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_a_linear_layers_loss_has_the_blocks_numbers(dtype, bias, of_tokens):
+    graphs = Graphs()
+    kernels = FusedKernels(graphs)
+    for tokens in (130, 200, 77):
+        found = of_linear(dtype, kernels, tokens, bias, of_tokens)
+        expected = of_linear(dtype, None, tokens, bias, of_tokens)
+        rounding = {torch.float64: 1e-12, torch.float32: 5e-6}.get(dtype, 2 * torch.finfo(dtype).eps)
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= rounding * other.abs().max()
+    assert len(graphs) == 2, "the loss, and its gradient, for any chunk"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_linear_layers_gradient_takes_the_place_of_the_logits(dtype):
+    _, code = run_and_get_code(of_linear, dtype, FusedKernels())
+    made = [re.findall(rf"empty_strided_cpu\(\(\w+, {WORDS}\)", each) for each in code]
+    assert made == [[], []], code
+
+
+@pytest.mark.parametrize("fails_at", ["loss", "gradient"])
+def test_a_linear_layers_loss_that_cannot_be_compiled_is_computed_in_blocks(caplog, fails_at):
+    backend = refuses if fails_at == "loss" else refuses_the_second()
+    kernels = FusedKernels(backend)
+    for one, other in zip(of_linear(torch.float32, kernels), of_linear(torch.float32, None), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert not kernels.is_compiled
+    assert len(lines(caplog)) == 1
 
 
 def refuses(graph, inputs):

@@ -45,7 +45,7 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
     """The objective the recipe names; `auto` follows the model's kind.
 
     Args:
-        compiled: Whether the run compiles: then the loss of logits is two kernels.
+        compiled: Whether the run compiles: then the loss over a vocabulary is two kernels.
 
     Raises:
         ConfigError: `auto` with a model of one's own, or an import path that leads nowhere.

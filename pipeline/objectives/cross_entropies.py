@@ -30,7 +30,7 @@ class OverVocabulary(Caller):
     """The cross entropy of a language model's labels: what its objectives have in common.
 
     Args:
-        kernels: For logits that are made; None: in blocks. See given_logits.py.
+        kernels: Compute the loss, of logits and without them; None: in blocks. See given_logits.py.
     """
 
     name = "causal_lm"
@@ -46,7 +46,7 @@ class OverVocabulary(Caller):
         head = self._heads.of(model)
         if head is not None:
             self._check(batch, head.out_features)
-        with loss_in(head, labels_BT, of_tokens) as told:
+        with loss_in(head, labels_BT, of_tokens, self._kernels) as told:
             output = self._call(model, batch)
         if not told.is_taken:
             losses = self._of_logits(batch, logits_of(output), of_tokens)
@@ -91,7 +91,7 @@ class CausalLM(OverVocabulary):
     over the counted tokens of the global batch is minimised too; see router.py.
 
     Where the model's logits are the outputs of its last layer as they are, none are made: see output_head.py.
-    For others `kernels` can be given; see given_logits.py.
+    `kernels` compute the loss either way; see given_logits.py.
     """
 
     unit = "tokens"

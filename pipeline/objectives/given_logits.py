@@ -28,16 +28,22 @@ log = logging.getLogger(__name__)
 
 
 class FusedKernels:
-    """The loss and its gradient as one compiled function each, for any number of tokens.
+    """Compiles the loss of logits and its gradient to one kernel each, for any number of tokens.
 
-    Where they cannot be compiled both are worked out in blocks, with one line.
+    Where they cannot be compiled, one line says so, and the caller computes in blocks.
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor"):
         # In one piece, or not at all: a part that ran as it is written would make tensors of (N, V).
         self._compiled = {
-            each: torch.compile(each, backend=backend, fullgraph=True) for each in (_loss, _gradient)
+            each: torch.compile(each, backend=backend, fullgraph=True)
+            for each in (_loss, _gradient, _replace_by_gradient)
         }
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the kernels run: they are compiled at their first call."""
+        return bool(self._compiled)
 
     def loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
         """Of each row; its largest logit and the sum of exponentials over that. Empty: in blocks."""
@@ -46,6 +52,10 @@ class FusedKernels:
     def gradient(self, *of_loss: Tensor) -> Tensor | None:
         """Of logits, labels, what `loss` told of the rows, and the incoming gradient. None: in blocks."""
         return self._call(_gradient, *of_loss)
+
+    def replace_by_gradient(self, logits_CV: Tensor, *of_loss: Tensor) -> bool:
+        """Write the gradient over the logits. False: it could not be compiled. Arguments: see `gradient`."""
+        return self._call(_replace_by_gradient, logits_CV, *of_loss) is not None
 
     def _call(self, function: Callable[..., Any], *given: Tensor) -> Any:
         if not self._compiled:
@@ -105,20 +115,30 @@ class _CrossEntropy(torch.autograd.Function):
         return _gradient_in_blocks(logits_NV, labels_N, grad_N) if grad_NV is None else grad_NV, None, None
 
 
+def _widened(logits_NV: Tensor) -> Tensor:
+    """Return the logits in fp32, fp64 ones as they are."""
+    return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+
+
 def _loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    z_NV = logits_NV.float()
+    z_NV = _widened(logits_NV)
     top_N = z_NV.amax(1)
     sum_N = (z_NV - top_N[:, None]).exp().sum(1)
-    label_N = logits_NV.gather(1, labels_N.clamp(min=0)[:, None])[:, 0].float()
+    label_N = z_NV.gather(1, labels_N.clamp(min=0)[:, None])[:, 0]
     lost_N = (top_N - label_N) + sum_N.log()
     return torch.where(labels_N == IGNORE_INDEX, 0.0, lost_N), top_N, sum_N
 
 
 def _gradient(logits_NV: Tensor, labels_N: Tensor, top_N: Tensor, sum_N: Tensor, grad_N: Tensor) -> Tensor:
-    p_NV = (logits_NV.float() - top_N[:, None]).exp() / sum_N[:, None]
+    p_NV = (_widened(logits_NV) - top_N[:, None]).exp() / sum_N[:, None]
     is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
     scale_N = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_N)
-    return ((p_NV - is_label_NV.float()) * scale_N[:, None]).to(logits_NV.dtype)
+    return ((p_NV - is_label_NV.to(p_NV.dtype)) * scale_N[:, None]).to(logits_NV.dtype)
+
+
+def _replace_by_gradient(logits_NV: Tensor, *of_loss: Tensor) -> bool:
+    logits_NV.copy_(_gradient(logits_NV, *of_loss))
+    return True
 
 
 def _losses_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

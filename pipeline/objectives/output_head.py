@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models.of_transformers import is_model
+from pipeline.objectives.given_logits import FusedKernels
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
 from pipeline.objectives.linear_token_losses import linear_token_losses
 from pipeline.objectives.model_call import unwrapped
@@ -75,11 +76,17 @@ class LossInHead:
 
 
 @contextmanager
-def loss_in(head: nn.Linear | None, labels_BT: Tensor, of_tokens: bool = False) -> Iterator[LossInHead]:
+def loss_in(
+    head: nn.Linear | None,
+    labels_BT: Tensor,
+    of_tokens: bool = False,
+    kernels: FusedKernels | None = None,
+) -> Iterator[LossInHead]:
     """Inside, the layer returns the loss sum, (1,), of hidden states that fit the labels, and else logits.
 
     Args:
         of_tokens: The losses of all tokens, (B, T), in place of their sum.
+        kernels: See linear_cross_entropy_sum.
     """
     told = LossInHead()
     if head is None:
@@ -97,10 +104,10 @@ def loss_in(head: nn.Linear | None, labels_BT: Tensor, of_tokens: bool = False) 
         told.is_taken = True
         hidden_ND = hidden_BTD.flatten(0, 1)
         labels_N, part = labels_BT.flatten(), part_of_vocabulary(head)
+        given = (hidden_ND, weight_VD, head.bias, labels_N, dtype, part, kernels)
         if of_tokens:
-            losses_N = linear_token_losses(hidden_ND, weight_VD, head.bias, labels_N, dtype, part)
-            return losses_N.view(labels_BT.shape)
-        return linear_cross_entropy_sum(hidden_ND, weight_VD, head.bias, labels_N, dtype, part)[None]
+            return linear_token_losses(*given).view(labels_BT.shape)
+        return linear_cross_entropy_sum(*given)[None]
 
     head.forward = forward  # type: ignore[method-assign]
     try:

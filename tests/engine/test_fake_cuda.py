@@ -10,22 +10,31 @@ from collections import Counter
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from support.census import counted
-from support.fake_cuda import DEVICE, hopper
+from support.fake_cuda import DEVICE, _Stream, hopper
 from support.ranks import RankFailedError, RankPool
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.assemble import build_loader
+from pipeline.checkpoint.shard_file import Layout
+from pipeline.checkpoint.snapshot import CHUNK, Snapshot
 from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.metrics import Meters, Workload
+from pipeline.models import document_attention
+from pipeline.models.attention import choose_attention
+from pipeline.models.document_attention import WholeRows
 from pipeline.objectives import CausalLM
+from pipeline.objectives.given_logits import FusedKernels
 from pipeline.parts import TrainState
+from pipeline.shards import Region, Shard
 from pipeline.wall_time import WallTime
 
 LENGTH, LAYERS, MICRO_BATCHES = 24, 2, 2
@@ -137,6 +146,87 @@ def test_a_step_on_a_card_waits_for_nothing_and_makes_no_mask(card, name, packed
     # Any read of the device would have been an error; at ZeRO 3 there is one, whether to step at all.
     assert reads["utils.py:is_invalid_grad_norm"] == (name == "ZeRO 3")
     assert set(reads) <= {*ON_HOST, "utils.py:is_invalid_grad_norm"}
+
+
+def fused() -> CausalLM:
+    """As a run builds it on a card, with its functions as they are written: fakes are not compiled."""
+    with patch.object(torch, "compile", lambda function, **_: function):
+        return CausalLM(kernels=FusedKernels())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_fused_loss_waits_for_nothing(card, packed):
+    names, _, reads = card(step, BF16, packed, {}, fused)
+    assert names["aten.addmm.dtype_out"] == MICRO_BATCHES
+    assert names["aten.amax.default"] == MICRO_BATCHES, "a chunk's largest logits, found once"
+    assert not names["aten._softmax.out"], "the loss was computed in blocks"
+    assert set(reads) <= set(ON_HOST)
+
+
+def saved(job: Job) -> tuple[list[int], bool]:
+    """Bytes of a snapshot's shards, and whether the device was asked to wait for the copy."""
+    with hopper():
+        tensors = [torch.ones(n, dtype=torch.bfloat16, device=DEVICE) for n in (5, CHUNK // 2 + 3)]
+        kinds = ("buffer", "weight")
+
+        def shards() -> Any:
+            for kind, tensor in zip(kinds, tensors, strict=True):
+                yield Shard.of(kind, kind, Region((len(tensor),), None, 0, len(tensor)), tensor)
+
+        snapshot = Snapshot(Layout.of(shards()), DEVICE)
+        waited = []
+        with patch.object(_Stream, "wait_event", lambda _, event: waited.append(event)):
+            snapshot.fill(shards())
+            snapshot.hold_device()
+        return [sum(map(len, parts)) for parts in snapshot.views()], len(waited) == 1
+
+
+def test_a_snapshot_is_copied_on_a_stream_of_its_own(card):
+    assert card(saved) == ([10, CHUNK + 6], True)
+
+
+def attended(job: Job, groups: int) -> list[str]:
+    """Kernels that compute rows of two lengths, one document each, with a forward's bounds."""
+    rows, kernels = WholeRows(), []
+    with hopper(), patch.object(document_attention, "_repeated", None):  # nothing repeats keys or values
+        attend = document_attention.DocumentAttention()
+        for length in (32, 48, 32):
+            heads = [
+                torch.ones(2, n, length, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+                for n in (4, groups, groups)
+            ]
+            bounds = rows.bounds(heads[0].transpose(1, 2))
+            with Operators() as seen:
+                output, _ = attend(torch.nn.Identity(), *heads, None, **{document_attention.BOUNDS: bounds})
+                output.sum().backward()
+            kernels += [name for name in seen.names if "attn" in name or "attention" in name]
+    return kernels
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_only_rows_of_the_first_shape_are_computed_by_cudnn(card, groups):
+    """It would build a plan for each other one."""
+    cudnn = [f"aten._scaled_dot_product_cudnn_attention{back}.default" for back in ("", "_backward")]
+    variable = [f"torch_attn._varlen_attn{back}.default" for back in ("", "_backward")]
+    assert card(attended, groups) == [*cudnn, *variable, *cudnn]
+
+
+def masked(job: Job) -> bool:
+    """Whether torch may choose cuDNN for the calls of a model that was built for a card."""
+    with hopper():
+        choose_attention(build_tiny(), True, DEVICE)
+        chosen = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    return chosen
+
+
+def build_tiny() -> Any:
+    config = AutoConfig.for_model("llama", hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_cudnn_never_computes_with_a_mask(card):
+    assert not card(masked)
 
 
 class Reading(CausalLM):

@@ -23,27 +23,33 @@ pytestmark = [
 ALONE = VocabularyPart(0, 1000, lambda tensor: tensor[None], lambda tensor: tensor)
 
 
-@pytest.mark.parametrize("part", [None, ALONE], ids=["whole", "part"])
+@pytest.mark.parametrize(
+    ("part", "is_fused"), [(None, False), (None, True), (ALONE, False)], ids=["whole", "fused", "part"]
+)
 @pytest.mark.parametrize(
     ("dtype", "rounding"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2), (torch.float16, 1e-2)]
 )
-def test_it_equals_torchs_own_without_a_sync(dtype, rounding, part):
+def test_it_equals_torchs_own_without_a_sync(dtype, rounding, part, is_fused):
     generator = torch.Generator("cuda").manual_seed(0)
     make = {"generator": generator, "device": "cuda"}
     hidden = torch.randn(300, 64, **make).to(dtype).requires_grad_()
     weight = torch.randn(1000, 64, **make).to(dtype).requires_grad_()
     labels = torch.randint(0, 1000, (300,), **make)
     labels[::3] = -100
+    kernels = FusedKernels() if is_fused else None
     with (
         patch.object(chunks, "GPU_CHUNK", (128 * 1000 * dtype.itemsize, 1)),
         patch.object(chunks, "GPU_BLOCK", 50 * 1000),
     ):
+        if kernels is not None:  # compiled before the look for syncs
+            linear.linear_cross_entropy_sum(hidden, weight, None, labels, dtype, part, kernels)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            total = linear.linear_cross_entropy_sum(hidden, weight, None, labels, dtype, part)
+            total = linear.linear_cross_entropy_sum(hidden, weight, None, labels, dtype, part, kernels)
             (total * 1e-2).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert kernels is None or kernels.is_compiled
     leaves = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
     expected = F.cross_entropy(F.linear(*leaves), labels, reduction="sum")
     (expected * 1e-2).backward()
