@@ -14,8 +14,8 @@ from pipeline.models.adapters import ALPHA, RANK, first_values
 MARKS = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 
 
-def with_peft(model: nn.Module, config: RunConfig) -> nn.Module:
-    """peft's own wrapper, on all linear layers but the output layer."""
+def with_peft(model: nn.Module, config: RunConfig, base_dtype: torch.dtype) -> nn.Module:
+    """Wrap all linear layers but the output layer by peft, over a base in `base_dtype`."""
     from peft import LoraConfig, get_peft_model
 
     assert config.adapter is not None
@@ -25,7 +25,7 @@ def with_peft(model: nn.Module, config: RunConfig) -> nn.Module:
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    return _begun(get_peft_model(model, how), config)
+    return _begun(get_peft_model(model.to(base_dtype), how), config)
 
 
 def with_unsloth(model: nn.Module, config: RunConfig, folder: Path) -> nn.Module:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
+from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
 
 # rows, length, heads, heads of keys and values, width of a head
 ATTENTION = {
@@ -161,6 +162,18 @@ def losses(tokens: int, hidden: int, vocabulary: int) -> dict[str, Callable[[], 
         x, head, labels = leaves()
         return _both_ways(lambda: F.linear_cross_entropy(x, head, labels), [x, head])
 
+    def ours(kernels: FusedKernels | None) -> Callable[[], None]:
+        x, head, labels = leaves()
+        return _both_ways(
+            lambda: linear_cross_entropy_sum(x, head, None, labels, x.dtype, None, kernels), [x, head]
+        )
+
+    def liger() -> Callable[[], None]:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        x, head, labels = leaves()
+        return _both_ways(lambda: liger_fused_linear_cross_entropy(x, head, labels), [x, head])
+
     def head_alone() -> Callable[[], None]:
         return given_logits(lambda logits, labels: logits)
 
@@ -170,7 +183,10 @@ def losses(tokens: int, hidden: int, vocabulary: int) -> dict[str, Callable[[], 
         "ours, blockwise": lambda: given_logits(cross_entropy_sum),
         "ours, compiled": lambda: given_logits(partial(cross_entropy_sum, kernels=FusedKernels())),
         "DeepSpeed, Triton": lambda: chunked("triton"),
+        "ours, linear, blockwise": lambda: ours(None),
+        "ours, linear, compiled": lambda: ours(FusedKernels()),
         "torch, linear": linear,
+        "Liger, linear": liger,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 from collections.abc import Callable
@@ -27,14 +28,17 @@ from peers import (
 )
 from processes import FinishedError, Gate, Task
 from torch import Tensor
-from workload import FULL
+from workload import DRAW_ON_DEVICE, FULL
 
 from pipeline.assemble import assemble
 from pipeline.config.settings import Settings, load_settings
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
+from pipeline.models import huggingface
 from pipeline.models.flops import flops_per_token
+from pipeline.models.initialising import draw_weights
+from pipeline.models.sharding import Sharding
 from pipeline.objectives import CausalLM
 from pipeline.training import Loop
 
@@ -42,8 +46,12 @@ from pipeline.training import Loop
 def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
     """Trains until the gate has enough; then the loss on one fixed batch, and what the run took."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("pipeline").setLevel(logging.INFO)  # what is compiled, what computes attention
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if os.environ.get(DRAW_ON_DEVICE):
+        huggingface.draw_weights = draw_on_device
     file = task.json
     overrides = [f"ds.bf16.enabled={str(task.precision == 'bf16').lower()}", "ds.fp16.enabled=false"]
     settings = load_settings(task.recipe, file, overrides if file else [])
@@ -70,6 +78,25 @@ def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
         "causal_flops_per_token": flops_per_token(*of_row, causal=True, frozen=frozen),
         "peak_memory_gib": memory,
     }
+
+
+@torch.no_grad()
+def draw_on_device(model: Any, sharding: Sharding, draws: bool) -> None:
+    """Draw first weights on the GPU, in seconds where a core takes a minute for 8 billion.
+
+    Every participant has the same ones; they are not those of a run, which are the same on any device.
+    """
+    draw_weights(model, sharding, draws=False)  # what modules with buffers need
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        with sharding.whole([parameter]):
+            if parameter.dim() > 1:
+                drawn = torch.empty(parameter.shape, device=device)
+                parameter.copy_(drawn.normal_(std=0.02, generator=generator))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    model.tie_weights()
 
 
 class GatedLoader:

@@ -65,7 +65,14 @@ class Script:
         config, model = self.settings.config, self.weights()
         if getattr(config.model, "activation_checkpointing", "none") != "none":
             model.gradient_checkpointing_enable()  # all blocks, as transformers offers it
-        return model if config.adapter is None else with_peft(model, config)
+        return model if config.adapter is None else with_peft(model, config, self.base_dtype)
+
+    @property
+    def base_dtype(self) -> torch.dtype:
+        """Dtype of the weights under an adapter: bf16 where the run computes in it, as ours holds them."""
+        engine = self.settings.config.engine
+        in_bf16 = self.settings.deepspeed is None and engine.precision == "bf16"
+        return torch.bfloat16 if in_bf16 else torch.float32
 
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
         numbers = self.settings.config.optimizer

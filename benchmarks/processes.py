@@ -8,15 +8,21 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import re
 import socket
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 PATIENCE = 300.0  # seconds a process may stay silent: 8 billion random weights take a core over a minute
+# Lines of a log that are shown beside the numbers.
+NOTED = re.compile(r"^(compile|attention): |warning", re.IGNORECASE)
 GPU_SETTLE = 2  # untimed steps at the head of a burst: the GPU's memory was given back before it
 
 
@@ -120,12 +126,46 @@ def _release_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
+class GpuClocks:
+    """Samples the SM clock and the power of the first GPU, where its driver can be asked."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, float]] = []
+        self._nvml: Any = None
+        with suppress(Exception):  # no driver, no package: there are no clocks then
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._nvml = pynvml
+
+    def sample(self) -> None:
+        """Read the clock and the power once."""
+        if self._nvml is not None:
+            clock = self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)
+            self._samples.append((clock, self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3))
+
+    def medians(self) -> dict[str, float]:
+        """Return `sm_mhz` and `watts`; empty where nothing was sampled."""
+        if not self._samples:
+            return {}
+        clocks, watts = zip(*self._samples, strict=True)
+        return {"sm_mhz": median(clocks), "watts": median(watts)}
+
+
 class Participant:
     """The parent's side: starts the ranks, opens their gates, collects what they tell."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Task, logs: Path | None = None):
+        """Start the ranks.
+
+        Args:
+            logs: File that the ranks' logs are appended to at the end; None: they go with the folder.
+        """
         self.task = task
         self.round_seconds: list[float] = []
+        self.burst_clocks: list[dict[str, float]] = []
+        self._logs = logs
         task.folder.mkdir(parents=True)
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
@@ -149,7 +189,15 @@ class Participant:
         """Runs and times `steps` steps."""
         for pipe in self._pipes:
             pipe.send(steps)
-        self.round_seconds.append(max(seconds for seconds, _ in self._receive()))
+        clocks = GpuClocks()
+        self.round_seconds.append(max(seconds for seconds, _ in self._receive(clocks.sample)))
+        self.burst_clocks.append(clocks.medians())
+
+    def notes(self) -> list[str]:
+        """Return what rank 0 logged of compilation, attention and problems, each line once."""
+        log = self.task.folder / "rank0.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return list(dict.fromkeys(line[:300] for line in lines if NOTED.search(line)))
 
     def finish(self) -> dict[str, Any]:
         """Ends the loop; what rank 0 tells of it, with the largest memory of any rank."""
@@ -172,18 +220,27 @@ class Participant:
             process.join(5)
             process.kill()
             process.join()
+        if self._logs is not None:
+            with self._logs.open("a") as file:
+                for log in sorted(self.task.folder.glob("rank*.log")):
+                    file.write(f"=== {self.task.name}, {log.stem}\n{log.read_text(errors='replace')}\n")
+            self._logs = None
 
-    def _receive(self) -> list[Any]:
+    def _receive(self, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
         answers = []
         for rank, pipe in enumerate(self._pipes):
+            deadline = time.monotonic() + PATIENCE
             try:
-                answer = pipe.recv() if pipe.poll(PATIENCE) else f"silent for {PATIENCE} s"
+                while not (is_there := pipe.poll(0.2)) and time.monotonic() < deadline:
+                    meanwhile()
+                answer = pipe.recv() if is_there else f"silent for {PATIENCE} s"
             except (EOFError, OSError):
                 answer = "died"
             if isinstance(answer, str):
                 self.close()
                 log = self.task.folder / f"rank{rank}.log"
-                raise ParticipantError(f"{self.task.name}, rank {rank}: {answer}\n{log.read_text()[-2000:]}")
+                tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+                raise ParticipantError(f"{self.task.name}, rank {rank}: {answer}\n{tail}")
             answers.append(answer)
         return answers
 

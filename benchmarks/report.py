@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +45,12 @@ class Row:
     """Largest of any rank: allocated on a GPU, resident on a CPU."""
     adapter: bool = False
     """The participants of its group train an adapter, all but `ours-full`."""
+    sm_mhz: float | None = None
+    """SM clock in its bursts, as the median; None: not known."""
+    watts: float | None = None
+    """Power of the GPU in its bursts, as the median; None: not known."""
+    notes: list[str] = field(default_factory=list)
+    """Lines of its log: what was compiled, what computes attention, warnings."""
 
     @property
     def tokens_per_second(self) -> float:

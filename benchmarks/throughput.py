@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -26,7 +27,7 @@ from line_up import LOOPS, choices, files_of, leave_out, on_request, work_of
 from processes import Participant, ParticipantError, Task, on_cuda
 from report import Row, append_line, claims_of, disagreement, machine, print_claims, print_table, ratios
 from rich.console import Console
-from workload import JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
+from workload import DRAW_ON_DEVICE, JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
 
 # Largest relative difference of the final losses among participants. With real text or packed rows the peers
 # leave out the last target of each row (transformers shifts labels inside): not quite the same problem.
@@ -65,7 +66,7 @@ def main() -> int:
     console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
     append_line(arguments.append, {"machine": about, "command": sys.argv[1:]})
     deadline = time.monotonic() + 60 * arguments.minutes
-    failures: list[str] = []
+    failures = Failures(arguments.append)
     read_libraries()
     work = fastest(arguments, failures)
     rows: list[Row] = []
@@ -77,18 +78,31 @@ def main() -> int:
                 console.print(f"not measured, out of time: {group}")
                 continue
             measured = measure_group(arguments, group, failures)
-            failures += check_losses(console, measured, group)
+            if (problem := check_losses(console, measured, group)) is not None:
+                failures.add(str(group), problem)
             part += measured
         if part:
             kind = f"{arguments.model}{', adapter' * arguments.adapter}, {precision}"
             print_table(console, part, f"{kind}, {ranks} rank{'s' * (ranks > 1)}")
         rows += part
         if arguments.output is not None:
-            write_results(arguments.output, about, rows, failures)
+            write_results(arguments.output, about, rows, failures.all)
     print_claims(console, claims_of(rows, on_gpu=on_gpu))
-    for failure in failures:
-        print(failure, file=sys.stderr)
-    return 1 if failures else 0
+    return 1 if failures.all else 0
+
+
+class Failures:
+    """Prints and appends each failure when it happens: a kill loses none of them."""
+
+    def __init__(self, append: Path | None):
+        self.all: list[str] = []
+        self._append = append
+
+    def add(self, name: str, why: str) -> None:
+        """Record that `name` failed."""
+        self.all.append(why)
+        print(why, file=sys.stderr, flush=True)
+        append_line(self._append, {"failed": name, "why": why})
 
 
 def read_libraries() -> None:
@@ -97,12 +111,12 @@ def read_libraries() -> None:
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def fastest(arguments: argparse.Namespace, failures: list[str]) -> Workload:
+def fastest(arguments: argparse.Namespace, failures: Failures) -> Workload:
     """The micro batch at which ours is fastest in the first group, of those to sweep."""
     size = arguments.sequence_length, arguments.micro_batch_size
     work = Workload(arguments.model, arguments.data, "unpacked", *size, arguments.adapter)
-    if len(arguments.sweep) < 2:
-        return replace(work, micro_batch_size=arguments.sweep[0]) if arguments.sweep else work
+    if len(arguments.sweep) < 2 or arguments.largest_first:
+        return replace(work, micro_batch_size=max(arguments.sweep)) if arguments.sweep else work
     alone = argparse.Namespace(**{**vars(arguments), "peers": [], "rounds": 1, "sweep": []})
     rows: list[Row] = []
     for size in arguments.sweep:
@@ -113,15 +127,15 @@ def fastest(arguments: argparse.Namespace, failures: list[str]) -> Workload:
     return work if best is None else replace(work, micro_batch_size=best.micro_batch_size)
 
 
-def check_losses(console: Console, rows: list[Row], group: Group) -> list[str]:
-    """Says how well the participants agree; a failure where they do not."""
+def check_losses(console: Console, rows: list[Row], group: Group) -> str | None:
+    """Print how well the participants agree; return what is wrong where they do not."""
     if len({row.micro_batch_size for row in rows}) != 1:
-        return []
+        return None
     band = LOSS_BANDS.get((group.work.data, group.work.rows, group.precision), LOSS_BAND)
     spread = disagreement(rows)
     line = f"{group}: losses of all participants agree within {spread:.1e} (allowed {band:.0e})"
     console.print(line)
-    return [] if spread <= band else [f"not so: {line}"]
+    return None if spread <= band else f"not so: {line}"
 
 
 def write_results(path: Path, about: dict[str, str], rows: list[Row], failures: list[str]) -> None:
@@ -133,7 +147,7 @@ def write_results(path: Path, about: dict[str, str], rows: list[Row], failures: 
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def measure_group(arguments: argparse.Namespace, group: Group, failures: list[str]) -> list[Row]:
+def measure_group(arguments: argparse.Namespace, group: Group, failures: Failures) -> list[Row]:
     """All participants of a group, in turn or one at a time. One that fails is told of and left out."""
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         tasks = list(group_tasks(arguments, group, Path(folder)))
@@ -142,13 +156,11 @@ def measure_group(arguments: argparse.Namespace, group: Group, failures: list[st
         return [row for task in tasks for row in _measure(arguments, group, [task], failures)]
 
 
-def _measure(
-    arguments: argparse.Namespace, group: Group, tasks: list[Task], failures: list[str]
-) -> list[Row]:
+def _measure(arguments: argparse.Namespace, group: Group, tasks: list[Task], failures: Failures) -> list[Row]:
     alive: list[Entrant] = []
     try:
         for task in tasks:
-            alive.append(Entrant(Participant(task), group.work))
+            alive.append(Entrant(Participant(task, arguments.logs), group.work))
             if not arguments.start_together:
                 _warm_up(arguments, alive, alive[-1], failures)
         for entrant in list(alive) if arguments.start_together else []:
@@ -159,7 +171,7 @@ def _measure(
                     entrant.participant.burst(arguments.steps)
                     _note_burst(arguments, entrant)
                 except ParticipantError as error:
-                    failures.append(str(error))
+                    failures.add(entrant.participant.task.name, str(error))
                     alive.remove(entrant)
         return list(_finished(arguments, alive, failures))
     finally:
@@ -168,14 +180,14 @@ def _measure(
 
 
 def _warm_up(
-    arguments: argparse.Namespace, alive: list[Entrant], entrant: Entrant, failures: list[str]
+    arguments: argparse.Namespace, alive: list[Entrant], entrant: Entrant, failures: Failures
 ) -> None:
     """Until the first burst; at the next smaller micro batch of the sweep where memory did not suffice."""
     while True:
         try:
             return entrant.participant.warm_up()
         except ParticipantError as error:
-            failures.append(str(error))
+            failures.add(entrant.participant.task.name, str(error))
             smaller = [size for size in arguments.sweep if size < entrant.work.micro_batch_size]
             if "out of memory" not in str(error).lower() or not smaller:
                 return alive.remove(entrant)
@@ -185,7 +197,7 @@ def _warm_up(
             write_recipe(
                 task.recipe, work_of(task.peer, entrant.work), task.precision, plain=task.json is None
             )
-            entrant.participant = Participant(replace(task, folder=folder))
+            entrant.participant = Participant(replace(task, folder=folder), arguments.logs)
 
 
 def _tokens(arguments: argparse.Namespace, entrant: Entrant) -> int:
@@ -198,18 +210,20 @@ def _note_burst(arguments: argparse.Namespace, entrant: Entrant) -> None:
     each = entrant.participant
     rate = _tokens(arguments, entrant) / each.round_seconds[-1]
     record = {"burst": each.task.name, "precision": each.task.precision, "ranks": each.task.world_size}
-    append_line(arguments.append, record | {**vars(entrant.work), "tokens_per_second": rate})
+    record |= {**vars(entrant.work), "tokens_per_second": rate, **each.burst_clocks[-1]}
+    append_line(arguments.append, record)
 
 
-def _finished(arguments: argparse.Namespace, alive: Iterable[Entrant], failures: list[str]) -> Iterator[Row]:
+def _finished(arguments: argparse.Namespace, alive: Iterable[Entrant], failures: Failures) -> Iterator[Row]:
     for entrant in alive:
         each, work = entrant.participant, entrant.work
         task, tokens = each.task, _tokens(arguments, entrant)
         try:
             told = each.finish()
         except ParticipantError as error:
-            failures.append(str(error))
+            failures.add(task.name, str(error))
             continue
+        clocks = [found for found in each.burst_clocks if found]
         row = Row(
             name=task.name,
             peer=task.peer,
@@ -218,10 +232,19 @@ def _finished(arguments: argparse.Namespace, alive: Iterable[Entrant], failures:
             ranks=task.world_size,
             round_tokens_per_second=[tokens / seconds for seconds in each.round_seconds],
             first_step_seconds=each.first_step_seconds,
+            sm_mhz=median(found["sm_mhz"] for found in clocks) if clocks else None,
+            watts=median(found["watts"] for found in clocks) if clocks else None,
+            notes=each.notes(),
             **{key: value for key, value in vars(work).items() if key != "data"},
             **told,
         )
         append_line(arguments.append, row.as_dict())
+        print(
+            f"{row.name}, {row.rows}: {row.tokens_per_second:,.0f} tokens/s",
+            *row.notes,
+            sep="\n  ",
+            flush=True,
+        )
         yield row
 
 
@@ -254,6 +277,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rows", choices=["unpacked", "packed"], nargs="+", default=["unpacked"])
     add("--sequence-length", type=int, help="default: the model's own")
     add("--sweep", type=int, nargs="+", default=[], metavar="SIZE", help="micro batches: ours picks one")
+    add("--largest-first", action="store_true", help="of the sweep, the largest that memory holds")
     add("--ranks", type=int, nargs="+", default=[1, 2])
     add("--stages", nargs="+", default=["plain", "2"], help="plain, a ZeRO stage, or a file of ds_configs/")
     add("--precision", choices=["fp32", "bf16"], nargs="+", default=["bf16"])
@@ -267,7 +291,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--minutes", type=float, default=float("inf"), help="start no further group after this")
     add("--output", type=Path, help="JSON file of all numbers, once all are there")
     add("--append", type=Path, help="JSON lines: each burst and each participant as soon as it is there")
+    add("--draw-on-device", action="store_true", help="first weights of all participants; not those of a run")
+    add("--logs", type=Path, help="file that every participant's log is appended to")
     arguments = parser.parse_args()
+    if arguments.draw_on_device:
+        os.environ[DRAW_ON_DEVICE] = "1"  # the participants inherit it
     if arguments.warmup < 2:
         parser.error("--warmup: at least 2")
     for split in arguments.stages:

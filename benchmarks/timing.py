@@ -80,6 +80,6 @@ def or_reason(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What it measured, or why it cannot run here; the others have their turn all the same."""
     try:
         return measure()
-    except (RuntimeError, ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
+    except Exception as error:  # whatever a library raises of a kernel it lacks
         lines = str(error).strip().splitlines()
         return {"cannot": f"{type(error).__name__}: {lines[0][:200] if lines else ''}"}

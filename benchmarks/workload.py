@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "launch" / "recipes" / "python_stdlib.yaml"
 JSON_FILES = {"0": "ddp.json", "1": "zero1.json", "2": "zero2.json", "3": "zero3.json"}
 FULL = "ours-full"  # beside participants that train an adapter: ours with all weights
+DRAW_ON_DEVICE = "BENCHMARK_DRAW_ON_DEVICE"  # environment variable of participants
 LOG_EVERY = 10  # optimizer steps between two rows of the log, for every participant
 MEAN_DOCUMENT = 512  # tokens of a packed row of random ones
 SAMPLES = 512

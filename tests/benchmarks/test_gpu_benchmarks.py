@@ -42,9 +42,16 @@ def test_every_operation_is_measured_or_says_why_not():
     records = list(gpu_ops.operations(["llama-1b"], tiny=True))
     measured = {record["way"] for record in records if record.get("ms", 0) > 0}
     assert {"sdpa, dense mask", "sdpa, causal, MATH", "ours, blockwise", "eager, fp32 logits"} <= measured
+    assert {"ours, linear, blockwise", "ours, linear, compiled"} <= measured
     assert {"fused, one flat tensor", "foreach, 148 tensors"} <= measured
     ways = {record["way"]: record for record in records}
-    assert {"varlen", "sdpa, causal, CUDNN_ATTENTION", "DeepSpeed, Triton", "torch, linear"} <= set(ways)
+    assert {
+        "varlen",
+        "sdpa, causal, CUDNN_ATTENTION",
+        "DeepSpeed, Triton",
+        "torch, linear",
+        "Liger, linear",
+    } <= set(ways)
     assert all("ms" in record or ": " in record["cannot"] for record in records)
     assert ways["sdpa, causal, MATH"]["tflop_per_second"] > 0
 
