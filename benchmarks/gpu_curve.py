@@ -52,14 +52,35 @@ from pipeline.schedule import multiplier
 
 REFERENCE = Path(__file__).with_name("curve_reference.json")
 STEPS, COUNTED_STEPS = 20, 2  # steps of a curve; host waits are counted in the last ones
-# Largest relative difference to the reference in any step: loss, gradient norm.
-BANDS = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 3e-2)}
-SPLITS = {"plain": None, **{stage: JSON_FILES[stage] for stage in ("2", "3")}}
-SIZES: dict[str, dict[str, int]] = {
-    # No multiple of 64: on a GPU the loss fills the vocabulary up to one.
-    "full": {"hidden_size": 256, "length": 256, "vocab_size": 1003, "micro_batch_size": 2},
-    "tiny": {"hidden_size": 64, "length": 64, "vocab_size": 203, "micro_batch_size": 4},
+# Largest relative difference to the reference in any step: loss, gradient norm. About 2.5 times what a CPU
+# showed in bf16. Under ZeRO parameters are bf16 and the fp32 copies start from rounded ones, so the first
+# updates are off by part of a bf16 step; autocast keeps fp32 parameters.
+BANDS = {
+    ("fp32", "plain"): (1e-5, 1e-4),
+    ("fp32", "zero"): (1e-5, 1e-4),
+    ("bf16", "plain"): (4e-4, 5e-2),
+    ("bf16", "zero"): (8e-3, 8e-2),
 }
+SPLITS = {"plain": None, **{stage: JSON_FILES[stage] for stage in ("2", "3")}}
+SIZES: dict[str, dict[str, Any]] = {
+    # No multiple of 64: on a GPU the loss fills the vocabulary up to one. With three times the learning rate
+    # the gradient norm jumps to 30 and bf16 is 20 times as far from fp32.
+    "full": {
+        "hidden_size": 256,
+        "length": 256,
+        "vocab_size": 1003,
+        "micro_batch_size": 2,
+        "learning_rate": 3e-4,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "length": 64,
+        "vocab_size": 203,
+        "micro_batch_size": 4,
+        "learning_rate": 1e-3,
+    },
+}
+LORA_LEARNING_RATE = 2e-3
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"extra": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}},
     "llama": {"num_key_value_heads": 2},
@@ -128,7 +149,7 @@ class PipelineLog(logging.Handler):
         self._logger.setLevel(self._level)
 
 
-def recipe(curve: Curve, size: dict[str, int], weights: Path) -> dict[str, Any]:
+def recipe(curve: Curve, size: dict[str, Any], weights: Path) -> dict[str, Any]:
     """Return the recipe of a curve."""
     model = {
         "kind": "causal_lm",
@@ -141,13 +162,14 @@ def recipe(curve: Curve, size: dict[str, int], weights: Path) -> dict[str, Any]:
         "weights": str(weights),
         **MODELS[curve.architecture],
     }
+    rate = LORA_LEARNING_RATE if curve.lora else size["learning_rate"]
     rows = {"length": size["length"], "vocab_size": size["vocab_size"], "packed": curve.packed}
     tree: dict[str, Any] = {
         "max_steps": STEPS,
         "model": model,
         "data": {"kind": "curve_inputs:rows", "args": {"num_samples": 64, **rows}},
         "batch": {"micro_batch_size": size["micro_batch_size"], "gradient_accumulation_steps": 2},
-        "optimizer": {"learning_rate": 2e-3 if curve.lora else 1e-3, "max_grad_norm": 1.0},
+        "optimizer": {"learning_rate": rate, "max_grad_norm": 1.0},
         "schedule": {"kind": "cosine", "warmup_steps": 2},
         "wandb": {"mode": "disabled"},
     }
@@ -266,7 +288,7 @@ def reference_of(curve: Curve, size: str) -> dict[str, Any]:
     return found
 
 
-def judge(trained: Trained, reference: dict[str, Any], precision: str) -> dict[str, Any]:
+def judge(trained: Trained, reference: dict[str, Any], precision: str, split: str) -> dict[str, Any]:
     """Compare a curve with its reference.
 
     Raises:
@@ -282,7 +304,7 @@ def judge(trained: Trained, reference: dict[str, Any], precision: str) -> dict[s
         largest_difference(trained.losses, reference["losses"]),
         largest_difference(trained.norms, reference["norms"]),
     )
-    allowed = BANDS[precision]
+    allowed = BANDS[precision, "plain" if split == "plain" else "zero"]
     within = [d is not None and d <= most for d, most in zip(differences, allowed, strict=True)]
     return {
         "largest_loss_difference": differences[0],
@@ -315,7 +337,7 @@ def run_case(job: Job, curve: Curve, split: str, arguments: argparse.Namespace) 
             steps=arguments.steps,
             compiled=arguments.compile,
         )
-        record |= judge(trained, reference_of(curve, size), arguments.precision)
+        record |= judge(trained, reference_of(curve, size), arguments.precision, split)
         record |= {**trained.facts, "losses": trained.losses, "norms": trained.norms}
     except Exception as error:  # the other cases still tell something
         traceback.print_exc()
@@ -341,7 +363,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--output", type=Path, help="append each case's record to this file of JSON lines as soon as it ends")
-    add("--precision", choices=list(BANDS), default="bf16")
+    add("--precision", choices=["fp32", "bf16"], default="bf16")
     add("--cases", nargs="+", choices=list(CURVES), default=list(CURVES), metavar="NAME", help="of these")
     add("--splits", nargs="+", choices=list(SPLITS), default=list(SPLITS))
     add("--steps", type=int, default=STEPS, help=f"first steps of the curve, {COUNTED_STEPS} to {STEPS}")

@@ -30,7 +30,7 @@ def judged(job, name, split, precision, options=None):
     trained = gpu_curve.train(
         job, curve, split, precision, size="tiny", **({"steps": STEPS} | (options or {}))
     )
-    verdict = gpu_curve.judge(trained, gpu_curve.reference_of(curve, "tiny"), precision)
+    verdict = gpu_curve.judge(trained, gpu_curve.reference_of(curve, "tiny"), precision, split)
     return {**verdict, **trained.facts}
 
 
@@ -85,7 +85,7 @@ def test_compiled_blocks_are_told_of(ranks):
 def test_values_that_are_not_finite_do_not_hold():
     reference = {"inputs": "0", "losses": [1.0, 1.0], "norms": [1.0, 1.0]}
     trained = gpu_curve.Trained([1.0, float("nan")], [1.0, 1.0], "0")
-    verdict = gpu_curve.judge(trained, reference, "fp32")
+    verdict = gpu_curve.judge(trained, reference, "fp32", "plain")
     assert verdict["nan"] == 1
     assert not verdict["holds"]
     assert verdict["largest_loss_difference"] == 0
@@ -94,7 +94,7 @@ def test_values_that_are_not_finite_do_not_hold():
 def test_other_inputs_than_the_references_are_refused():
     reference = {"inputs": "0", "losses": [1.0], "norms": [1.0]}
     with pytest.raises(ValueError, match="checksum 1, expected 0"):
-        gpu_curve.judge(gpu_curve.Trained([1.0], [1.0], "1"), reference, "fp32")
+        gpu_curve.judge(gpu_curve.Trained([1.0], [1.0], "1"), reference, "fp32", "plain")
 
 
 def test_a_case_that_fails_has_its_line_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
