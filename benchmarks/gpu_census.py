@@ -11,13 +11,12 @@ import json
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from host_waits import HostWaits
 from processes import FinishedError, Gate, Participant, ParticipantError, Task
 from report import append_line
 from throughput import Group, group_tasks
@@ -25,7 +24,6 @@ from workload import JSON_FILES, MODELS, Workload
 
 WARM, COUNTED = 5, 2  # steps before anything is counted, and steps of each count
 GAP_SECONDS = 100e-6
-SYNC = "synchronizing CUDA operation"
 
 
 class Census:
@@ -34,8 +32,7 @@ class Census:
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self._step = 0
-        self._stacks: Counter[str] = Counter()
-        self._showwarning = warnings.showwarning
+        self._waits = HostWaits()
         self._profiler: Any = None
         self._start = 0.0
 
@@ -53,27 +50,17 @@ class Census:
     def _begin_waits(self) -> None:
         import torch
 
-        warnings.simplefilter("always")
-        warnings.showwarning = self._note  # type: ignore[assignment]
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-            torch.cuda.set_sync_debug_mode("warn")
-
-    def _note(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        if SYNC in str(message):
-            frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
-            shown = [f"{'/'.join(Path(f.filename).parts[-2:])}:{f.lineno} {f.name}" for f in frames[-3:]]
-            self._stacks[" < ".join(reversed(shown))] += 1
+        self._waits.__enter__()
 
     def _end_waits(self) -> None:
         import torch
 
-        warnings.showwarning = self._showwarning
-        self.found["host_waits"] = None
+        self._waits.__exit__(None, None, None)
+        self.found["host_waits"] = None if self._waits.count is None else self._waits.count / COUNTED
         if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("default")
-            self.found["host_waits"] = self._stacks.total() / COUNTED
-            self.found["host_wait_stacks"] = self._stacks.most_common(12)
+            self.found["host_wait_stacks"] = self._waits.stacks.most_common(12)
             memory = torch.cuda.memory_stats()
             self.found["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             self.found["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
