@@ -33,6 +33,9 @@ export CHECK
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
+# Extras that the README's commands use.
+EXTRAS := images,zstd
+
 # pip compiles 18,000 files on one core; a package may have some for other versions of Python. This one's own files
 # are compiled once too, not by each rank.
 define INSTALL
@@ -44,7 +47,7 @@ define INSTALL
 endef
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(call INSTALL,.)
+	$(call INSTALL,.[$(EXTRAS)])
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt

@@ -229,11 +229,16 @@ def describe_split(path: Path, split: Tree) -> None:
 
 def _environment() -> Tree:
     """Versions, machine and commit: what is needed to run the same again. No variables, so no secrets."""
-    names = ("torch", "deepspeed", "transformers", "wandb", "numpy")
+    versions: dict[str, str | None] = {}
+    for name in ("torch", "deepspeed", "transformers", "wandb", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
     cuda = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in names},
+        "packages": versions,
         "cuda": torch.version.cuda,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if cuda

@@ -15,7 +15,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers first; a module imports from its own layer or from lower ones.
 LAYERS = [
     ["errors", "events", "foreign", "redaction", "units"],
-    ["config", "importing", "durable", "op_builds", "peak_flops", "run_lock", "shards", "working_tree"],
+    [
+        *("config", "importing", "durable", "op_builds", "optional_packages"),
+        *("peak_flops", "run_lock", "shards", "working_tree"),
+    ],
     ["distributed", "kept_sizes", "logs", "foreign_configs", "planning"],
     ["launching", "remedies"],
     ["device_failures"],

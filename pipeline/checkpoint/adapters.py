@@ -24,6 +24,7 @@ from pipeline.models.adapter_files import of_peft
 from pipeline.models.adapters import NAME, adapted
 from pipeline.models.transformers_folder import auto_class_for
 from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile, open_hub, open_weights
+from pipeline.optional_packages import require
 from pipeline.planning.cutting import EMBEDDINGS, WORDS
 from pipeline.shards import WEIGHT
 
@@ -153,7 +154,9 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
 
     Raises:
         CheckpointError: it does not say enough.
+        ConfigError: peft is not installed.
     """
+    require("peft", "exporting an adapter", "merge it into its base with --merge")
     from peft import LoraConfig
 
     about, shapes = manifest.state[KEY], manifest.table.shapes

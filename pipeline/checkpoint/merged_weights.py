@@ -19,6 +19,7 @@ from pipeline.models.adapter_files import of_peft
 from pipeline.models.adapters import NAME
 from pipeline.models.weight_files import Entry, OpenCheckpoint
 from pipeline.models.weights import matched
+from pipeline.optional_packages import require
 from pipeline.shards import WEIGHT, Region
 
 
@@ -135,15 +136,11 @@ class Rounding:
     def __init__(self, about: Mapping[str, Any]):
         """
         Raises:
-            ModelError: bitsandbytes is not installed.
+            ConfigError: bitsandbytes is not installed.
         """
-        try:
-            from pipeline.models.quantised import packed, unpacked
-        except ImportError:
-            raise ModelError(
-                "the adapter was trained over a base in nf4, to merge it needs bitsandbytes, which is not "
-                "installed: pip install 'deepspeed-pipeline[qlora]'"
-            ) from None
+        require("bitsandbytes", "merging an adapter whose base is in nf4")
+        from pipeline.models.quantised import packed, unpacked
+
         self._round = lambda weight: unpacked(packed(weight))
         self._layers = frozenset(about["quantized"])
         self._is_transposed = about["transposed"]

@@ -16,6 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
 from pipeline.logs import log_to_console
+from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
     from pipeline.data.bundle import Batch, DataBundle
@@ -53,6 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.samples < 0:
         raise ConfigError(f"--samples {arguments.samples}: expected 0 or more")
     folder = arguments.output or Path(config.runs_dir) / "inspect" / config.name
+    if not isinstance(config.data, CustomDataConfig):
+        require("matplotlib", "python -m pipeline inspect")  # before the data is prepared
     from pipeline.data import prepare_data
     from pipeline.inspection.screen import Screen
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.commands.inputs import reading_a_run
 from pipeline.errors import PipelineError
+from pipeline.optional_packages import require
 from pipeline.run_lock import is_held
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
     """Raises a PipelineError where a run is none, or something was not uploaded."""
+    require("wandb", "python -m pipeline sync")
     from pipeline.inspection.screen import Screen
     from pipeline.sinks.wandb_files import files_to_upload
 

@@ -14,6 +14,7 @@ from pipeline.config.data_schema import ConversationsConfig
 from pipeline.data.chat_layouts import Conversation
 from pipeline.errors import ConfigError, DataError
 from pipeline.foreign import CONFIGURATION, read_plain
+from pipeline.optional_packages import require
 
 Spans = list[tuple[int, int]]
 
@@ -42,7 +43,9 @@ def find_template(config: ConversationsConfig, own: str | dict[str, str] | None)
 
     Raises:
         DataError: there is none, or the file cannot be read.
+        ConfigError: jinja2 is not installed.
     """
+    require("jinja2", "the chat template")  # before a tokenizer is trained
     given = config.chat_template
     if given is None:
         template = own.get("default") if isinstance(own, dict) else own

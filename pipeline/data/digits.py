@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.data.bundle import Batch, DataBundle, collate_items
+from pipeline.optional_packages import require
 
 NUM_CLASSES = 10
 SPLIT_SEED = 20240229  # fixed: the split belongs to the data set, not to a run
@@ -39,7 +40,12 @@ class ImageDataset(Dataset[Batch]):
 
 
 def prepare_digits(config: DigitsDataConfig) -> DataBundle:
-    """1,797 images of 8 x 8 pixels in two splits with the same share of every class."""
+    """Return 1,797 images of 8 x 8 pixels in two splits with the same share of every class.
+
+    Raises:
+        ConfigError: scikit-learn is not installed.
+    """
+    require("sklearn", "data.kind: digits")
     from sklearn.datasets import load_digits  # 1.7 s to import
 
     digits = load_digits()

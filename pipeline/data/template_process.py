@@ -20,6 +20,7 @@ from typing import Any
 from pipeline.data.chat_layouts import Conversation
 from pipeline.data.chat_template import ChatTemplate, Spans
 from pipeline.errors import ConfigError, DataError, PipelineError
+from pipeline.optional_packages import require
 
 # Of computing, for one conversation, which takes a template a millisecond: a busy machine adds none.
 SECONDS = 5
@@ -40,6 +41,7 @@ class TemplateProcess:
     """
 
     def __init__(self, *given: Any) -> None:
+        require("jinja2", "the chat template")
         # The child works with what is imported here.
         from jinja2 import sandbox  # noqa: F401
         from transformers.utils import chat_template_utils  # noqa: F401

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
@@ -69,6 +68,8 @@ class StageSharding:
 
     def construct_empty(self) -> AbstractContextManager[None]:
         """See Sharding.construct_empty. Buffers have values."""
+        from accelerate import init_empty_weights
+
         context: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
         return context
 

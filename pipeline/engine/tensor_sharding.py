@@ -16,7 +16,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from accelerate import init_empty_weights
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.config import get_tensor_parallel_config
@@ -93,6 +92,8 @@ class TensorSharding:
 
     def construct_empty(self) -> AbstractContextManager[None]:
         """See Sharding.construct_empty. Buffers have values."""
+        from accelerate import init_empty_weights
+
         context: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
         return context
 

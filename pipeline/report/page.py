@@ -14,8 +14,9 @@ from pathlib import Path
 from pydantic_core import to_json
 
 from pipeline.durable import replace_text
-from pipeline.errors import one_line
+from pipeline.errors import ConfigError, one_line
 from pipeline.events import RUN_KILLED, Event
+from pipeline.optional_packages import require
 from pipeline.report.runs import UNSAID, RunView, after, how_it_ended, read_run
 from pipeline.sinks.jsonl import METRICS_FILE, newest
 
@@ -75,13 +76,24 @@ def encode(paths: Sequence[Path], live: bool = False, ended: bool = False) -> st
     return encoded.decode().replace("<", "\\u003c")
 
 
-def render(data: str) -> str:
-    """The page. What is in the data stays text in it; no script runs but ours and plotly's."""
+def plotly_source() -> str:
+    """Return plotly.js, which draws the page.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    require("plotly", "the report")
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
+    source: str = get_plotlyjs()
+    return source
+
+
+def render(data: str) -> str:
+    """The page. What is in the data stays text in it; no script runs but ours and plotly's."""
     own = Path(__file__).parent
     parts = {name: (own / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    parts |= {"data": data, "plotly": get_plotlyjs(), "nonce": secrets.token_urlsafe()}
+    parts |= {"data": data, "plotly": plotly_source(), "nonce": secrets.token_urlsafe()}
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], parts["html"])
 
 
@@ -98,6 +110,8 @@ def write_at_end(directory: Path) -> Path | None:
         try:
             replace_text(path, render(encode([directory], ended=True)))
             made.append(path)
+        except ConfigError as error:
+            log.warning("%s is not written: %s; then: python -m pipeline report %s", path, error, directory)
         except Exception as error:
             log.warning("%s is not written: %s", path, one_line(error))
 

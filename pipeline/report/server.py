@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.errors import PipelineError
-from pipeline.report.page import encode, render
+from pipeline.report.page import encode, plotly_source, render
 from pipeline.sinks.jsonl import METRICS_FILE
 
 
@@ -17,8 +17,9 @@ def live_report(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """A server on 127.0.0.1 alone, at any free port for 0. `/data.json` is the data, all else the page.
 
     Raises:
-        PipelineError: the port cannot be had.
+        PipelineError: the port cannot be had, or plotly is not installed.
     """
+    plotly_source()  # a missing package ends the command, not each request
     made_of, made = object(), ""
 
     def data() -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 from pipeline.config.schema import RunConfig
 from pipeline.errors import PipelineError, one_line
 from pipeline.events import RUN_FAILED, Event, Shown
+from pipeline.optional_packages import require
 from pipeline.redaction import redact_text
 from pipeline.sinks.console import ConsoleSink
 from pipeline.sinks.csv_table import CSV_FILE, CsvSink
@@ -126,6 +127,8 @@ def check_sinks(config: RunConfig) -> None:
         import_writer()
     for own in config.log.sinks:
         import_sink(own)
+    if config.wandb.mode in ("online", "offline"):  # auto does without
+        require("wandb", f"wandb.mode: {config.wandb.mode}", "set wandb.mode=disabled")
     ways_of(config.notify)
 
 

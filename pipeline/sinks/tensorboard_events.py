@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
 from pipeline.events import Event
+from pipeline.optional_packages import require
 
 
 class TensorBoardSink:
@@ -46,11 +46,7 @@ def import_writer() -> Any:
     Raises:
         ConfigError: The tensorboard package is missing.
     """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "log.tensorboard is true and tensorboard is not installed: "
-            "pip install 'deepspeed-pipeline[tensorboard]', or set log.tensorboard=false"
-        ) from error
+    require("tensorboard", "log.tensorboard: true", "set log.tensorboard=false")
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter

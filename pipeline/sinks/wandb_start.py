@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
+from pipeline.optional_packages import require
 from pipeline.redaction import redact_text
 from pipeline.sinks.wandb_files import NOT_UPLOADED, rows_of
 
@@ -40,6 +41,7 @@ def lack_of_room(folder: Path) -> str | None:
 
 def choose_mode(config: WandbConfig) -> tuple[str, str]:
     """`online`, `offline` or `disabled`, and why, where the answer is offline."""
+    require("wandb", f"wandb.mode: {config.mode}", "set wandb.mode=disabled")
     import wandb
 
     chosen: dict[str, Any] = {} if config.mode == "auto" else {"mode": config.mode}

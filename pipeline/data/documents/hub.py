@@ -20,6 +20,7 @@ from pipeline.data.documents.records import BadRecords, Piece, Record
 from pipeline.data.documents.saved import check_data_files, check_saved, own_split, read_entry
 from pipeline.data.documents.tables import ROWS_AT_ONCE, records_of
 from pipeline.errors import DataError, one_line
+from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -143,12 +144,14 @@ def load_split(source: SourceConfig) -> Dataset | IterableDataset:
 
     Raises:
         DataError: it cannot be found or loaded, or has no such split.
+        ConfigError: datasets is not installed.
     """
     assert source.dataset is not None
     name, folder = source.dataset, Path(source.dataset).expanduser()
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise DataError(f"data dataset {name}: there is no such folder")
     saved = _saved_split(folder, source.split)
+    require("datasets", f"data.sources: dataset {name}", "give files in paths")
     import datasets
 
     is_folder = folder.is_dir()

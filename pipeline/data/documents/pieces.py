@@ -16,8 +16,15 @@ from pipeline.data.documents.records import BadRecords, Record
 from pipeline.data.documents.streams import BUFFER_SIZE, Span, open_stream
 from pipeline.data.documents.tables import row_groups
 from pipeline.errors import DataError
+from pipeline.optional_packages import require
 
 Found = list[tuple[int, int | None, int, int, str]]  # start, end and first of a Span, size in bytes, digest
+NEEDED = {
+    "zstd": ("zstandard", "decompress the file"),
+    "parquet": ("pyarrow", "convert the file to .jsonl"),
+    "arrow": ("pyarrow", "convert the file to .jsonl"),
+}
+"""Kind or compression of a file -> the package that reads it, and how to avoid that package."""
 LOOK_VERSION = 1  # raise it when the looks below find something else
 
 
@@ -62,10 +69,13 @@ def file_pieces(files: Sequence[Span], digests: DigestCache, size: int) -> list[
 
     Raises:
         DataError: a file cannot be read, or is no parquet.
+        ConfigError: A package that reads one of the files is not installed.
     """
     found: dict[str, tuple[Stamp, Found]] = {}
     for kind, compression in sorted({(file.kind, file.compression) for file in files}):
         paths = [file.path for file in files if (file.kind, file.compression) == (kind, compression)]
+        for module, alternative in [NEEDED[each] for each in (compression, kind) if each in NEEDED]:
+            require(module, f"data.paths: {paths[0]}", alternative)
         look = partial(_look, kind=kind, compression=compression, size=size)
         found |= digests.recall(paths, f"{kind} {compression} {size} {LOOK_VERSION}", look)
     return [

@@ -50,8 +50,11 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
     Raises:
         DataError: the file cannot be read, or its compression is damaged or cut short.
     """
-    import zstandard
+    damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    if compression == "zstd":
+        import zstandard
 
+        damages += (zstandard.ZstdError,)
     try:
         with open(path, "rb", buffering=BUFFER_SIZE) as file:
             if not compression:
@@ -59,7 +62,7 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
                 return
             blocks = _gzip_blocks(file) if compression == "gzip" else _zstd_blocks(file)
             yield io.BufferedReader(_Decompressed(path, file, blocks), BUFFER_SIZE)
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+    except damages as error:
         raise DataError(
             f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
         ) from None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.config.loading import did_you_mean
 from pipeline.errors import DataError, one_line
+from pipeline.optional_packages import require
 
 TRIALS = 8  # images changed up front: an augmentation may be drawn only now and then
 
@@ -23,6 +24,7 @@ class Augmentation:
 
     Raises:
         DataError: no such augmentation, arguments that do not fit, or another size than the model gets.
+        ConfigError: kornia is not installed.
     """
 
     def __init__(self, augmentations: dict[str, dict[str, Any]], shape: tuple[int, int, int]) -> None:
@@ -80,6 +82,7 @@ def _build(name: str, given: dict[str, Any]) -> nn.Module:
 
 def _kinds() -> dict[str, Any]:
     """Those that take one image: not volumes, videos, mixtures of several images or containers of others."""
+    require("kornia", "data.augmentations", "leave data.augmentations out")
     import kornia.augmentation as augmentation  # 1.3 s
     from kornia.augmentation import auto
 

@@ -8,11 +8,11 @@ import logging
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -23,6 +23,10 @@ from pipeline.data.images.folder import find_folder_images
 from pipeline.data.images.stored import LabelledImages
 from pipeline.data.images.table import find_dataset_images
 from pipeline.errors import DataError
+from pipeline.optional_packages import require
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 READERS = 16  # threads that read the ends of files: over a network each one waits
@@ -93,7 +97,9 @@ def prepare_images(config: ImagesDataConfig) -> DataBundle:
 
     Raises:
         DataError: a folder, dataset, class or augmentation is not there or does not fit; too few images.
+        ConfigError: A package that reads or augments images is not installed.
     """
+    require("PIL", "data.kind: images")
     augmentation = None
     if config.augmentations:
         shape = (config.channels, config.image_size, config.image_size)
@@ -182,6 +188,8 @@ def decode_image(encoded: bytes, where: str, image_size: int, channels: int) -> 
     Raises:
         DataError: not an image, or a damaged one.
     """
+    from PIL import Image, ImageOps
+
     mode = "L" if channels == 1 else "RGB"
     try:
         with warnings.catch_warnings():
@@ -201,6 +209,8 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     """Pillow clips 16-bit grey at 255 instead of scaling it."""
     if not image.mode.startswith("I"):
         return image
+    from PIL import Image
+
     return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
 
 

@@ -16,6 +16,7 @@ from pipeline.data.documents.saved import check_data_files, check_saved, own_spl
 from pipeline.data.images.stored import TAIL, LabelledImages, check_classes, check_known, key_of
 from pipeline.errors import DataError, one_line
 from pipeline.foreign import IMAGE, read_plain
+from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -66,7 +67,9 @@ def find_dataset_images(
     Raises:
         DataError: no such dataset, split or column, a column of another type, a row without a label, or other
             classes than in training.
+        ConfigError: datasets is not installed.
     """
+    require("datasets", f"data.dataset: {config.dataset}", "give a folder of images in data.path")
     from datasets import Image
 
     rows = _load_split(config, split, key)

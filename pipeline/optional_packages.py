@@ -1,0 +1,51 @@
+"""Packages that only one feature needs, and the error that says how to install a missing one."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from pipeline.errors import ConfigError
+
+EXTRAS = {
+    "PIL": "images",
+    "bitsandbytes": "qlora",
+    "kornia": "images",
+    "matplotlib": "images",
+    "sklearn": "images",
+    "tensorboard": "tensorboard",
+    "torchao": "fp8",
+    "zstandard": "zstd",
+}
+"""Module -> the extra of pyproject.toml that installs it."""
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+"""Module -> the name under which pip installs it, where the two differ."""
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a top-level module can be imported, without importing it."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    spec = find_spec(module)
+    # A folder without __init__.py, such as the wandb/ that W&B writes, has a spec without an origin.
+    return spec is not None and spec.origin is not None
+
+
+def require(module: str, feature: str, alternative: str = "") -> None:
+    """Check that a module is installed before a feature imports it.
+
+    Args:
+        module: Top-level module.
+        feature: Setting, file or command that needs it, for the message.
+        alternative: Change that avoids the package. Empty: there is none.
+
+    Raises:
+        ConfigError: The module is not installed.
+    """
+    if is_installed(module):
+        return
+    distribution = DISTRIBUTIONS.get(module, module)
+    extra = EXTRAS.get(module)
+    target = distribution if extra is None else f"'deepspeed-pipeline[{extra}]'"
+    message = f"{feature} needs {distribution}, which is not installed: pip install {target}"
+    raise ConfigError(f"{message}, or {alternative}" if alternative else message)
