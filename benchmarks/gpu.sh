@@ -35,7 +35,11 @@ tiny=${TINY:-$("$python" -c "import torch; print(int(not torch.cuda.is_available
 failed=0
 seconds=$((60 * minutes))
 # A part that takes longer is interrupted, so that it sums up what it has, and the next one has its turn.
-run() { timeout -s INT -k 15 "$seconds" "$python" "$@" || failed=1; }
+run() {
+  local planned=$((seconds * (tiny ? 10 : 1))) begun=$SECONDS # processors are busier and slower than planned for
+  timeout -s INT -k 15 "$planned" "$python" "$@" || failed=1
+  echo "== $1 $2: $((SECONDS - begun)) s of $planned"
+}
 measure() { # model, further options: a tiny one in its place, and nothing compiled, where there is no GPU
   local small=() model=$1 file=$results/${name:-$1}
   [ "$tiny" = 1 ] && model=tiny && small=(--sweep 1 2 --precision fp32 --warmup 2 --steps 2 --rounds 1 --peers trainer)

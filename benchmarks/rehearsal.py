@@ -1,0 +1,127 @@
+"""Rehearse gpu.sh without a GPU, with the versions of a bare GPU machine: benchmarks/rehearsal.py FOLDER
+
+Makes FOLDER/venv from rehearsal.txt (Python 3.12, torch built for CUDA: 6 GB) and a clone of this checkout
+with the wheels that gpu.sh brings along. There: runs of launch/train.py, every recipe in tiny sizes, the tests
+marked gpu as far as they are collected, and `gpu.sh first` and `second`. Each part's time stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+REQUIREMENTS = REPOSITORY / "benchmarks" / "rehearsal.txt"
+TAGS = ["manylinux_2_17_x86_64", "manylinux_2_24_x86_64", "manylinux_2_28_x86_64"]
+TARGET = ["--only-binary=:all:", "--python-version", "3.12", *(f"--platform={tag}" for tag in TAGS)]
+BROUGHT = ["pydantic", "xxhash"]
+BROUGHT_ALONE = ["liger-kernel", "torchao>=0.18,<0.19"]
+BUILT = ["deepspeed>=0.19.8,<0.20", "hjson"]
+
+TINY = [
+    *("model.num_layers=2", "model.num_heads=4", "model.hidden_size=32", "model.intermediate_size=64"),
+    *("data.sequence_length=128", "model.max_sequence_length=128"),
+]
+# Recipe -> what makes it short; those after sft continue from its run.
+RECIPES: dict[str, list[str]] = {
+    "python_stdlib": ["max_steps=3", *TINY],
+    "digits_cnn": ["max_epochs=null", "max_steps=3"],
+    "sft": ["max_steps=3"],
+    "lora": ["max_steps=3"],
+    "dpo": ["max_steps=3"],
+    "reward": ["max_steps=3"],
+    "finetune_chat": [
+        *("max_epochs=null", "max_steps=3", "model.pretrained=runs/sft/model", "batch.global_batch_size=2"),
+        *("data.paths=[data/signatures.jsonl]", "data.sequence_length=256"),
+    ],
+    "llama_8b": [
+        *("max_steps=3", *TINY, "model.num_key_value_heads=2", "model.vocab_size=8192"),
+        "batch.gradient_accumulation_steps=1",
+    ],
+}
+
+
+class Rehearsal:
+    """Runs commands in the environment of the bare machine, and keeps which of them failed."""
+
+    def __init__(self, folder: Path):
+        self.python = folder / "venv" / "bin" / "python"
+        self.tree = folder / "tree"
+        self.failed: list[str] = []
+        self._variables = {
+            "PATH": os.pathsep.join([str(self.python.parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join([str(self.tree), str(self.tree / ".site")]),
+            "PYTHON": str(self.python),
+            "OUT": str(folder / "out"),
+            "HF_HUB_OFFLINE": "1",
+            "TINY": "1",
+        }
+
+    def run(self, name: str, *command: str | Path) -> None:
+        """Run one part; its output goes to this process's."""
+        print(f"=== {name}: {' '.join(map(str, command))}", flush=True)
+        start = time.monotonic()
+        done = subprocess.run(command, cwd=self.tree, env=os.environ | self._variables, check=False)
+        how = "ended" if done.returncode == 0 else f"failed with {done.returncode}"
+        print(f"=== {name} {how} after {time.monotonic() - start:.0f} s", flush=True)
+        if done.returncode != 0:
+            self.failed.append(name)
+
+
+def install(folder: Path, python: str) -> None:
+    """Make the environment, the clone and its wheels, as far as they are not there."""
+    pip = [folder / "venv" / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q"]
+    mark = folder / "venv" / REQUIREMENTS.name
+    if not mark.exists() or mark.read_text() != REQUIREMENTS.read_text():
+        subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
+        subprocess.run([*pip, "install", "-r", REQUIREMENTS], check=True)
+        mark.write_text(REQUIREMENTS.read_text())
+    tree = folder / "tree"
+    if not tree.exists():
+        subprocess.run(["git", "clone", "-q", REPOSITORY, tree], check=True)
+    subprocess.run(["git", "-C", tree, "pull", "-q"], check=True)
+    wheels = ["-d", tree / ".whl"]
+    if not (tree / ".whl").exists():
+        built = ["wheel", "--no-deps", "--no-build-isolation", *BUILT, "-w", tree / ".whl"]
+        subprocess.run([*pip, *built], check=True)
+        subprocess.run([*pip, "download", *TARGET, *BROUGHT, *wheels], check=True)
+        subprocess.run([*pip, "download", *TARGET, "--no-deps", *BROUGHT_ALONE, *wheels], check=True)
+    site = ["install", "--no-index", "--no-deps", "--upgrade", "--target", tree / ".site"]
+    subprocess.run([*pip, *site, *sorted((tree / ".whl").glob("*.whl"))], check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the environment is made, or was")
+    parser.add_argument("--python", default="python3.12", help="Python 3.12 of this machine")
+    parser.add_argument("--parts", nargs="+", choices=["train", "recipes", "tests", "first", "second"])
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    install(folder, arguments.python)
+    rehearsal = Rehearsal(folder)
+    parts = arguments.parts or ["train", "recipes", "tests", "first", "second"]
+    if "train" in parts:
+        rehearsal.run("train", rehearsal.python, "launch/train.py", "max_steps=3")
+        zero = ["--deepspeed", "ds_configs/zero2.json", "max_steps=3"]
+        rehearsal.run("train, ZeRO 2", rehearsal.python, "launch/train.py", *zero)
+    if "recipes" in parts:
+        rehearsal.run("data of the recipes", rehearsal.python, "launch/recipes/make_data.py", "data")
+        for name, changes in RECIPES.items():
+            recipe = ["--config", f"launch/recipes/{name}.yaml", *changes]
+            rehearsal.run(f"recipe {name}", rehearsal.python, "launch/train.py", *recipe)
+    if "tests" in parts:
+        tests = ["tests/gpu", "tests/test_fused_loss.py", "tests/models/test_document_attention.py"]
+        rehearsal.run("tests", rehearsal.python, "-m", "pytest", "-q", *tests, "-m", "not nightly")
+    for part in ("first", "second"):
+        if part in parts:
+            rehearsal.run(f"gpu.sh {part}", "bash", "benchmarks/gpu.sh", part)
+    print("failed: " + (", ".join(rehearsal.failed) or "nothing"))
+    return 1 if rehearsal.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
