@@ -1,7 +1,7 @@
 """Rehearse gpu.sh without a GPU, with the versions of a bare GPU machine: benchmarks/rehearsal.py FOLDER
 
 Makes FOLDER/venv from rehearsal.txt (Python 3.12, torch built for CUDA: 6 GB) and a clone of this checkout
-with the wheels that gpu.sh brings along. There: runs of launch/train.py, every recipe in tiny sizes, the tests
+with the wheels that gpu.sh brings along. There: runs of launch/train.py, every recipe in tiny sizes, tests
 marked gpu as far as they are collected, and `gpu.sh first` and `second`. Each part's time stands beside it.
 """
 

@@ -186,7 +186,7 @@ def test_third_parties_stay_behind_their_walls(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_parts_stay_small(path):
     text = path.read_text()
-    assert text.count("\n") <= 300, "a file of 300 lines at most"
+    assert text.count("\n") <= 600, "a file as long as its topic, 600 lines at most"
     tree = ast.parse(text)
     assert ast.get_docstring(tree) or path.name == "__init__.py" or not tree.body, "no module docstring"
     for node in ast.walk(tree):

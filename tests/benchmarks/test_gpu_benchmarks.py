@@ -86,7 +86,7 @@ def test_a_subcommand_that_is_none_is_told(tmp_path):
     done = gpu_sh("everything", tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "bash benchmarks/gpu.sh check|gpt2|1b|8b|8b-lora|ops|ckpt|overhead: which one? Given: everything"
+        "bash benchmarks/gpu.sh first|second|gpt2|1b|8b|8b-lora|ckpt|overhead: which one? Given: everything"
     ]
 
 
@@ -95,12 +95,12 @@ def test_a_subcommand_that_is_none_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("subcommand", "written"),
     [
-        ("check", ["facts.jsonl", "census.jsonl"]),
-        ("gpt2", ["gpt2-124m.jsonl", "gpt2-124m.json"]),
-        ("1b", ["llama-1b.jsonl", "llama-1b.json"]),
-        ("8b", ["llama-8b.jsonl", "llama-8b.json"]),
-        ("8b-lora", ["llama-8b-lora.jsonl", "llama-8b-lora.json"]),
-        ("ops", ["ops.jsonl"]),
+        ("first", ["facts.jsonl", "curve.jsonl", "gpt2-124m.jsonl", "llama-1b.jsonl", "logs.txt"]),
+        ("second", ["census.jsonl", "ops.jsonl"]),
+        ("gpt2", ["gpt2-124m.jsonl", "logs.txt"]),
+        ("1b", ["llama-1b.jsonl", "logs.txt"]),
+        ("8b", ["llama-8b.jsonl", "logs.txt"]),
+        ("8b-lora", ["llama-8b-lora.jsonl", "logs.txt"]),
         ("ckpt", ["checkpoint.json"]),
         ("overhead", ["overhead.jsonl"]),
     ],
@@ -109,7 +109,15 @@ def test_a_subcommand_runs_with_a_tiny_model(subcommand, written, tmp_path):
     done = gpu_sh(subcommand, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
-    if subcommand == "check":
+    if subcommand == "first":
+        curves = [record for record in lines(tmp_path / "curve.jsonl") if "curve" in record]
+        assert len(curves) == 15
+        assert all(record["holds"] for record in curves)
+        ended = [record for record in lines(tmp_path / "llama-1b.jsonl") if "loss" in record]
+        assert [record["peer"] for record in ended] == ["ours", "trainer"]
+        assert any(line.startswith("attention: ") for line in ended[0]["notes"])
+        assert "=== trainer, rank0" in (tmp_path / "logs.txt").read_text()
+    if subcommand == "second":
         census = {record["census"]: record for record in lines(tmp_path / "census.jsonl")}
         assert set(census) == {"ours", "ours stage 2"}
         assert all(record["operators"] > 100 for record in census.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,3 +113,15 @@ def test_a_kill_loses_nothing_that_was_told(report, row, tmp_path):
     with path.open("a") as file:
         file.write('{"name": "trainer", "lo')  # killed here
     assert report.read_rows(path) == [row]
+
+
+def test_a_failure_is_on_the_disk_when_it_happens(report, tmp_path, capsys):
+    import throughput
+
+    failures = throughput.Failures(tmp_path / "all.jsonl")
+    failures.add("trainer", "trainer, rank 0: died")
+    assert json.loads((tmp_path / "all.jsonl").read_text()) == {
+        "failed": "trainer",
+        "why": "trainer, rank 0: died",
+    }
+    assert "rank 0: died" in capsys.readouterr().err
