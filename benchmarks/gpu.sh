@@ -18,6 +18,11 @@
 # which are 10 MB beside the torch, transformers, accelerate, peft, rich, psutil and numpy of that machine.
 set -u
 cd "$(dirname "$0")/.."
+parts="first|second|gpt2|1b|8b|8b-lora|ckpt|overhead"
+if [[ "|$parts|" != *"|${1:-none}|"* ]]; then
+  echo "bash benchmarks/gpu.sh $parts: which one? Given: ${1:-nothing}" >&2
+  exit 2
+fi
 results=${OUT:-benchmarks/results} python=${PYTHON:-python3} minutes=${MINUTES:-8}
 mkdir -p "$results"
 if compgen -G ".whl/*.whl" >/dev/null && [ ! .site -nt .whl ]; then
@@ -26,11 +31,6 @@ fi
 export PYTHONPATH="$PWD:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 WANDB_MODE=disabled
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 
-parts="first|second|gpt2|1b|8b|8b-lora|ckpt|overhead"
-if [[ "|$parts|" != *"|${1:-none}|"* ]]; then
-  echo "bash benchmarks/gpu.sh $parts: which one? Given: ${1:-nothing}" >&2
-  exit 2
-fi
 tiny=${TINY:-$("$python" -c "import torch; print(int(not torch.cuda.is_available()))")} || exit 1
 failed=0
 seconds=$((60 * minutes))
