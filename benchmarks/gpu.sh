@@ -53,13 +53,13 @@ little=() census=(--model gpt2-124m)
 case $1 in
 first)
   seconds=25 run benchmarks/gpu_facts.py ${little[@]+"${little[@]}"} --output "$results/facts.jsonl"
-  seconds=${CURVE_SECONDS:-75} run benchmarks/gpu_curve.py ${little[@]+"${little[@]}"} --output "$results/curve.jsonl"
+  seconds=${CURVE_SECONDS:-110} run benchmarks/gpu_curve.py ${little[@]+"${little[@]}"} --output "$results/curve.jsonl"
   if "$python" -c "import pytest" 2>/dev/null; then
-    seconds=${TEST_SECONDS:-90} run -m pytest tests/gpu -m gpu -q -k "not nvme" --durations=5 --tb=short
+    seconds=${TEST_SECONDS:-80} run -m pytest tests/gpu -m gpu -q -k "not nvme" --durations=5 --tb=short
   fi
-  seconds=100 measure gpt2-124m --start-together --sweep 8 16 32 --largest-first --stages plain --warmup 5 --steps 20 \
+  seconds=95 measure gpt2-124m --start-together --sweep 8 16 32 --largest-first --stages plain --warmup 5 --steps 20 \
     --rounds 3 --peers pytorch-compiled trainer
-  seconds=190 measure llama-1b --one-at-a-time --sweep 1 2 4 --largest-first --stages plain --warmup 3 --steps 8 \
+  seconds=170 measure llama-1b --one-at-a-time --sweep 1 2 4 --largest-first --stages plain --warmup 3 --steps 8 \
     --rounds 2 --peers pytorch-compiled trainer-liger
   ;;
 second)
