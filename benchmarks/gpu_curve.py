@@ -361,6 +361,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
+    records: list[dict[str, Any]] = []
     job = start_job(read_ranks(os.environ), distributed=True)
     try:
         if arguments.write_reference:
@@ -369,7 +370,6 @@ def main(words: Sequence[str] | None = None) -> int:
                 return 2
             write_reference(job)
             return 0
-        records = []
         for split in arguments.splits:  # plain first: where time is short, each model has had its turn
             for name in arguments.cases:
                 record = run_case(job, CURVES[name], split, arguments)
