@@ -35,7 +35,7 @@ RECIPES: dict[str, list[str]] = {
     "dpo": ["max_steps=3"],
     "reward": ["max_steps=3"],
     "finetune_chat": [
-        *("max_epochs=null", "max_steps=3", "model.pretrained=runs/sft/model", "batch.global_batch_size=2"),
+        *("max_epochs=null", "max_steps=3", "model.pretrained=exported", "batch.global_batch_size=2"),
         *("data.paths=[data/signatures.jsonl]", "data.sequence_length=256"),
     ],
     "llama_8b": [
@@ -111,6 +111,9 @@ def main() -> int:
     if "recipes" in parts:
         rehearsal.run("data of the recipes", rehearsal.python, "launch/recipes/make_data.py", "data")
         for name, changes in RECIPES.items():
+            if name == "finetune_chat":
+                export = ["-m", "pipeline", "export", "runs/sft", "exported"]
+                rehearsal.run("a model to finetune", rehearsal.python, *export)
             recipe = ["--config", f"launch/recipes/{name}.yaml", *changes]
             rehearsal.run(f"recipe {name}", rehearsal.python, "launch/train.py", *recipe)
     if "tests" in parts:
