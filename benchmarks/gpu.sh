@@ -61,7 +61,7 @@ first)
   seconds=95 measure gpt2-124m --start-together --sweep 8 16 32 --largest-first --stages plain --warmup 5 --steps 20 \
     --rounds 3 --peers pytorch-compiled trainer
   seconds=170 measure llama-1b --one-at-a-time --sweep 1 2 4 --largest-first --stages plain --warmup 3 --steps 8 \
-    --rounds 2 --peers pytorch-compiled trainer-liger
+    --rounds 2 --peers pytorch-compiled trainer-liger ours-fp8
   ;;
 second)
   # shellcheck disable=SC2086
@@ -77,7 +77,7 @@ gpt2)
 1b)
   # shellcheck disable=SC2086
   measure llama-1b --one-at-a-time --sweep 2 4 8 --rows packed unpacked --stages ${SPLITS:-plain 2} --steps 8 --rounds 3 \
-    --peers pytorch-compiled trainer trainer-liger
+    --peers pytorch-compiled trainer trainer-liger ours-fp8
   ;;
 8b)
   if [ "$tiny" = 0 ] && ! "$python" -c "import sys, torch; sys.exit(torch.cuda.mem_get_info()[1] < 130e9)"; then

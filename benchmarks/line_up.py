@@ -7,17 +7,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from processes import on_cuda
-from workload import FULL, JSON_FILES, Workload
+from workload import FP8, FULL, JSON_FILES, Workload
 
 PLAIN = ["pytorch", "pytorch+our-loss", "trainer"]
 DEEPSPEED = ["deepspeed", "deepspeed+our-loss", "trainer"]
-ON_REQUEST = ["pytorch-compiled", "fsdp2-compiled", "trainer-liger"]
+ON_REQUEST = ["pytorch-compiled", "fsdp2-compiled", "trainer-liger", FP8]
 # Beside an adapter: without our loss, which peft's wrapper would have to make logits for.
 ADAPTER_PLAIN, ADAPTER_DEEPSPEED = [FULL, "pytorch", "trainer"], [FULL, "deepspeed", "trainer"]
 ADAPTER_ON_REQUEST = ["pytorch-compiled", "trainer-liger", "trainer-unsloth"]
 PLAIN_ONLY = {"pytorch", "pytorch+our-loss", "pytorch-compiled", "fsdp2-compiled", "trainer-unsloth"}
 DEEPSPEED_ONLY = {"deepspeed", "deepspeed+our-loss"}
-NEEDS = {"trainer-liger": "liger_kernel", "trainer-unsloth": "unsloth"}
+NEEDS = {"trainer-liger": "liger_kernel", FP8: "torchao", "trainer-unsloth": "unsloth"}
 ON_GPU = {"trainer-unsloth"}
 LOOPS = {"trainer-unsloth": "unsloth_first"}  # where it is not `participants`
 
@@ -73,4 +73,4 @@ def leave_out(asked: list[str]) -> None:
 
 def work_of(peer: str, work: Workload) -> Workload:
     """What this one trains."""
-    return replace(work, adapter=work.adapter and peer != FULL)
+    return replace(work, adapter=work.adapter and peer != FULL, fp8=peer == FP8)

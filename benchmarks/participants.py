@@ -28,7 +28,7 @@ from peers import (
 )
 from processes import FinishedError, Gate, Task
 from torch import Tensor
-from workload import DRAW_ON_DEVICE, FULL
+from workload import DRAW_ON_DEVICE, FP8, FULL
 
 from pipeline.assemble import assemble
 from pipeline.config.settings import Settings, load_settings
@@ -146,6 +146,7 @@ LOOPS: dict[str, Callable[[Task, Settings, Gate], Trained]] = {
     "deepspeed": bare_deepspeed,
     "deepspeed+our-loss": bare_deepspeed_our_loss,
     FULL: ours,
+    FP8: ours,
     "trainer": hugging_face_trainer,
     "trainer-liger": trainer_with_liger,
     "trainer-unsloth": trainer_with_unsloth,

@@ -235,7 +235,7 @@ def _finished(arguments: argparse.Namespace, alive: Iterable[Entrant], failures:
             sm_mhz=median(found["sm_mhz"] for found in clocks) if clocks else None,
             watts=median(found["watts"] for found in clocks) if clocks else None,
             notes=each.notes(),
-            **{key: value for key, value in vars(work).items() if key != "data"},
+            **{key: value for key, value in vars(work).items() if key not in ("data", "fp8")},
             **told,
         )
         append_line(arguments.append, row.as_dict())

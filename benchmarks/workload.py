@@ -17,6 +17,7 @@ RECIPE = REPOSITORY / "launch" / "recipes" / "python_stdlib.yaml"
 JSON_FILES = {"0": "ddp.json", "1": "zero1.json", "2": "zero2.json", "3": "zero3.json"}
 FULL = "ours-full"  # beside participants that train an adapter: ours with all weights
 DRAW_ON_DEVICE = "BENCHMARK_DRAW_ON_DEVICE"  # environment variable of participants
+FP8 = "ours-fp8"  # ours, whose linear layers multiply in fp8
 LOG_EVERY = 10  # optimizer steps between two rows of the log, for every participant
 MEAN_DOCUMENT = 512  # tokens of a packed row of random ones
 SAMPLES = 512
@@ -81,6 +82,7 @@ class Workload:
         data: `stdlib` (the default recipe's text) or `random`.
         rows: `packed`: several documents to a row, kept apart by position ids; `unpacked`: one, as it were.
         adapter: A LoRA adapter is trained in place of the weights, without recomputation.
+        fp8: Linear layers of the blocks multiply in fp8.
     """
 
     model: str
@@ -89,6 +91,7 @@ class Workload:
     sequence_length: int
     micro_batch_size: int
     adapter: bool = False
+    fp8: bool = False
 
     @staticmethod
     def of(model: str, data: str = "random", rows: str = "unpacked") -> Workload:
@@ -104,6 +107,8 @@ def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool, sav
     if size["model"] is not None:
         tree["model"] = {"kind": "causal_lm", "vocab_size": size["vocab_size"], **size["model"]}
     tree["model"]["max_sequence_length"] = work.sequence_length
+    if work.fp8:
+        tree["model"]["fp8"] = "rowwise"
     if work.adapter:
         tree["adapter"] = {"kind": "lora", "rank": 32}
         for key in RECOMPUTATION:
