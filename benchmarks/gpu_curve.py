@@ -50,14 +50,13 @@ from pipeline.schedule import multiplier
 
 REFERENCE = Path(__file__).with_name("curve_reference.json")
 STEPS, COUNTED_STEPS = 20, 2  # steps of a curve; host waits are counted in the last ones
-# Largest relative difference to the reference in any step: loss, gradient norm. About 2.5 times what a CPU
-# showed in bf16. Under ZeRO parameters are bf16 and the fp32 copies start from rounded ones, so the first
-# updates are off by part of a bf16 step; autocast keeps fp32 parameters.
+# Largest relative difference to the reference in any step: loss, gradient norm. In bf16 about 2.5 times what
+# a CPU showed. Under ZeRO the loss differs more: parameters are bf16, while autocast keeps fp32 ones.
 BANDS = {
     ("fp32", "plain"): (1e-5, 1e-4),
     ("fp32", "zero"): (1e-5, 1e-4),
-    ("bf16", "plain"): (4e-4, 5e-2),
-    ("bf16", "zero"): (8e-3, 8e-2),
+    ("bf16", "plain"): (5e-4, 8e-3),
+    ("bf16", "zero"): (2e-3, 8e-3),
 }
 SPLITS = {"plain": None, **{stage: JSON_FILES[stage] for stage in ("2", "3")}}
 SIZES: dict[str, dict[str, int]] = {
