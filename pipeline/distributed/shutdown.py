@@ -23,7 +23,7 @@ from pipeline.distributed.watchdog_store import HANG_EXIT_CODE, Failure, Watchdo
 PERIOD = 1.0  # between two heartbeats
 SILENCE = 15.0  # without a heartbeat, after which a rank, or the store, counts as lost
 SOON = 3.0  # the same once a collective has failed
-ANSWER = 5.0  # that ranks have to say where they stand
+ANSWER = 6.0  # that ranks have to say where they stand, also on a machine that is busy with other work
 DEADLINE = 20.0  # after which a rank leaves, whatever is still to be said
 
 
@@ -128,7 +128,7 @@ class Shutdown:
             self._heartbeats.check_processes()
             reports = self._store.reports(ranks)
             heard = {w.process.rank for w in reports}
-            lost = self._heartbeats.lost(SOON, set(ranks) - heard, checks=1)
+            lost = self._heartbeats.lost(ANSWER, set(ranks) - heard, checks=1)
             if len(heard) + len(lost) == len(ranks) or last - began > ANSWER:
                 break
             time.sleep(PERIOD / 5)
