@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -20,11 +22,14 @@ def on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
+def variables(folder):
+    return os.environ | {"OUT": str(folder), "PYTHON": sys.executable, "TINY": "1"}
+
+
 def gpu_sh(subcommand, folder):
-    environment = os.environ | {"OUT": str(folder), "PYTHON": sys.executable, "TINY": "1"}
     return subprocess.run(
         ["bash", BENCHMARKS / "gpu.sh", subcommand],
-        env=environment,
+        env=variables(folder),
         capture_output=True,
         text=True,
         timeout=1500,
@@ -138,3 +143,17 @@ def test_a_subcommand_runs_with_a_tiny_model(subcommand, written, tmp_path):
             for rows in ("packed", "unpacked")
             for split in ("plain", "2")
         }
+
+
+@pytest.mark.nightly
+def test_a_call_that_is_killed_leaves_what_it_measured_before(tmp_path):
+    """The machine is taken away: nothing has the time to end."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(["bash", BENCHMARKS / "gpu.sh", "first"], env=variables(tmp_path), **quiet) as call:
+        curve = tmp_path / "curve.jsonl"
+        while call.poll() is None and not (curve.exists() and curve.read_text().count("\n") >= 2):
+            time.sleep(0.1)
+        for process in [psutil.Process(call.pid), *psutil.Process(call.pid).children(recursive=True)]:
+            process.kill()
+    assert lines(tmp_path / "facts.jsonl")
+    assert len(lines(curve)) >= 2
