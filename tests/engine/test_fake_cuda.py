@@ -5,7 +5,10 @@ In fake tensors: every operator's checks of devices, types and shapes, forward a
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import sys
 from collections import Counter
 from dataclasses import replace
 from time import perf_counter
@@ -16,6 +19,7 @@ import pytest
 import torch
 from support.census import counted
 from support.fake_cuda import DEVICE, _Stream, hopper
+from support.launch import ROOT, run_python, write_recipe
 from support.ranks import RankFailedError, RankPool
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +34,9 @@ from pipeline.distributed.process_group import Job
 from pipeline.metrics import Meters, Workload
 from pipeline.models import document_attention
 from pipeline.models.attention import choose_attention
+from pipeline.models.block_attention import Scores, attend_in_blocks
 from pipeline.models.document_attention import WholeRows
+from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import CausalLM
 from pipeline.objectives.given_logits import FusedKernels
 from pipeline.parts import TrainState
@@ -149,9 +155,8 @@ def test_a_step_on_a_card_waits_for_nothing_and_makes_no_mask(card, name, packed
 
 
 def fused() -> CausalLM:
-    """As a run builds it on a card, with its functions as they are written: fakes are not compiled."""
-    with patch.object(torch, "compile", lambda function, **_: function):
-        return CausalLM(kernels=FusedKernels())
+    """As a run builds it on a card."""
+    return CausalLM(kernels=FusedKernels())
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -227,6 +232,71 @@ def build_tiny() -> Any:
 
 def test_cudnn_never_computes_with_a_mask(card):
     assert not card(masked)
+
+
+def generated(job: Job) -> int:
+    """How many tokens a model on a card writes."""
+    with hopper() as card:
+        card.truth = True  # a row is at its end
+        model = build_tiny().to(DEVICE)
+        settings = GenerationSettings(max_new_tokens=4, temperature=0.8, seed=0)
+        return len(generate(model, [[1, 2]], settings, DEVICE)[0])
+
+
+def test_text_is_drawn_with_the_generator_of_the_card(card):
+    assert card(generated) == 1
+
+
+def with_dropout(job: Job) -> list[tuple[torch.device, torch.dtype]]:
+    """Device and type of each gradient of attention in blocks: fewer heads of keys, weights dropped."""
+    with hopper():
+        heads = [
+            torch.ones(2, n, 24, 8, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+            for n in (4, 2, 2)
+        ]
+        for scores in (Scores(), Scores(dropout=0.1)):
+            attend_in_blocks(*heads, None, None, scores).sum().backward()
+        return [(t.grad.device, t.grad.dtype) for t in heads]
+
+
+def test_attention_in_blocks_draws_the_same_dropout_twice(card):
+    assert card(with_dropout) == [(DEVICE, torch.bfloat16)] * 3
+
+
+FAKE_RUN = str(ROOT / "tests" / "support" / "fake_run.py")
+ZERO_2, ZERO_3 = (str(ROOT / "ds_configs" / f"zero{stage}.json") for stage in (2, 3))
+PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+
+
+def test_a_run_on_a_card_from_its_command_to_its_end(tmp_path):
+    """Training, evaluation, saves beside training, a micro-batch that is searched for, and a resume."""
+    config = str(
+        write_recipe(tmp_path, max_steps=4, checkpoint={"every": 2}, eval={"every": 2, "max_samples": 8})
+    )
+    common = ["--config", config, f"run_dir={tmp_path / 'run'}", "sample.max_new_tokens=0"]
+    searched = [*common, "batch.micro_batch_size=auto"]
+    run = run_python(sys.executable, FAKE_RUN, *searched, "--deepspeed", ZERO_2, **PATH)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "DeepSpeed, ZeRO stage 2, bf16" in run.stderr
+    assert "1 rank on cuda" in run.stderr
+    assert "variable-length kernels" in run.stderr
+    resumed = run_python(sys.executable, FAKE_RUN, *common, "max_steps=6", "--deepspeed", ZERO_3, **PATH)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    rows = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open())
+    steps = {row["step"] for row in rows if "train/loss" in row}
+    assert {1, 6} <= steps
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
+
+
+def test_a_run_that_is_out_of_memory_on_a_card_says_what_helps(tmp_path):
+    faulty = {"kind": "support.faults:faulty", "args": {"fault": "memory", "at": 2}}
+    data, objective = {"kind": "support.faults:points"}, {"kind": "classification"}
+    config = write_recipe(tmp_path, model=faulty, data=data, objective=objective)
+    run = run_python(sys.executable, FAKE_RUN, "--config", str(config), "--deepspeed", ZERO_2, **PATH)
+    assert run.returncode == 12, run.stdout + run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: out of memory on cuda:0 in the forward")
+    assert "What helps, most first: batch.micro_batch_size=" in line
 
 
 class Reading(CausalLM):

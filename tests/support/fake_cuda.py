@@ -10,6 +10,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
@@ -43,7 +45,8 @@ class FakeCuda(TorchDispatchMode):
         super().__init__()
         self._fakes = FakeTensorMode()
         self.may_read = True
-        """Whether a host read finds something, 1 or False, and is no error."""
+        """Whether a host read finds something, 1 or `truth`, and is no error."""
+        self.truth = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,14 +63,16 @@ class FakeCuda(TorchDispatchMode):
             return None
         if name == "copy_":  # also to the host, and from it
             assert torch.broadcast_shapes(args[0].shape, args[1].shape) == args[0].shape
-            return args[0]
+            return args[0] if isinstance(args[0], FakeTensor) else args[0].zero_()
         if (
             name == "_efficient_attention_backward"
         ):  # of whose meta function torch 2.11 to 2.13 forgot arguments
             with self._fakes:
                 return *(torch.empty_like(each) for each in args[1:4]), torch.empty_like(args[1][:0])
+        if name == "_to_copy" and torch.device(kwargs.get("device") or DEVICE).type == "cpu":
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if name == "_local_scalar_dense" and self.may_read:
-            return False if args[0].dtype == torch.bool else 1.0
+            return self.truth if args[0].dtype == torch.bool else 1.0
         if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 has it, but a wrong decomposition of it
             assert kwargs["out"].dtype == args[3]
             assert args[1].dtype == args[2].dtype
@@ -91,12 +96,13 @@ class FakeCuda(TorchDispatchMode):
 
 
 class _Data(TorchFunctionMode):
-    """`parameter.data = fake`: the parameter becomes one, and stays who it is."""
+    """`parameter.data = fake`, or a real one: the parameter becomes one, and stays who it is."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.data.__set__ and isinstance(args[1], FakeTensor):  # type: ignore[attr-defined]
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             parameter, data = args
-            if not isinstance(parameter, FakeTensor) or parameter.device != data.device:
+            are_fake = [isinstance(each, FakeTensor) for each in args]
+            if are_fake[0] != are_fake[1] or (all(are_fake) and parameter.device != data.device):
                 own = dict(vars(parameter))
                 _swap(parameter, torch.nn.Parameter(data, parameter.requires_grad))
                 vars(parameter).update(own)
@@ -108,11 +114,17 @@ _sdpa = F.scaled_dot_product_attention
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool = False, **how: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    enable_gqa: bool = False,
+    **how: Any,
 ) -> torch.Tensor:
     """By the kernel that a Hopper's is, where none is asked for it."""
-    if not isinstance(query, FakeTensor) or not how["is_causal"] or how.get("attn_mask") is not None:
-        return _sdpa(query, key, value, enable_gqa=enable_gqa, **how)
+    if not isinstance(query, FakeTensor) or not how.get("is_causal") or attn_mask is not None:
+        return _sdpa(query, key, value, attn_mask, enable_gqa=enable_gqa, **how)
     assert key.shape[1] == query.shape[1] or enable_gqa
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     if torch.is_autocast_enabled("cuda"):
@@ -130,6 +142,15 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
+
+
+_init_process_group = dist.init_process_group
+
+
+def _join(backend: str, *, device_id: torch.device | None = None, **how: Any) -> None:
+    """Asks for NCCL on the card, and gets gloo: this build of torch has no other."""
+    assert (backend, device_id) == ("cpu:gloo,cuda:nccl", DEVICE)
+    _init_process_group("gloo", **how)
 
 
 class _Stream:
@@ -205,8 +226,14 @@ def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
         "is_bf16_supported": True,
         "set_device": None,
         "mem_get_info": (60 << 30, 80 << 30),
+        "get_rng_state": torch.get_rng_state(),
+        "set_rng_state": None,
+        "manual_seed": None,
+        "memory_stats": Counter(),
         "memory_allocated": 0,
         "memory_reserved": 0,
+        "max_memory_allocated": 0,
+        "max_memory_reserved": 0,
         "empty_cache": None,
         "is_current_stream_capturing": False,
         "reset_peak_memory_stats": None,
@@ -220,6 +247,10 @@ def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
     replaced += [(torch.cuda, name, _Within) for name in ("stream", "device")]
     replaced.append((torch.cuda, "synchronize", fake.wait))
     replaced.append((F, "scaled_dot_product_attention", _attention))
+    replaced.append((dist, "init_process_group", _join))
+    # torch compiles nothing under a dispatch mode: functions and modules run as they are written.
+    replaced.append((torch, "compile", lambda function, **_: function))
+    replaced.append((torch.nn.Module, "compile", lambda *_, **__: None))
     # Of one rank, whose lists are what all have.
     replaced.append((partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None))
     # module.to("cuda") keeps its parameters, as it does on a card, though these become fakes.
