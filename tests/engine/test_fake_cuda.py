@@ -31,9 +31,11 @@ from pipeline.checkpoint.shard_file import Layout
 from pipeline.checkpoint.snapshot import CHUNK, Snapshot
 from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
+from pipeline.engine.replicas import Replicas
 from pipeline.metrics import Meters, Workload
 from pipeline.models import document_attention
 from pipeline.models.attention import choose_attention
+from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.block_attention import Scores, attend_in_blocks
 from pipeline.models.document_attention import WholeRows
 from pipeline.models.generation import GenerationSettings, generate
@@ -245,6 +247,38 @@ def generated(job: Job) -> int:
 
 def test_text_is_drawn_with_the_generator_of_the_card(card):
     assert card(generated) == 1
+
+
+def generated_in_shards(job: Job) -> int:
+    with hopper() as card:
+        card.truth = True
+        engine = make_engine(replace(job, device=DEVICE), recipe(), deepspeed_json(3, "bf16"), token_bundle())
+        [written] = engine.generate([[1, 2]], GenerationSettings(max_new_tokens=4, temperature=0, seed=0))
+        engine.close()
+        return len(written)
+
+
+def test_a_model_in_shards_writes_text_on_a_card(card):
+    assert card(generated_in_shards) == 1
+
+
+def shared_by_ranks(job: Job) -> tuple[str, list[torch.device]]:
+    """What a card computes for several ranks: norms of a batch, and digests of weights and gradients."""
+    with hopper() as card:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(DEVICE)
+        model = synchronise_batch_norm(model, None, DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        replicas = Replicas(0, model.parameters, optimizer, DEVICE)
+        card.may_read = False
+        before = replicas.begin()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return type(model[1]).__name__, [before.device, replicas.end().device]
+
+
+def test_what_ranks_share_waits_for_no_card(card):
+    assert card(shared_by_ranks) == ("SyncBatchNorm", [DEVICE, DEVICE])
 
 
 def with_dropout(job: Job) -> list[tuple[torch.device, torch.dtype]]:
