@@ -299,7 +299,8 @@ def test_attention_in_blocks_draws_the_same_dropout_twice(card):
 
 FAKE_RUN = str(ROOT / "tests" / "support" / "fake_run.py")
 ZERO_2, ZERO_3 = (str(ROOT / "ds_configs" / f"zero{stage}.json") for stage in (2, 3))
-PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+FOLDERS = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+PATH = {"PYTHONPATH": os.pathsep.join(FOLDERS)}
 
 
 def test_a_run_on_a_card_from_its_command_to_its_end(tmp_path):
