@@ -23,7 +23,7 @@ from pipeline.distributed.watchdog_store import HANG_EXIT_CODE, Failure, Watchdo
 PERIOD = 1.0  # between two heartbeats
 SILENCE = 15.0  # without a heartbeat, after which a rank, or the store, counts as lost
 SOON = 3.0  # the same once a collective has failed
-ANSWER = 6.0  # that ranks have to say where they stand, also on a machine that is busy with other work
+ANSWER = 6.0  # for every rank to report where it is, also on a busy machine
 DEADLINE = 20.0  # after which a rank leaves, whatever is still to be said
 
 
