@@ -128,14 +128,19 @@ def tree(steps, **changes):
     return found | changes
 
 
+def assembled(clock, *arguments):
+    """Assemble a run that measures its seconds with `clock`."""
+    with ExitStack() as stack:
+        for module in ("build_meters", "engine.torch_engine", "engine.deepspeed_base"):
+            stack.enter_context(patch(f"pipeline.{module}.time", SimpleNamespace(perf_counter=clock)))
+        return assemble(*arguments)
+
+
 def trained(job, folder, split, steps, is_troubled, changes=None):
     """What each rank's log has of events, after a run with all faults or with none."""
     clock = Clock()
     config, resolved = resolve(tree(steps, **(changes or {})), split, job.ranks.world_size)
-    with ExitStack() as stack:
-        for module in ("build_meters", "engine.torch_engine", "engine.deepspeed_base"):
-            stack.enter_context(patch(f"pipeline.{module}.time", SimpleNamespace(perf_counter=clock)))
-        parts = assemble(config, resolved, job, bundle(is_troubled), folder)
+    parts = assembled(clock, config, resolved, job, bundle(is_troubled), folder)
     engine = Engine(parts.engine, clock)
     if is_troubled:
         engine = Engine(parts.engine, clock, SLOW_STEPS, [BAD_LOSS])
@@ -155,11 +160,6 @@ def trained(job, folder, split, steps, is_troubled, changes=None):
 def events(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line.get("event", "time") not in ("time", "plan", "non_finite_cause")]
-
-
-def events_of_curves(folder):
-    """Without those of a clock that is real: a busy machine slows a rank or a step."""
-    return [event for event in events(folder) if event["event"] not in ("slow_rank", "throughput_drop")]
 
 
 def check(told):
@@ -242,7 +242,9 @@ def overfitted(job, folder, split, steps):
     """A run whose held-out rows are told wrong, up to a step; in a folder where there is one it goes on."""
     changes = {"log": {"every": 5}, "checkpoint": {"every": 20}}
     config, resolved = resolve(tree(steps, **changes), split, job.ranks.world_size)
-    parts = assemble(config, resolved, job, bundle(True), folder)
+    clock = Clock()
+    parts = assembled(clock, config, resolved, job, bundle(True), folder)
+    parts = replace(parts, engine=Engine(parts.engine, clock))
     with parts.sinks, Loop(parts) as loop:
         loop.train()
     parts.loader.close()
@@ -254,13 +256,13 @@ def overfitted(job, folder, split, steps):
 def test_a_run_that_goes_on_is_told_of_at_the_same_step(ranks, tmp_path, goes_on_as):
     """From two ranks to another number, or another split: what is told needs evaluations before that."""
     ranks(2).run(overfitted, tmp_path / "unbroken", SPLITS["ddp"], 100)
-    (told,) = events_of_curves(tmp_path / "unbroken")
+    (told,) = events(tmp_path / "unbroken")
     assert told["event"] == "eval_divergence"
     ranks(2).run(overfitted, tmp_path / "resumed", SPLITS["ddp"], told["step"] - 10)
-    assert events_of_curves(tmp_path / "resumed") == []
+    assert events(tmp_path / "resumed") == []
     split = SPLITS[goes_on_as] if goes_on_as is not None else None
     ranks(1 if split is None else 2).run(overfitted, tmp_path / "resumed", split, 100)
-    (again,) = events_of_curves(tmp_path / "resumed")
+    (again,) = events(tmp_path / "resumed")
     assert (again["event"], again["step"], again["best_step"]) == (
         "eval_divergence",
         told["step"],
