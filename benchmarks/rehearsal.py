@@ -2,8 +2,8 @@
 
 Makes FOLDER/venv from rehearsal.txt (Python 3.12, torch built for CUDA: 6 GB) and a clone of this checkout
 with the wheels that gpu.sh brings along. There: runs of launch/train.py, every recipe in tiny sizes, tests
-of what a GPU computes (those that need one are collected), and `gpu.sh first` and `second`. The time of each
-part is printed.
+of what a GPU computes (those that need one are skipped), and `gpu.sh first` and `second`. It prints the
+time of each part.
 """
 
 from __future__ import annotations
@@ -118,8 +118,10 @@ def main() -> int:
             recipe = ["--config", f"launch/recipes/{name}.yaml", *changes]
             rehearsal.run(f"recipe {name}", rehearsal.python, "launch/train.py", *recipe)
     if "tests" in parts:
-        tests = ["tests/gpu", "tests/engine/test_fake_cuda.py", "tests/test_fused_loss.py"]
-        tests.append("tests/models/test_document_attention.py")
+        tests = [
+            *("tests/gpu", "tests/engine/test_fake_cuda.py", "tests/test_fused_loss.py"),
+            "tests/models/test_document_attention.py",
+        ]
         rehearsal.run("tests", rehearsal.python, "-m", "pytest", "-q", *tests, "-m", "not nightly")
     for part in ("first", "second"):
         if part in parts:
