@@ -1,4 +1,4 @@
-"""What only CUDA runs, run without a card: fused attention, products summed in fp32, streams.
+"""What only CUDA runs, run without a GPU: fused attention and loss, streams, and whole runs.
 
 In fake tensors: every operator's checks of devices, types and shapes, forward and backward, and no number.
 """
@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.census import counted
 from support.fake_cuda import DEVICE, _Stream, hopper
-from support.launch import ROOT, run_python, write_recipe
+from support.launch import ROOT, Launched, run_python, write_recipe
 from support.ranks import RankFailedError, RankPool
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -236,34 +236,40 @@ def test_cudnn_never_computes_with_a_mask(card):
     assert not card(masked)
 
 
-def generated(job: Job) -> int:
-    """How many tokens a model on a card writes."""
+def generated(job: Job) -> tuple[int, list[str]]:
+    """Number of tokens that a model on a GPU writes, and what is done to the GPU's random generator."""
+    calls: list[str] = []
     with hopper() as card:
-        card.truth = True  # a row is at its end
+        card.truth = True  # a row is at its end after one token
         model = build_tiny().to(DEVICE)
-        settings = GenerationSettings(max_new_tokens=4, temperature=0.8, seed=0)
-        return len(generate(model, [[1, 2]], settings, DEVICE)[0])
+        settings = GenerationSettings(max_new_tokens=4, temperature=0.8, seed=5)
+        seed = patch.object(torch.cuda, "manual_seed", lambda seed: calls.append(f"seed {seed}"))
+        restore = patch.object(torch.cuda, "set_rng_state", lambda *_: calls.append("restore"))
+        with seed, restore:
+            (written,) = generate(model, [[1, 2]], settings, DEVICE)
+    return len(written), calls
 
 
-def test_text_is_drawn_with_the_generator_of_the_card(card):
-    assert card(generated) == 1
+def test_generation_seeds_the_generator_of_the_gpu_and_restores_it(card):
+    assert card(generated) == (1, ["seed 5", "restore"])
 
 
 def generated_in_shards(job: Job) -> int:
+    """Number of tokens that a model under ZeRO 3 writes on a GPU."""
     with hopper() as card:
-        card.truth = True
+        card.truth = True  # the whole model fits; a row is at its end after one token
         engine = make_engine(replace(job, device=DEVICE), recipe(), deepspeed_json(3, "bf16"), token_bundle())
-        [written] = engine.generate([[1, 2]], GenerationSettings(max_new_tokens=4, temperature=0, seed=0))
+        (written,) = engine.generate([[1, 2]], GenerationSettings(max_new_tokens=4, temperature=0, seed=0))
         engine.close()
-        return len(written)
+    return len(written)
 
 
-def test_a_model_in_shards_writes_text_on_a_card(card):
+def test_a_sharded_model_generates_on_a_gpu(card):
     assert card(generated_in_shards) == 1
 
 
-def shared_by_ranks(job: Job) -> tuple[str, list[torch.device]]:
-    """What a card computes for several ranks: norms of a batch, and digests of weights and gradients."""
+def compared(job: Job) -> tuple[str, list[torch.device]]:
+    """Class of a batch norm that counts all ranks' samples, and devices of the replicas' digests."""
     with hopper() as card:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(DEVICE)
         model = synchronise_batch_norm(model, None, DEVICE)
@@ -277,57 +283,63 @@ def shared_by_ranks(job: Job) -> tuple[str, list[torch.device]]:
         return type(model[1]).__name__, [before.device, replicas.end().device]
 
 
-def test_what_ranks_share_waits_for_no_card(card):
-    assert card(shared_by_ranks) == ("SyncBatchNorm", [DEVICE, DEVICE])
+def test_replicas_are_compared_without_a_wait(card):
+    assert card(compared) == ("SyncBatchNorm", [DEVICE, DEVICE])
 
 
-def with_dropout(job: Job) -> list[tuple[torch.device, torch.dtype]]:
-    """Device and type of each gradient of attention in blocks: fewer heads of keys, weights dropped."""
-    with hopper():
+def with_dropout(job: Job) -> tuple[list[tuple[torch.device, torch.dtype]], int]:
+    """Device and type of each gradient of attention in blocks with grouped keys, and how often the state of
+    the GPU's generator is restored."""
+    restored: list[torch.Tensor] = []
+    with hopper(), patch.object(torch.cuda, "set_rng_state", lambda state, _: restored.append(state)):
         heads = [
             torch.ones(2, n, 24, 8, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
             for n in (4, 2, 2)
         ]
-        for scores in (Scores(), Scores(dropout=0.1)):
-            attend_in_blocks(*heads, None, None, scores).sum().backward()
-        return [(t.grad.device, t.grad.dtype) for t in heads]
+        attend_in_blocks(*heads, None, None, Scores()).sum().backward()
+        assert not restored
+        attend_in_blocks(*heads, None, None, Scores(dropout=0.1)).sum().backward()
+    return [(t.grad.device, t.grad.dtype) for t in heads], len(restored)
 
 
-def test_attention_in_blocks_draws_the_same_dropout_twice(card):
-    assert card(with_dropout) == [(DEVICE, torch.bfloat16)] * 3
+def test_attention_in_blocks_restores_the_generator_of_the_gpu_for_the_backward(card):
+    # Once before the blocks are computed again, once behind them.
+    assert card(with_dropout) == ([(DEVICE, torch.bfloat16)] * 3, 2)
 
 
 FAKE_RUN = str(ROOT / "tests" / "support" / "fake_run.py")
 ZERO_2, ZERO_3 = (str(ROOT / "ds_configs" / f"zero{stage}.json") for stage in (2, 3))
-FOLDERS = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-PATH = {"PYTHONPATH": os.pathsep.join(FOLDERS)}
 
 
-def test_a_run_on_a_card_from_its_command_to_its_end(tmp_path):
-    """Training, evaluation, saves beside training, a micro-batch that is searched for, and a resume."""
-    config = str(
-        write_recipe(tmp_path, max_steps=4, checkpoint={"every": 2}, eval={"every": 2, "max_samples": 8})
-    )
-    common = ["--config", config, f"run_dir={tmp_path / 'run'}", "sample.max_new_tokens=0"]
-    searched = [*common, "batch.micro_batch_size=auto"]
-    run = run_python(sys.executable, FAKE_RUN, *searched, "--deepspeed", ZERO_2, **PATH)
+def fake_run(*arguments: str) -> Launched:
+    """Run launch/train.py on the fake GPU, to its end."""
+    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return run_python(sys.executable, FAKE_RUN, *arguments, PYTHONPATH=os.pathsep.join(filter(None, folders)))
+
+
+def test_a_run_on_a_gpu_from_its_command_to_its_end(tmp_path):
+    """Training, evaluation, saves beside training, a search for the micro-batch size, and a resume."""
+    changes = {"checkpoint": {"every": 2}, "eval": {"every": 2, "max_samples": 8}}
+    common = ["--config", str(write_recipe(tmp_path, max_steps=4, **changes)), "sample.max_new_tokens=0"]
+    common.append(f"run_dir={tmp_path / 'run'}")
+    run = fake_run(*common, "batch.micro_batch_size=auto", "--deepspeed", ZERO_2)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "DeepSpeed, ZeRO stage 2, bf16" in run.stderr
     assert "1 rank on cuda" in run.stderr
+    assert "micro_batch_size 8, found by trials" in run.stderr
     assert "variable-length kernels" in run.stderr
-    resumed = run_python(sys.executable, FAKE_RUN, *common, "max_steps=6", "--deepspeed", ZERO_3, **PATH)
+    resumed = fake_run(*common, "max_steps=6", "--deepspeed", ZERO_3)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    rows = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open())
-    steps = {row["step"] for row in rows if "train/loss" in row}
-    assert {1, 6} <= steps
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {1, 6} <= {row["step"] for row in rows if "train/loss" in row}
     assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
 
 
-def test_a_run_that_is_out_of_memory_on_a_card_says_what_helps(tmp_path):
+def test_a_run_that_is_out_of_memory_on_a_gpu_says_what_helps(tmp_path):
     faulty = {"kind": "support.faults:faulty", "args": {"fault": "memory", "at": 2}}
     data, objective = {"kind": "support.faults:points"}, {"kind": "classification"}
     config = write_recipe(tmp_path, model=faulty, data=data, objective=objective)
-    run = run_python(sys.executable, FAKE_RUN, "--config", str(config), "--deepspeed", ZERO_2, **PATH)
+    run = fake_run("--config", str(config), "--deepspeed", ZERO_2)
     assert run.returncode == 12, run.stdout + run.stderr
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: out of memory on cuda:0 in the forward")

@@ -45,8 +45,9 @@ class FakeCuda(TorchDispatchMode):
         super().__init__()
         self._fakes = FakeTensorMode()
         self.may_read = True
-        """Whether a host read finds something, 1 or `truth`, and is no error."""
+        """Whether the host may read a value and wait for the device; otherwise that is an error."""
         self.truth = False
+        """Value of every boolean that the host reads; numbers are 1, and copies to the host's memory 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,13 +64,19 @@ class FakeCuda(TorchDispatchMode):
             return None
         if name == "copy_":  # also to the host, and from it
             assert torch.broadcast_shapes(args[0].shape, args[1].shape) == args[0].shape
-            return args[0] if isinstance(args[0], FakeTensor) else args[0].zero_()
+            if isinstance(args[0], FakeTensor):
+                return args[0]
+            if not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
+                self.wait()
+            return args[0].zero_()
         if (
             name == "_efficient_attention_backward"
         ):  # of whose meta function torch 2.11 to 2.13 forgot arguments
             with self._fakes:
                 return *(torch.empty_like(each) for each in args[1:4]), torch.empty_like(args[1][:0])
         if name == "_to_copy" and torch.device(kwargs.get("device") or DEVICE).type == "cpu":
+            if not kwargs.get("non_blocking"):
+                self.wait()
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if name == "_local_scalar_dense" and self.may_read:
             return self.truth if args[0].dtype == torch.bool else 1.0
@@ -96,7 +103,7 @@ class FakeCuda(TorchDispatchMode):
 
 
 class _Data(TorchFunctionMode):
-    """`parameter.data = fake`, or a real one: the parameter becomes one, and stays who it is."""
+    """Let `parameter.data = tensor` make a real parameter fake, or a fake one real, in place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -148,7 +155,7 @@ _init_process_group = dist.init_process_group
 
 
 def _join(backend: str, *, device_id: torch.device | None = None, **how: Any) -> None:
-    """Asks for NCCL on the card, and gets gloo: this build of torch has no other."""
+    """Join by gloo a group that is asked for as on a GPU; a CPU build of torch has no NCCL."""
     assert (backend, device_id) == ("cpu:gloo,cuda:nccl", DEVICE)
     _init_process_group("gloo", **how)
 

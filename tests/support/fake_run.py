@@ -1,4 +1,4 @@
-"""launch/train.py on a card that is not there: fake_run.py ARGUMENTS. See fake_cuda."""
+"""Run launch/train.py on the fake GPU of support.fake_cuda: fake_run.py ARGUMENTS"""
 
 import os
 import sys
@@ -9,6 +9,6 @@ from pipeline.cli import main
 
 if __name__ == "__main__":
     with hopper():
-        os.environ["DS_ACCELERATOR"] = "cuda"
+        os.environ["DS_ACCELERATOR"] = "cuda"  # support.launch asks for the CPU
         code = main()
     sys.exit(code)
