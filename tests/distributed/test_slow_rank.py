@@ -33,11 +33,10 @@ def warnings_of_a_run(job, folder, split, slow_rank, first_step):
         if module.training and loop.state.global_step >= first_step:
             time.sleep(0.2 / resolved.plan.gradient_accumulation_steps)
 
-    load_here = os.getloadavg
-
     def load():
-        """Whoever else is there is left out of it where the rank is slow, and not where none is."""
-        return (0.5, 0.5, 0.5) if loop.state.global_step >= first_step else load_here()
+        """No other process disturbs the slow rank. Before, so many do that a disturbed rank is not named."""
+        here = 0.5 if loop.state.global_step >= first_step else 1000.0
+        return here, here, here
 
     if job.ranks.rank == slow_rank:
         run.engine.module.register_forward_pre_hook(delay)
