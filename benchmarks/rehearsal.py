@@ -119,7 +119,9 @@ def main() -> int:
             rehearsal.run(f"recipe {name}", rehearsal.python, "launch/train.py", *recipe)
     if "tests" in parts:
         tests = [
-            *("tests/gpu", "tests/engine/test_fake_cuda.py", "tests/test_fused_loss.py"),
+            "tests/gpu",
+            "tests/engine/test_fake_cuda.py",
+            "tests/test_fused_loss.py",
             "tests/models/test_document_attention.py",
         ]
         rehearsal.run("tests", rehearsal.python, "-m", "pytest", "-q", *tests, "-m", "not nightly")

@@ -1,4 +1,4 @@
-"""What only CUDA runs, run without a GPU: fused attention and loss, streams, and whole runs.
+"""Code that only CUDA reaches, run without a GPU: fused attention and loss, streams, and whole runs.
 
 In fake tensors: every operator's checks of devices, types and shapes, forward and backward, and no number.
 """

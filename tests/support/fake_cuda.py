@@ -1,7 +1,8 @@
 """A Hopper that is not there: CUDA tensors with shapes, types and devices, no values, in any build of torch.
 
-Operators run their checks and meta functions, those of the fused kernels too, forward and backward. A host
-read is an error. For a process of its own: torch takes CUDA for available from then on.
+Operators run their checks and meta functions, those of the fused kernels too, forward and backward. Where
+`may_read` is False, a host read is an error. Use it in a process of its own: torch takes CUDA for available
+from then on.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class HostWaitsError(AssertionError):
-    """For all that the device was given."""
+    """The host waits for the device where it must not."""
 
 
 class FakeCuda(TorchDispatchMode):
