@@ -92,9 +92,10 @@ def _deepspeed() -> Iterator[str]:
         '`null` is the same as leaving a key out. `"auto"` is filled in here: the batch numbers from the '
         "recipe, `bf16.enabled` and `fp16.enabled` by what the device computes in (bf16 before fp16), ZeRO's "
         "bucket sizes by the width of the model or its number of parameters, `overlap_comm` where gradients "
-        'are reduced over several ranks; an `"auto"` that nothing fills is an error. Keys that '
-        "people write for each other (`_comment`, `//`, `comment`, `$schema`) and sections that are switched "
-        "off (`enabled: false`) are passed over, with a line."
+        'are reduced over several ranks; an `"auto"` that nothing fills is an error. Stages 1 and 2 '
+        "have `parameter_alignment` unless the file says `false`. Keys that people write for each other "
+        "(`_comment`, `//`, `comment`, `$schema`) and sections that are switched off (`enabled: false`) are "
+        "passed over, with a line."
     )
     yield "This trainer's own:\n"
     yield _rows(("key", "meaning"), [(f"`{key}`", text) for key, text in keys.OWN_MEANINGS.items()])

@@ -27,6 +27,8 @@ from pipeline.models.blocks import has_experts, is_sharded, repeated_blocks, sha
 
 log = logging.getLogger(__name__)
 
+ALIGNMENT = 16  # bytes, of addresses that Inductor's kernels read several values at a time from
+
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Has the repeated blocks compute by one compiled function each kind, from their next call on.
@@ -72,12 +74,11 @@ class _Shared:
     def __init__(self, blocks: Sequence[nn.Module], backend: str | Callable[..., Any]):
         kind = type(blocks[0])
         self._name = f"the {len(blocks)} {kind.__name__} blocks"
+        self._kind = kind.__name__
+        self._backend = backend
         self._as_written = _forward(blocks)
-        # Two, since what evaluation brings (a last, smaller batch) is to change nothing for training.
-        self._compiled = {
-            is_training: torch.compile(_copied(self._as_written, f"{kind.__name__}_{word}"), backend=backend)
-            for is_training, word in ((True, "training"), (False, "evaluation"))
-        }
+        self._compiled = self._compile()
+        self._is_aligned = True
         # By (training, with gradients): the blocks that were called, and may cause no compilation any more.
         self._called: dict[tuple[bool, bool], set[int]] = {}
 
@@ -88,6 +89,34 @@ class _Shared:
         forward.of_blocks = self  # type: ignore[attr-defined]
         self.forward = forward
 
+    def _compile(self, options: dict[str, Any] | None = None) -> dict[bool, Callable[..., Any]]:
+        """Return the function for training and the one for evaluation.
+
+        They are two, so that what evaluation brings (a last, smaller batch) changes nothing for training.
+        """
+        return {
+            is_training: torch.compile(
+                _copied(self._as_written, f"{self._kind}_{word}"), backend=self._backend, options=options
+            )
+            for is_training, word in ((True, "training"), (False, "evaluation"))
+        }
+
+    def _assume_no_alignment(self) -> None:
+        """Compile anew for parameters at any address.
+
+        Inductor looks at the addresses of the parameters once, when it compiles: a kernel for aligned ones
+        fails at another block's ("misaligned address"). ZeRO 3 on one GPU has parameters in one piece of
+        memory, one behind the other.
+        """
+        self._is_aligned = False
+        self.forget()
+        self._compiled = self._compile({"triton.divisible_by_16": False})
+        log.info(
+            "compile: not all parameters of %s begin at a multiple of %d bytes; compiled for any address",
+            self._name,
+            ALIGNMENT,
+        )
+
     def forget(self) -> None:
         """That any block was called."""
         self._called.clear()
@@ -96,6 +125,9 @@ class _Shared:
         if not self._compiled:
             return self._as_written(block, *args, **named)
         mode = (block.training, torch.is_grad_enabled())
+        if self._is_aligned and id(block) not in self._called.get(mode, ()) and not is_aligned(block):
+            self._assume_no_alignment()
+        called = self._called.setdefault(mode, set())
         if not mode[1]:  # transformers makes the first block's input require a gradient even here
             args = tuple(each.detach() if isinstance(each, Tensor) else each for each in args)
         frames, breaks, start = counters["frames"]["total"], _breaks(), time.perf_counter()
@@ -105,7 +137,6 @@ class _Shared:
             self._compiled.clear()
             log.warning("compile: %s run as they are written: %s", self._name, reason(error))
             return self._as_written(block, *args, **named)
-        called = self._called.setdefault(mode, set())
         if counters["frames"]["total"] != frames:
             word = "training" if block.training else "evaluation"
             how = f"for {word} ({time.perf_counter() - start:.0f} s)"
@@ -116,6 +147,11 @@ class _Shared:
                 log.info("compile: %s are compiled once %s%s", self._name, how, why)
         called.add(id(block))
         return result
+
+
+def is_aligned(block: nn.Module) -> bool:
+    """Return whether each parameter begins at an address that Inductor's kernels may assume."""
+    return all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in block.parameters())
 
 
 def _forward(blocks: Sequence[nn.Module]) -> Callable[..., Any]:

@@ -210,6 +210,15 @@ def test_a_file_with_a_torch_section_is_plain_pytorch(tmp_path, shipped):
     assert settings.resolve(1, Device("cpu", False, False)).split.precision == "fp32"
 
 
+@pytest.mark.parametrize(("stage", "found"), [(1, True), (2, True), (3, None)])
+def test_parameters_of_stages_1_and_2_begin_where_kernels_are_fast(tmp_path, stage, found):
+    path = tmp_path / "split.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    assert resolved(path, "cnn")[1]["zero_optimization"].get("parameter_alignment") is found
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage, "parameter_alignment": False}}))
+    assert resolved(path, "cnn")[1]["zero_optimization"]["parameter_alignment"] is False
+
+
 def test_there_is_a_file_for_every_rung_of_plain_pytorch():
     names = {path.stem.removeprefix("torch_") for path in PLAIN_PYTORCH}
     assert names == {"single", "dp", "ddp"}

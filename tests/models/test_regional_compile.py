@@ -25,8 +25,13 @@ GPT2 = {"intermediate_size": None, "extra": {"resid_pdrop": 0.0, "embd_pdrop": 0
 class Graphs(list):
     """A backend: keeps what it is given, and runs it as it is."""
 
-    def __call__(self, graph, inputs):
+    def __init__(self):
+        super().__init__()
+        self.options = []
+
+    def __call__(self, graph, inputs, options=None):
         self.append(graph)
+        self.options.append(options)
         return graph.forward
 
 
@@ -86,6 +91,29 @@ def test_what_a_block_recomputes_is_in_its_graph(mode, budget, kinds):
     assert len(calls) == 2 * 4, "hooks stay outside of what is computed again"
     assert len(graphs) == kinds
     assert sum("tag_activation_checkpoint" in graph.code for graph in graphs) == 1
+
+
+def put_in_one_tensor(blocks, gap):
+    """Make parameters views of one tensor, as ZeRO does, with a parameter of `gap` numbers between blocks."""
+    parts = [part for block in blocks for part in (*block.parameters(), nn.Parameter(torch.zeros(gap)))]
+    flat = torch.cat([part.detach().flatten() for part in parts])
+    for part, view in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.data = view.view(part.shape)
+
+
+@pytest.mark.parametrize(("gap", "found"), [(4, [None]), (1, [None, {"triton.divisible_by_16": False}])])
+def test_kernels_assume_no_alignment_that_another_block_has_not(gap, found, caplog):
+    """The first block begins at a multiple of 16 bytes; behind 4 bytes the second one does not."""
+    caplog.set_level(logging.INFO, "pipeline")
+    model = language_model(num_layers=3)
+    put_in_one_tensor(model.model.layers, gap)
+    expected = gradients(model, batch())
+    graphs = compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close(gradients(model, batch()), expected)
+    assert graphs.options == found
+    assert len([line for line in lines(caplog) if "multiple of 16 bytes" in line]) == len(found) - 1
+    assert not [line for line in lines(caplog) if "compiled again for training" in line]
 
 
 def test_evaluation_compiles_for_itself_and_is_told_what_it_changes(caplog):
