@@ -25,6 +25,7 @@ from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import (
+    compile_plain_linear,
     first_update_kept,
     forget_model,
     go_on_at_the_minimum,
@@ -62,6 +63,7 @@ def start_deepspeed(job: Job) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if job.device.type == "cpu":
         prepare_for_cpu()
+    compile_plain_linear()
     deepspeed.utils.nvtx.enable_nvtx = False  # a range around every hook, for a profiler that is not there
     deepspeed.init_distributed(dist_init_required=False)
 

@@ -17,7 +17,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero import parameter_offload, partition_parameters
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 
 from pipeline.engine.source_digest import at, digest, undecorated
@@ -157,6 +158,15 @@ PATCHES = (
         },
     ),
     Patch(
+        "F.linear of compiled blocks under ZeRO 3",
+        "its backward looks for the weight's ds_id; torch 2.11 makes a guard of it, so that each block is "
+        "compiled by itself, and the ninth not any more",
+        {
+            f"{_INIT}:InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear": "c4e68042b854",
+            f"{_ZERO}.linear:zero3_linear_wrap": "c442a889c33a",
+        },
+    ),
+    Patch(
         "matrices cut while they have no values",
         "AutoTP cuts what lies whole on every rank, when the engine is made (engine/tensor_sharding.py, "
         "which calls the cut by itself, before there are values)",
@@ -189,6 +199,23 @@ def prepare_for_cpu() -> None:
     """Nothing to compile before the first collective, and fp16 wherever torch computes in it."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+
+
+def compile_plain_linear() -> None:
+    """Have zero.Init put `_linear` in the place of F.linear, where it puts DeepSpeed's own."""
+    partition_parameters.zero3_linear_wrap = _linear
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute F.linear, keeping no gathered weight for backward.
+
+    DeepSpeed's keeps the parameter, which is empty once released; torch's a view of the gathered values.
+    Compiled code keeps parameters in any case.
+    """
+    if torch.compiler.is_compiling():
+        return torch._C._nn.linear(inputs, weight, bias)
+    result: Tensor = zero3_linear_wrap(inputs, weight, bias)
+    return result
 
 
 def first_update_kept(optimizer: torch.optim.Optimizer, device: torch.device) -> AbstractContextManager[None]:

@@ -7,9 +7,11 @@ and test_generate.py (forwards over whole parameters).
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 from parity.measure import has_async_io
 from parity.splits import NVME
 from support.tiny import BANDS, deepspeed_json, make_engine, recipe, token_bundle, train_curve
@@ -54,6 +56,42 @@ def test_another_source_is_refused_by_name(monkeypatch, patch):
     assert place.rpartition(":")[2] in str(error.value)
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 2
+
+
+def linear_nodes(graph):
+    return [node.target for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_compiled_code_at_zero_3_has_torchs_linear_and_no_guard_of_a_parameters_number():
+    """One graph serves parameters of any ds_id; outside of compiled code DeepSpeed's function stays."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with in_place_of_torchs_linear():
+        function = torch.compile(F.linear, backend=backend)
+        for number in range(3):
+            weight = torch.nn.Parameter(torch.ones(4, 8))
+            weight.ds_id = number
+            function(torch.ones(2, 8), weight).sum().backward()
+            torch.testing.assert_close(weight.grad, torch.full((4, 8), 2.0))
+        eager = F.linear(torch.ones(2, 8), weight)
+    assert [linear_nodes(graph) for graph in graphs] == [[torch._C._nn.linear]]
+    assert type(eager.grad_fn).__name__ == "LinearFunctionForZeroStage3Backward"
+
+
+@contextmanager
+def in_place_of_torchs_linear():
+    """Have F.linear be what zero.Init puts in its place once DeepSpeed has been started."""
+    patches.compile_plain_linear()
+    before = F.linear
+    F.linear = patches.partition_parameters.zero3_linear_wrap
+    try:
+        yield
+    finally:
+        F.linear = before
 
 
 def first_steps_counted(job: Job, split) -> set[float]:
