@@ -37,9 +37,9 @@ def snapshot_of(layout):
     return snapshot
 
 
-def check(snapshot, layout, live, expected, folder, kind="weight"):
-    assert write_file(folder / "later", layout, snapshot.views()) == live
-    read = load_file(folder / "later")
+def check(snapshot, layout, live, expected, path, kind="weight"):
+    assert write_file(path, layout, snapshot.views()) == live
+    read = load_file(path)
     for n, tensor in enumerate(expected):
         assert torch.equal(read[f"{kind}/p{n}/0"], tensor)
 
@@ -48,7 +48,7 @@ def test_a_step_behind_the_copy_changes_nothing_of_it(tmp_path, tensors):
     expected, layout = [tensor.cpu() for tensor in tensors], Layout.of(shards_of(tensors))
     live = write_file(tmp_path / "live", layout, streamed(layout, shards_of(tensors)))
     snapshot = snapshot_of(layout)
-    for _ in range(2):  # the buffers are used again
+    for turn in range(2):  # the buffers are used again
         for tensor, value in zip(tensors, expected, strict=True):
             tensor.copy_(value)
         torch.cuda.synchronize()
@@ -62,7 +62,7 @@ def test_a_step_behind_the_copy_changes_nothing_of_it(tmp_path, tensors):
                 tensor.zero_()  # what the next step does
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        check(snapshot, layout, live, expected, tmp_path)
+        check(snapshot, layout, live, expected, tmp_path / f"later{turn}")
 
 
 def test_forward_and_backward_run_beside_the_copy(tensors):
@@ -89,7 +89,7 @@ def test_buffers_may_change_at_once(tmp_path, tensors):
     snapshot.fill(shards_of(tensors, "buffer"))
     for tensor in tensors:
         tensor.zero_()  # what the next forward does
-    check(snapshot, layout, live, expected, tmp_path, "buffer")
+    check(snapshot, layout, live, expected, tmp_path / "later", "buffer")
 
 
 def test_what_nobody_holds_any_longer_is_copied_as_it_was(tmp_path, tensors):
@@ -104,4 +104,4 @@ def test_what_nobody_holds_any_longer_is_copied_as_it_was(tmp_path, tensors):
     for tensor in tensors:
         for _ in range(4):
             torch.zeros_like(tensor)
-    check(snapshot, layout, live, expected, tmp_path)
+    check(snapshot, layout, live, expected, tmp_path / "later")
