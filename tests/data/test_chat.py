@@ -542,3 +542,34 @@ def test_bad_rows_are_errors_or_skipped_but_what_the_recipe_forbids_is_not(tmp_p
         prepare("skip", chat_template=None)
     with pytest.raises(DataError, match=r"the tokenizer \(trained on the data\) has no chat template"):
         prepare("skip", chat_template=None, tokenizer={})
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("special", [SPECIAL, ["<|im_start|>"], []])
+def test_markers_that_are_no_tokens_are_told_before_data_are_prepared(tmp_path, caplog, special, own):
+    """Of a template that the recipe gives; a tokenizer's own is as the model was trained with it."""
+    made = train_tokenizer(["hello there"] * 3, 300, special)
+    made.chat_template = BUILT_IN["chatml"] if own else None
+    made.save_pretrained(str(tmp_path / "tokenizer"))
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"messages": [turn("user", "a"), turn("assistant", "b")]})
+    )
+    given = ChatDataConfig(
+        kind="chat",
+        paths=[str(tmp_path / "rows.jsonl")],
+        tokenizer={"pretrained": str(tmp_path / "tokenizer")},
+        chat_template=None if own else "chatml",
+        sequence_length=64,
+        eval_fraction=0,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    prepare_documents(given)
+    missing = [marker for marker in ("<|im_start|>", "<|im_end|>") if marker not in special]
+    messages = [record.getMessage() for record in caplog.records]
+    told = [message for message in messages if message.startswith("data.chat_template: chatml writes")]
+    assert len(told) == (bool(missing) and not own)
+    for message in told:
+        assert (
+            f"writes {' and '.join(missing)}, which the tokenizer ({tmp_path}/tokenizer) has not" in message
+        )
+        assert "model.grow_vocabulary=true" in message

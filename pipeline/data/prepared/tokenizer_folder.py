@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 TRAINING_VERSION = 1  # part of the key: raise it when another tokenizer would come out
 TRAINING_BYTES = 1_000_000_000  # of text: more changes hardly an entry, and takes minutes for each further GB
 INDEX = "index.json"
+MARKER = re.compile(r"<[|｜][^\s<>'\"{}|｜]+[|｜]>")  # <|im_end|> and the like
 log = logging.getLogger(__name__)
 
 
@@ -78,6 +80,7 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Pa
         tokenizer = load_pretrained(config.tokenizer.pretrained)
         if spoken is not None:
             tokenizer.chat_template = _template(spoken, tokenizer.chat_template)
+            _tell_unknown_markers(spoken, tokenizer)
         digest = digest_tokenizer(tokenizer)
         path = _keep(cache_dir, hash_of([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
     else:
@@ -103,6 +106,30 @@ def _template(config: ConversationsConfig, own: str | dict[str, str] | None) -> 
     if isinstance(config, PreferenceDataConfig) and config.chat_template is None and not own:
         return None
     return find_template(config, own)
+
+
+def _tell_unknown_markers(config: ConversationsConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Warn of markers that the recipe's template writes and the tokenizer takes apart.
+
+    A tokenizer's own template is as its model was trained with it.
+    """
+    if config.chat_template is None:
+        return
+    pieces = {
+        marker: len(tokenizer.encode(marker, add_special_tokens=False))
+        for marker in MARKER.findall(str(tokenizer.chat_template))
+    }
+    unknown = [marker for marker, count in pieces.items() if count > 1]
+    if unknown:
+        log.warning(
+            "data.chat_template: %s writes %s, which the tokenizer (%s) has not as tokens: the first becomes "
+            "%d ordinary ones; give a template with the tokenizer's own markers, or add these to its folder "
+            "(add_special_tokens, save_pretrained) and set model.grow_vocabulary=true",
+            config.chat_template,
+            " and ".join(unknown),
+            config.tokenizer.pretrained,
+            pieces[unknown[0]],
+        )
 
 
 def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
