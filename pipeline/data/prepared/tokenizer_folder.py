@@ -121,15 +121,17 @@ def _tell_unknown_markers(config: ConversationsConfig, tokenizer: PreTrainedToke
     }
     unknown = [marker for marker, count in pieces.items() if count > 1]
     if unknown:
-        log.warning(
-            "data.chat_template: %s writes %s, which the tokenizer (%s) has not as tokens: the first becomes "
-            "%d ordinary ones; give a template with the tokenizer's own markers, or add these to its folder "
-            "(add_special_tokens, save_pretrained) and set model.grow_vocabulary=true",
-            config.chat_template,
-            " and ".join(unknown),
-            config.tokenizer.pretrained,
-            pieces[unknown[0]],
+        _warn_once(
+            f"data.chat_template: {config.chat_template} writes {' and '.join(unknown)}, which the tokenizer "
+            f"({config.tokenizer.pretrained}) has not as tokens: the first becomes {pieces[unknown[0]]} "
+            "ordinary ones; give a template with the tokenizer's own markers, or add these to its folder "
+            "(add_special_tokens, save_pretrained) and set model.grow_vocabulary=true"
         )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
