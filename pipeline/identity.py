@@ -37,6 +37,8 @@ def _identity(recipe: Tree, split: Tree) -> Tree:
         kept["log"] = kept["log"] | dict.fromkeys((*READERS, "price_per_device_hour"))
     if isinstance(kept.get("model"), dict):
         kept["model"] = kept["model"] | {"attention": None, "fp8": None}  # how it is computed
+    if isinstance(kept.get("objective"), dict):
+        kept["objective"] = kept["objective"] | {"reduction": kept["objective"].get("reduction") or "sum"}
     return kept | {name: split.get(key) for key, name in DECISIVE.items()}
 
 

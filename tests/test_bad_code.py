@@ -358,9 +358,31 @@ def test_a_softmax_before_a_cross_entropy_is_told_once(ends, objective):
 
 
 @pytest.mark.parametrize("objective", ["torchs_mean", "plain_mean"])
-def test_a_loss_that_is_a_mean_is_told_once(ends, objective):
-    told = ends(0, own("objective", objective))
-    assert told.count("returned a mean; expected the sum over the micro-batch's 4 samples") == 1
-    alone = ends(0, own("objective", objective), "batch.micro_batch_size=1", "name=one")
-    others = ends(0, own("objective", "own_cross_entropy"), "name=sum")
-    assert "returned a mean" not in alone + others
+def test_a_loss_that_is_a_mean_is_an_error_until_the_recipe_says_what_it_is(ends, objective):
+    told = ends(2, own("objective", objective))
+    (line,) = [line for line in told.splitlines() if line.startswith("error:")]
+    assert "returned a mean; expected the sum over the micro-batch's 4 samples" in line
+    for reduction in ("mean", "sum"):
+        assert f"objective.reduction: {reduction}" in line
+        ends(0, own("objective", objective), f"objective.reduction={reduction}", f"name={reduction}")
+    ends(0, own("objective", objective), "batch.micro_batch_size=1", "name=one")
+    ends(0, own("objective", "own_cross_entropy"), "name=sum_of_all")
+
+
+def test_a_mean_trains_as_the_sum_does_in_any_micro_batches(ends, tmp_path):
+    def losses(name, *overrides):
+        ends(0, f"name={name}", f"run_dir=runs/{name}", "log.every=1", *overrides)
+        rows = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        return [row["train/loss"] for row in rows if "train/loss" in row]
+
+    expected = losses("sum", own("objective", "own_cross_entropy"))
+    assert len(expected) == 3
+    for size in (1, 2, 4):
+        mean = own("objective", "torchs_mean"), "objective.reduction=mean"
+        assert losses(f"mean_{size}", *mean, f"batch.micro_batch_size={size}") == pytest.approx(expected)
+
+
+def test_a_run_goes_on_where_its_loss_is_declared_a_sum(ends):
+    function = own("objective", "own_cross_entropy"), "run_dir=runs/declared"
+    ends(0, *function)
+    assert "from step-00000003 on" in ends(0, *function, "max_steps=4", "objective.reduction=sum")

@@ -170,8 +170,12 @@ class CustomObjectiveConfig(_Unweighted):
     """A loss of your own."""
 
     kind: str = Field(pattern=IMPORT_PATH)
-    """`package.module:function` with `function(outputs, batch) -> loss_sum`. It runs that code;
+    """`package.module:function` with `function(outputs, batch) -> loss`. It runs that code;
     `--no-import-paths` refuses it."""
+    reduction: Literal["sum", "mean"] | None = None
+    """What the function returns: the `sum` over a micro-batch, or the `mean` over its targets, which is
+    multiplied by their number, so that the loss is the mean over those of the global batch. Default: a sum,
+    and a function that returns a mean is an error."""
 
 
 def _tag(value: Any) -> str | None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
-from pipeline.config.objective_schema import AutoObjectiveConfig, ClassificationObjectiveConfig
+from pipeline.config.objective_schema import (
+    AutoObjectiveConfig,
+    ClassificationObjectiveConfig,
+    CustomObjectiveConfig,
+)
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.importing import import_object
@@ -71,4 +75,5 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
         return CausalLM(call, FusedKernels() if compiled else None)
     if kind == "model_loss":
         return ModelLoss(call)
-    return Custom(import_object(kind, ConfigError), call)
+    assert isinstance(section, CustomObjectiveConfig)
+    return Custom(import_object(kind, ConfigError), call, section.reduction)

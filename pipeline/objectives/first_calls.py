@@ -6,6 +6,7 @@ An error of torch's that a wrong data set causes would else be a traceback, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -147,11 +148,11 @@ class Losses(TorchFunctionMode):
     def __init__(self, told_scores: FirstScores, batch: Batch, tables: Tables) -> None:
         super().__init__()
         self._told_scores, self._batch, self._tables = told_scores, batch, tables
-        self._means: list[Tensor] = []
+        self._means: list[tuple[Tensor, float]] = []
 
-    def is_mean(self, loss: Tensor) -> bool:
-        """Whether this very tensor is what a mean over everything returned, a loss's or a plain one."""
-        return any(loss is mean for mean in self._means)
+    def divisor(self, loss: Tensor) -> float | None:
+        """What was divided by where this very tensor is a mean over everything, a loss's or a plain one."""
+        return next((divisor for mean, divisor in self._means if loss is mean), None)
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -162,7 +163,7 @@ class Losses(TorchFunctionMode):
             self._told_scores(args[0].movedim(1 if args[0].dim() > 1 else 0, -1))
         result = function(*args, **(kwargs or {}))
         if function in (torch.mean, Tensor.mean) or (kwargs or {}).get("reduction") == "mean":
-            self._means.append(result)
+            self._means.append((result, _divisor(function, args, kwargs or {})))
         return result
 
     def _look_at(self, scores: Tensor, targets: Any, ignored: int) -> None:
@@ -175,6 +176,18 @@ class Losses(TorchFunctionMode):
             told = f"the scores of a cross entropy are for {classes} classes"
             self._tables.note(self._batch, targets, Table(classes, ignored, told))
             _check_targets(targets, classes, ignored)
+
+
+def _divisor(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the number of elements that a mean is over: of a cross entropy its targets, NaN with weights."""
+    if function not in (F.cross_entropy, F.nll_loss):
+        return float(args[0].numel() if args else 1)
+    scores, targets = args[:2]
+    if kwargs.get("weight") is not None:
+        return math.nan
+    if targets.is_floating_point():
+        return float(scores.numel() / scores.shape[1 if scores.dim() > 1 else 0])
+    return float((targets != kwargs.get("ignore_index", IGNORE_INDEX)).sum())
 
 
 def _misfit(layer: Any, x: Tensor) -> str | None:

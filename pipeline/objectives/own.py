@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pipeline.data.batches import num_samples
+from pipeline.data.batches import IGNORE_INDEX, num_samples
 from pipeline.errors import ConfigError
 from pipeline.importing import may_not_exit
 from pipeline.objectives.first_calls import FirstCalls
-from pipeline.objectives.interface import Batch, LossSum
+from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum
 from pipeline.objectives.labels import check_labels
 from pipeline.objectives.model_call import Caller, ModelCall, unwrapped
 from pipeline.objectives.outputs import loss_of, shape_of
 
-log = logging.getLogger(__name__)
-
 
 class Custom(Caller):
-    """A user's function: `function(outputs, batch) -> loss_sum`, a sum over the micro-batch's samples.
+    """A user's function: `function(outputs, batch) -> loss`, a sum over the micro-batch's samples.
 
     Outputs reach it in fp32, whatever the model computes in: not all of torch's losses are there in half
     precision, or take targets of another. The mean is over samples, or over `function.count(batch)` where
     the function has such an attribute.
+
+    Args:
+        reduction: What the function returns. A `mean` is multiplied by the number of targets, which is then
+            what the loss is the mean over. None: a sum, unless the first call shows a mean.
 
     Raises:
         ConfigError: it cannot be called so.
@@ -37,11 +38,16 @@ class Custom(Caller):
 
     unit = "samples"
 
-    def __init__(self, function: Callable[..., Tensor], call: ModelCall | None = None):
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        call: ModelCall | None = None,
+        reduction: Literal["sum", "mean"] | None = None,
+    ):
         self.function = function
+        self._reduction = reduction
         super().__init__(call)
         self._checked = FirstCalls()
-        self._has_told = False
         name = getattr(function, "__name__", type(function).__name__)
         _refuse_torchs_own(function, name)
         own_count = getattr(function, "count", None)
@@ -65,7 +71,7 @@ class Custom(Caller):
     def count(self, batch: Batch) -> Tensor:
         own: Callable[[Batch], Any] | None = getattr(self.function, "count", None)
         if own is None:
-            return torch.as_tensor(num_samples(batch))
+            return torch.as_tensor(_num_targets(batch) if self._reduction == "mean" else num_samples(batch))
         with may_not_exit("objective.kind: the function's count", ConfigError):
             counted = own(batch)
         is_number = isinstance(counted, (int, float, np.number, np.ndarray, Tensor))
@@ -80,24 +86,50 @@ class Custom(Caller):
         outputs = tree_map(_in_fp32, self._call(model, batch))
         exits = may_not_exit("objective.kind: the function", ConfigError)
         with self._checked.around(unwrapped(model), batch) as losses, exits:
-            loss_sum = self.function(outputs, batch)
-        if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
+            loss = self.function(outputs, batch)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise ConfigError(
-                f"objective.kind: the function returned {shape_of(loss_sum)}; expected one 0-dim tensor: "
+                f"objective.kind: the function returned {shape_of(loss)}; expected one 0-dim tensor: "
                 "the sum of the loss over the samples"
             )
-        if losses is not None and losses.is_mean(loss_sum) and not hasattr(self.function, "count"):
-            self._tell_of_mean(num_samples(batch))
-        return LossSum(loss_sum, self.count(batch).to(loss_sum.device))
+        count = self.count(batch).to(loss.device)
+        divisor = losses.divisor(loss) if losses is not None else None
+        if divisor is not None and not hasattr(self.function, "count"):
+            self._check_mean(divisor, num_samples(batch), float(count))
+        if self._reduction == "mean":  # which is NaN where there is no target
+            return LossSum(torch.where(count > 0, loss * count, 0.0), count)
+        return LossSum(loss, count)
 
-    def _tell_of_mean(self, samples: int) -> None:
-        if samples > 1 and not self._has_told:
-            self._has_told = True
-            log.warning(
-                "objective.kind: the function returned a mean; expected the sum over the micro-batch's %d "
-                'samples (reduction="sum"), which is divided by their number afterwards',
-                samples,
+    def _check_mean(self, divisor: float, samples: int, targets: float) -> None:
+        """Hold a returned mean to the recipe.
+
+        Args:
+            divisor: What the sum was divided by.
+
+        Raises:
+            ConfigError: nothing says that it is a mean, or it is one over something else than the targets.
+        """
+        if self._reduction is None and samples > 1:
+            raise ConfigError(
+                f"objective.kind: the function returned a mean; expected the sum over the micro-batch's "
+                f'{samples} samples (reduction="sum"). Write objective.reduction: mean, which weights it by '
+                "the number of targets, or objective.reduction: sum if the value is the sum"
             )
+        if self._reduction == "mean" and targets and divisor % targets:
+            raise ConfigError(
+                "objective.reduction: mean: the function's mean is not over the micro-batch's "
+                f"{targets:g} targets (class weights, a mask, another ignore_index, or a mean by sample); "
+                "give the function an attribute `count`, a function of the batch that returns what its mean "
+                "is over, or return the sum"
+            )
+
+
+def _num_targets(batch: Batch) -> int | Tensor:
+    """Targets that torch's losses count by default; samples where the batch has no tensor of targets."""
+    targets = next((batch[key] for key in TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
+    if targets is None:
+        return num_samples(batch)
+    return targets.numel() if targets.is_floating_point() else (targets != IGNORE_INDEX).sum()
 
 
 def _refuse_torchs_own(function: Any, name: str) -> None:
