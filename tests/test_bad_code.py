@@ -350,11 +350,31 @@ def test_a_first_step_without_a_label_is_told(ends):
     assert "no label" not in ends(0, "name=other")
 
 
-@pytest.mark.parametrize("objective", ["classification", "test_bad_code:own_cross_entropy"])
-def test_a_softmax_before_a_cross_entropy_is_told_once(ends, objective):
-    told = ends(0, own("model", "probabilities"), f"objective.kind={objective}")
-    assert told.count("the model's outputs are probabilities (0 or more, of sum 1)") == 1
-    assert "probabilities" not in ends(0, f"objective.kind={objective}", "name=other")
+@pytest.mark.parametrize(
+    ("objective", "cure"),
+    [
+        ("classification", "or write objective.outputs: probabilities"),
+        ("test_bad_code:own_cross_entropy", "or take their logarithm"),
+    ],
+)
+def test_a_softmax_before_a_cross_entropy_is_an_error(ends, objective, cure):
+    told = ends(2, own("model", "probabilities"), f"objective.kind={objective}")
+    (line,) = [line for line in told.splitlines() if line.startswith("error:")]
+    assert "the model's outputs are probabilities (0 or more, of sum 1)" in line
+    assert cure in line
+    ends(0, f"objective.kind={objective}", "name=other")
+
+
+def test_probabilities_that_are_declared_are_trained_on_as_logits_are(ends, tmp_path):
+    def losses(name, *overrides):
+        ends(0, f"name={name}", f"run_dir=runs/{name}", "log.every=1", *overrides)
+        rows = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        return [row["train/loss"] for row in rows if "train/loss" in row]
+
+    declared = "objective.outputs=probabilities"
+    expected = losses("logits")
+    assert losses("probabilities", own("model", "probabilities"), declared) == pytest.approx(expected)
+    assert "objective.outputs: probabilities, and the model's outputs are none" in ends(2, declared)
 
 
 @pytest.mark.parametrize("objective", ["torchs_mean", "plain_mean"])

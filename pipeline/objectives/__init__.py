@@ -70,7 +70,10 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
     call = ModelCall(config.model.inputs, with_targets=kind == "model_loss")
     if kind == "classification":
         assert isinstance(section, AutoObjectiveConfig | ClassificationObjectiveConfig)
-        return Classification(section.class_weights, section.label_smoothing, call)
+        are_probabilities = section.outputs == "probabilities"
+        return Classification(
+            section.class_weights, section.label_smoothing, call, are_probabilities=are_probabilities
+        )
     if kind == "causal_lm":
         return CausalLM(call, FusedKernels() if compiled else None)
     if kind == "model_loss":

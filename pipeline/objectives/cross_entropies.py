@@ -147,9 +147,9 @@ class CausalLM(OverVocabulary):
 class Classification(Caller):
     """Cross entropy over classes, with optional class weights, over the labels that are not -100.
 
-    Logits (..., C), labels (...), which stand under one of LABELS. With weights the mean is over the weights
-    of the labels, as in torch.nn.CrossEntropyLoss. The weights are fp32 whatever the precision, and follow
-    the batch to its device.
+    Logits or probabilities (..., C), labels (...), which stand under one of LABELS. With weights the mean is
+    over the weights of the labels, as in torch.nn.CrossEntropyLoss. The weights are fp32 whatever the
+    precision, and follow the batch to its device.
     """
 
     unit = "samples"
@@ -160,11 +160,16 @@ class Classification(Caller):
         class_weights: list[float] | None = None,
         label_smoothing: float = 0.0,
         call: ModelCall | None = None,
+        *,
+        are_probabilities: bool = False,
     ):
+        self._are_probabilities = are_probabilities
         self.weights_C = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
         self.label_smoothing = label_smoothing
         self._told = FirstCount()
-        self._told_scores = FirstScores()
+        self._check_scores = FirstScores(
+            "write objective.outputs: probabilities, which takes their logarithm", are_probabilities
+        )
         super().__init__(call)
 
     def _weights(self, device: torch.device) -> Tensor | None:
@@ -201,7 +206,11 @@ class Classification(Caller):
                 f"returned {tuple(logits.shape)}, and {name!r} has {tuple(labels.shape)}"
             )
         check_labels(batch, name, logits.shape[-1])
-        self._told_scores(logits)
+        self._check_scores(logits)
+        if self._are_probabilities:
+            logits = logits.clamp_min(
+                torch.finfo(logits.dtype).tiny
+            ).log()  # of which the softmax is the same
         loss_sum = F.cross_entropy(
             logits.flatten(0, -2),
             labels.flatten(),

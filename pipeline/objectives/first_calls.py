@@ -75,7 +75,9 @@ class FirstCalls:
 
     def __init__(self) -> None:
         self._seen: dict[bool, Tables] = {}
-        self._told_scores = FirstScores()
+        self._told_scores = FirstScores(
+            "take their logarithm: F.nll_loss(outputs.clamp_min(1e-12).log(), targets)"
+        )
 
     @contextmanager
     def around(self, model: Any, batch: Batch) -> Iterator[Losses | None]:
@@ -92,7 +94,7 @@ class FirstCalls:
             What is noted of the losses inside; None: this is no first call.
 
         Raises:
-            ModelError: a layer's input is not what it takes.
+            ModelError: a layer's input is not what it takes, or a cross entropy is given probabilities.
             DataError: labels are out of the range of the scores that they are compared with, or ids of an
                 embedding.
         """

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from pipeline.data.batches import IGNORE_INDEX, shown
 from pipeline.data.extents import first_wrong
-from pipeline.errors import DataError
+from pipeline.errors import DataError, ModelError
 from pipeline.objectives.interface import Batch
 
 log = logging.getLogger(__name__)
+
+MIN_ROWS = 2
+"""One row of two logits looks like probabilities once in 400 times."""
 
 
 def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
@@ -53,21 +56,43 @@ class FirstCount:
 
 
 class FirstScores:
-    """Warns where the first scores are probabilities: the softmax of them hardly tells classes apart."""
+    """Holds the first scores to what a cross entropy takes: logits, or declared probabilities.
 
-    def __init__(self) -> None:
-        self._is_first = True
+    Args:
+        are_probabilities: The scores are declared as such.
+        cure: What to write where logits are expected and probabilities come.
+    """
+
+    def __init__(self, cure: str, are_probabilities: bool = False) -> None:
+        self._cure = cure
+        self._are_probabilities = are_probabilities
+        self._rows_left = MIN_ROWS
 
     def __call__(self, scores: Tensor) -> None:
-        """Scores: (..., C). Waits for the device, in the first call alone."""
-        if self._is_first and scores.numel():
-            self._is_first = False
-            scores = scores.detach()  # nothing of this is to be recomputed
-            if scores.shape[-1] > 1 and scores.min() >= 0 and ((scores.sum(-1) - 1).abs() < 0.01).all():
-                log.warning(
-                    "the model's outputs are probabilities (0 or more, of sum 1), and a cross entropy takes "
-                    "logits, of which it makes the softmax itself: leave the model's softmax out"
+        """Check scores (..., C). Waits for the device, in the first calls alone.
+
+        Raises:
+            ModelError: they are of the other kind.
+        """
+        if self._rows_left <= 0 or not scores.numel():
+            return
+        scores = scores.detach()  # nothing of this is to be recomputed
+        is_sum_one = bool(((scores.sum(-1) - 1).abs() < 0.01).all())
+        if not (scores.shape[-1] > 1 and is_sum_one and scores.min() >= 0):
+            if self._are_probabilities:
+                raise ModelError(
+                    "objective.outputs: probabilities, and the model's outputs are none (0 or more, of sum "
+                    "1); if they are logits, drop the key"
                 )
+            self._rows_left = 0
+            return
+        self._rows_left -= scores[..., 0].numel()
+        if self._rows_left <= 0 and not self._are_probabilities:
+            raise ModelError(
+                "the model's outputs are probabilities (0 or more, of sum 1), and a cross entropy takes "
+                "logits, of which it computes the softmax itself: leave the model's softmax out, or "
+                + self._cure
+            )
 
 
 def check_labels(batch: Batch, name: str, classes: int) -> None:
