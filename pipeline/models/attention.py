@@ -40,6 +40,9 @@ TWIN_WINDOW = 3  # so that it shows in the trial's documents of four tokens
 TWIN_WIDTH = 64  # of what is wide beside attention: an 8B twin has 0.1 B parameters, not 0.4 B
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
 
+CAUSAL_FIELDS = ("is_decoder", "causal")
+"""Fields of configurations that make a decoder of an encoder."""
+
 AttentionFunction = Callable[..., tuple[Any, Any]]
 """(module, query, key, value, mask, **rest) -> (output (B, T, heads, width), weights or None)."""
 
@@ -132,11 +135,17 @@ def unserved(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A model of the same class and widths with two layers and few words, evaluating; None: there is none."""
+def _twin(model: PreTrainedModel, **fields: bool) -> PreTrainedModel | None:
+    """A model of the same class and widths with two layers and few words, evaluating; None: there is none.
+
+    Args:
+        fields: What its configuration has in place of the model's.
+    """
     config: Any = copy.deepcopy(model.config)
     text = config.get_text_config()
     try:
+        for name, value in fields.items():
+            setattr(config, name, value)
         text.num_hidden_layers = min(TWIN_LAYERS, text.num_hidden_layers)
         if getattr(text, "layer_types", None):  # a layer of each kind first
             kinds = list(dict.fromkeys(text.layer_types)) + text.layer_types
@@ -147,7 +156,8 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel | None:
             if isinstance(width := getattr(text, name, None), int):
                 setattr(text, name, min(width, TWIN_WIDTH))
         text.vocab_size = TWIN_WORDS
-        text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+        text.bos_token_id = text.eos_token_id = None
+        text.pad_token_id = None if text.pad_token_id is None else 0  # by which some count positions
         config._attn_implementation = None
         with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
             torch.manual_seed(0)
@@ -230,6 +240,46 @@ def _hand_on_bounds(model: PreTrainedModel, given: str) -> None:
     model.register_forward_hook(hook.after, always_call=True)
 
 
+def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a language model whose logits at a token change with the tokens behind it, as an encoder's do.
+
+    Tried on a small model of the class with the attention that the model has, on the device that will train.
+    DocumentAttention looks at no later token.
+
+    Raises:
+        ModelError: the logits change; names the field of the configuration that prevents it, if there is one.
+    """
+    config: Any = model.config
+    uses_own = config.get_text_config()._attn_implementation == NAME
+    if uses_own or not _looks_ahead(model, device, dtype):
+        return
+    cures = [
+        f"write model.extra: {{{field}: true}}, or "
+        for field in CAUSAL_FIELDS
+        if getattr(config, field, None) is False and not _looks_ahead(model, device, dtype, **{field: True})
+    ]
+    raise ModelError(
+        f"model: {type(model).__name__} ({config.model_type}) predicts a token from a row that shows it: its "
+        f"logits change with later tokens, as an encoder's do; {''.join(cures[:1])}use a decoder"
+    )
+
+
+@torch.no_grad()
+def _looks_ahead(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, **fields: bool) -> bool:
+    trial = _twin(model, **fields)
+    if trial is None:
+        return False
+    is_half_only = "flash" in str(trial.config._attn_implementation)  # in fp32 small effects show
+    dtype = dtype if is_half_only else torch.float32
+    ids_BT = _trial_rows(device)["input_ids"].flip(1)  # the two rows differ in their second half
+    try:
+        one_TV, other_TV = trial.to(device, dtype)(input_ids=ids_BT, use_cache=False).logits[:, :4].float()
+    except Exception:  # whatever a model raises that wants more than ids
+        log.debug("no trial with later tokens", exc_info=True)
+        return False
+    return _differ(one_TV, other_TV, dtype)
+
+
 def refuse_leaks(
     model: nn.Module, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
@@ -265,7 +315,11 @@ def _leaks_when_tried(model: PreTrainedModel, device: torch.device, dtype: torch
         trial, device, ready = model, torch.device("cpu"), runnable(model)
     with ready:
         one_TV, other_TV = trial(**_trial_rows(device)).logits[:, 4:].float()
-    # Not to the bit: a mixture of experts computes a token in another group.
+    return _differ(one_TV, other_TV, dtype)
+
+
+def _differ(one_TV: Tensor, other_TV: Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits differ by more than rounding: a mixture of experts computes a token in another group."""
     allowed = 1e-4 if dtype == torch.float32 else 2e-2
     return bool((one_TV - other_TV).abs().max() > allowed * one_TV.abs().max())
 

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import FIELDS, CausalLMConfig
 from pipeline.errors import ModelError, one_line
-from pipeline.models.attention import transformers_name
+from pipeline.models.attention import CAUSAL_FIELDS, transformers_name
 from pipeline.models.initialising import draw_weights
 from pipeline.models.reward_model import model_class, reward_model_class
 from pipeline.models.sharding import ModelRequest
@@ -138,6 +138,8 @@ def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str,
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     name, hf_config = read_config(config)
     for key, value in _stated_fields(config, hf_config).items():
+        if key in CAUSAL_FIELDS:  # which no weight depends on
+            setattr(hf_config, key, value)
         may_differ = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
         if getattr(hf_config, key) != value and not may_differ:
             raise ModelError(

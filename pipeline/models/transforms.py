@@ -19,7 +19,7 @@ from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.config.patterns import matching
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
-from pipeline.models.attention import choose_attention, refuse_leaks
+from pipeline.models.attention import choose_attention, refuse_leaks, refuse_lookahead
 from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.half_precision import prepare_for_half_precision
 from pipeline.models.neftune import add_noise
@@ -126,6 +126,16 @@ def choose_who_attends(model: nn.Module, config: ModelConfig, placement: Placeme
     return model
 
 
+def keep_later_tokens_unseen(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+    """Refuse a language model that sees the tokens it predicts; one that gives scores may see them all."""
+    if isinstance(config, CausalLMConfig) and is_model(model):
+        from pipeline.models.reward_model import is_reward_model  # imports transformers
+
+        if not is_reward_model(model.config):
+            refuse_lookahead(model, placement.device, placement.dtype)
+    return model
+
+
 def keep_documents_apart(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
     """Refuses a model whose attention looks past position ids, where rows hold several documents."""
     if placement.separate_documents:
@@ -164,6 +174,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     compute_gelu_at_once,
     recompute_activations,
     choose_who_attends,
+    keep_later_tokens_unseen,
     keep_documents_apart,
     multiply_in_fp8,
     synchronise_statistics,

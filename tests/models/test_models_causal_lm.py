@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config.model_schema import CausalLMConfig, CustomModelConfig
 from pipeline.errors import ModelError
@@ -385,3 +385,27 @@ def test_a_model_larger_than_the_memory_is_told(monkeypatch):
     config = CustomModelConfig(kind=f"{Path(__file__).stem}:endless_model")
     with pytest.raises(ModelError, match=r"^model: it does not fit into any memory \(.*\); make it smaller"):
         build_model(config, ModelRequest(Whole(), vocab_size=None, sequence_length=None), 0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field"), [("bert", "is_decoder"), ("roberta", "is_decoder"), ("xlm", "causal")]
+)
+def test_an_encoder_trained_as_a_language_model_is_an_error_whose_advice_works(tmp_path, architecture, field):
+    """New and pretrained, where every row is one document."""
+    more = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    encoder = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes, **more))
+    encoder.save_pretrained(tmp_path)
+    cure = f"write model.extra: {{{field}: true}}"
+    for fields in ({"pretrained": str(tmp_path)}, {"architecture": architecture, "hidden_size": 32}):
+        if fields.get("architecture"):
+            fields |= {"num_layers": 2, "num_heads": 4, "extra": {"pad_token_id": 0}}
+        with pytest.raises(ModelError, match="predicts a token from a row that shows it") as error:
+            build(CausalLMConfig(**fields))
+        assert cure in str(error.value)
+        decoder = build(CausalLMConfig(**fields | {"extra": fields.get("extra", {}) | {field: True}}))
+        ids = tokens()[:1, :8].clamp(min=3)  # RoBERTa counts positions from 2 on
+        with torch.no_grad():
+            before = decoder.eval()(input_ids=ids).logits[:, :-1]
+            ids[0, -1] = 7
+            assert torch.equal(decoder(input_ids=ids).logits[:, :-1], before)
