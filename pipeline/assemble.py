@@ -35,6 +35,7 @@ from pipeline.models.adapters import learning_rate_for
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
 from pipeline.objectives import BySegment, Objective, build_objective
+from pipeline.objectives.kto import KTO
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.plan import tell_of_choices
 from pipeline.reference_logps import Rows, compute_reference, with_reference, with_zeros
@@ -49,6 +50,8 @@ from pipeline.watchers.build import build_watchers
 def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path) -> Parts:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
     objective = checked_objective(config, resolved)
+    if isinstance(objective, KTO):
+        objective.check_answers(data.answers)
     checkpoints = build_store(config, resolved, job, directory)
     checkpoint = chosen(checkpoints, job)  # before anything is built: what is passed over is told first
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)

@@ -101,6 +101,15 @@ class KTOObjectiveConfig(Closed):
     undesirable_weight: float = Field(1.0, ge=0)
     """Of the undesirable answers' losses."""
 
+    @model_validator(mode="after")
+    def _some_weight(self) -> KTOObjectiveConfig:
+        if not self.desirable_weight and not self.undesirable_weight:
+            raise ValueError(
+                "desirable_weight and undesirable_weight are 0, so nothing is learned; give one of them a "
+                "weight above 0"
+            )
+        return self
+
 
 class ORPOObjectiveConfig(Closed):
     """Odds ratio preference optimisation: the chosen answers' cross entropy and a term of odds; no

@@ -40,6 +40,8 @@ class DataBundle:
         mixture: What `train` consists of, in its order. Empty: one source.
         num_channels: Of the images. Images only.
         eval_sets: Further sets to evaluate on, by name, which are no part of `eval/loss`.
+        answers: Number of judged answers that are trained on, by kind (see preference_layouts.py). Empty: not
+            known.
     """
 
     train: Dataset[Any]
@@ -52,6 +54,7 @@ class DataBundle:
     mixture: tuple[SourceShare, ...] = ()
     num_channels: int | None = None
     eval_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
+    answers: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def sources(self) -> tuple[SourceShare, ...]:

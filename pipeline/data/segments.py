@@ -6,6 +6,7 @@ Shapes: B rows, T = sequence_length, S the most segments that a row of the data 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,6 +73,10 @@ class SegmentRows(PieceRows):
         self._margins = np.nan_to_num(margins)
         begun = offsets(self._kinds > 0)[self._bounds]
         self.num_segments = int(np.diff(begun).max(initial=1))
+
+    def answers(self) -> Counter[int]:
+        """Return the number of segments by kind."""
+        return Counter(self._kinds[self._kinds > 0].tolist())
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """A batch of these rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,14 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         mixture=tuple(
             SourceShare(source.name or "", len(train[source.name or ""]), source.weight, source.epochs)
             for source in config.all_sources()
+        ),
+        answers=sum(
+            (
+                rows_of_source.answers()
+                for source in config.all_sources()
+                if source.weight != 0 and isinstance(rows_of_source := train[source.name or ""], SegmentRows)
+            ),
+            Counter[int](),
         ),
     )
 

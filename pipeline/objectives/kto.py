@@ -84,6 +84,23 @@ class KTO(BySegment):
         """See Objective.ahead."""
         self._held_out = mean
 
+    def check_answers(self, answers: Mapping[int, int]) -> None:
+        """Check that there are answers of both kinds to train on, or a weight of 0 for the missing one.
+
+        Args:
+            answers: Their number by kind; empty: not known.
+
+        Raises:
+            DataError: all answers are of one kind.
+        """
+        for kind, name, label in (CHOSEN, "desirable", "true"), (REJECTED, "undesirable", "false"):
+            if answers and not answers.get(kind) and self._weights[kind]:
+                raise DataError(
+                    "objective kto compares two kinds of answers, and the training data have "
+                    f"{answers.get(CHOSEN, 0)} desirable and {answers.get(REJECTED, 0)} undesirable ones: "
+                    f"add rows with the label {label}, or write objective.{name}_weight: 0 to train without"
+                )
+
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count.
 

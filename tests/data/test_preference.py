@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeline.__main__ import main
+from pipeline.cli import main as train
 from pipeline.config.data_schema import PreferenceDataConfig
 from pipeline.data import prepare_data
 from pipeline.data.bundle import JoinedDataset
@@ -426,3 +427,21 @@ def test_both_sides_are_shown_and_a_bad_row_is_one_line(tmp_path, capsys):
     assert "--- chosen ---\ncount to " in shown
     assert shown.count("--- chosen ---") == shown.count("--- rejected ---")
     assert "⟦no " in shown
+
+
+def test_answers_of_one_kind_alone_are_an_error_until_the_recipe_says_so(tmp_path, capsys):
+    path, recipe = tmp_path / "judged.jsonl", tmp_path / "recipe.yaml"
+    write(path, [{"prompt": f"count to {i}: ", "completion": f"{i} is it", "label": True} for i in range(40)])
+    data = (
+        f"data: {{kind: preference, paths: [{path}], eval_fraction: 0, sequence_length: 64, "
+        f"cache_dir: {tmp_path}/cache}}\n"
+    )
+    recipe.write_text(RECIPE.replace('"support.steps:loss"', "kto") + data)
+    command = ["--config", str(recipe), f"runs_dir={tmp_path}", "wandb.mode=disabled"]
+    assert train(command) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "the training data have 40 desirable and 0 undesirable ones" in error
+    assert "objective.undesirable_weight: 0" in error
+    assert train([*command, "objective.undesirable_weight=0"]) == 0
+    assert train([*command, "objective.undesirable_weight=0", "objective.desirable_weight=0"]) == 2
+    assert "so nothing is learned; give one of them a weight above 0" in capsys.readouterr().err
