@@ -20,7 +20,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """eval/loss, the exact mean over all sets of `loader.total` together, as if they were one; with it
     eval/perplexity for tokens, eval/accuracy for classes. Where there are several sets, eval/<name>/loss (and
-    accuracy) of each.
+    accuracy) of each. Of a set in which no target counts the loss is NaN, and `targets` is 0.
 
     The same on any number of ranks. Collective: every rank goes through the same number of batches.
 
@@ -66,4 +66,6 @@ def evaluate(
 def _means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
     further = further_means(sums, objective.means)
     means = {"loss": whole_loss(sums, objective.means, objective.weighted), **further}
+    if not sums["count"]:  # no loss: 0 would be the best of all evaluations
+        means |= {"loss": math.nan, "targets": 0.0}
     return {f"{prefix}{name}": mean for name, mean in means.items()}

@@ -21,6 +21,8 @@ ROLLBACK = "rollback"
 """A run went back to the event's step: rows of later ones belong to what it gave up."""
 CORRUPTION = "corruption"
 """Ranks do not hold the same: stays in a record whose later rows are taken back."""
+NO_TARGETS = "no_targets"
+"""Nothing counts in the loss of a global batch or of an evaluation."""
 SAMPLE = "sample"
 """What the model wrote after an evaluation: the fields `prompt` and `text`."""
 Level = Literal["info", "warning", "error"]

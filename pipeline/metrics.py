@@ -248,7 +248,14 @@ class Meters:
             row |= self._nodes.row(nodes, gpu[0] if gpu else ())
         for key, each in further.items():
             row[key] = int(host[f"further {key}"]) if isinstance(each, Tensor) else each
-        return Seen(row, losses.tolist(), norms, [bool(each) for each in host["skipped"]], owns)
+        return Seen(
+            row=row,
+            losses=losses.tolist(),
+            norms=norms,
+            skipped=[bool(each) for each in host["skipped"]],
+            counts=host["count"].tolist(),
+            own=owns,
+        )
 
     def _rates(self, interval: Interval, counted: float) -> dict[str, float]:
         work, steps = self._workload, interval.steps

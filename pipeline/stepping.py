@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from pipeline.data.batches import Batch, LoadedBatch
 from pipeline.data.random_numbers import seed_step
@@ -13,7 +14,7 @@ from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReade
 from pipeline.engine.first_nonfinite import FirstNonFinite, Found
 from pipeline.engine.interface import Limits, StepResult
 from pipeline.errors import DeviceFailedError, StoppedError
-from pipeline.events import Event
+from pipeline.events import NO_TARGETS, Event
 from pipeline.models.neftune import KEYS
 from pipeline.parts import Parts, TrainState
 from pipeline.profiler import Profiled
@@ -108,6 +109,10 @@ class Stepper:
         Raises:
             GoBack, StoppedError: see Safeguard.act.
         """
+        if event.name == NO_TARGETS and "at_step" in event.fields:
+            samples = self._parts.safeguard.samples_of(int(event.fields["at_step"]))
+            named = self._parts.loader.describe(*samples) if samples is not None else "not known any more"
+            event = replace(event, message=f"{event.message}; samples: {named}")
         self._parts.sinks.tell(step, event)
         if event.name == "non_finite" and event.level != "info":
             bad = int(event.fields["at_step"])

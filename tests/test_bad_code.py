@@ -350,6 +350,21 @@ def test_a_first_step_without_a_label_is_told(ends):
     assert "no label" not in ends(0, "name=other")
 
 
+def test_a_batch_and_an_evaluation_without_a_label_are_events(ends, tmp_path):
+    ends(0, own("data", "nothing_to_learn"), "run_dir=runs/none", "log.every=1", "eval.every=3")
+    rows = list(map(json.loads, (tmp_path / "runs" / "none" / "metrics.jsonl").read_text().splitlines()))
+    told = [row["message"] for row in rows if row.get("event") == "no_targets"]
+    assert any("no target counts in any held-out sample of eval" in message for message in told)
+    of_steps = [
+        message
+        for message in told
+        if "the global batch of 1 of 1 steps, first of step 2; samples:" in message
+    ]
+    assert len(of_steps) == 1
+    assert "train " in of_steps[0]
+    assert not any(row.get("eval/loss") == 0 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("objective", "cure"),
     [

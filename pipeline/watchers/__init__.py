@@ -31,6 +31,8 @@ class Seen:
     """Of each step's gradient, before clipping; empty where the engine has none."""
     skipped: Sequence[bool] = ()
     """Of each step: the gradient was not finite."""
+    counts: Sequence[float] = ()
+    """Number (or sum of weights) of the targets in each step's global batch."""
     own: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Of every rank, in order. Seconds a step (on a GPU of the row before): `step`, its parts `data` and,
     where they wait for nobody, `forward` and `backward`. GiB in use: `device`, `host`. Where a CPU trains,

@@ -19,6 +19,7 @@ from pipeline.watchers import Watcher, restore
 from pipeline.watchers.evaluations import EvalDivergence
 from pipeline.watchers.frozen import FrozenParameters
 from pipeline.watchers.memory import MemoryGrowth
+from pipeline.watchers.no_targets import NoTargets
 from pipeline.watchers.non_finite import NonFinite, NonFiniteSteps
 from pipeline.watchers.rise import LossRise
 from pipeline.watchers.slow_rank import SlowRank
@@ -51,6 +52,7 @@ def build_watchers(
         alerts += [Spikes.of_losses(bands[0]), Spikes.of_norms(bands[1])]
     if watch.alerts:
         alerts += [
+            NoTargets(),
             LossRise(),
             EvalDivergence(),
             DataStarvation(config.loader.num_workers),

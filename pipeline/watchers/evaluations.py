@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class EvalDivergence:
         so_far.loss_sum += sum(seen.losses)
         so_far.steps += seen.steps
         loss = seen.row.get("eval/loss")
-        if loss is None:
+        if loss is None or math.isnan(loss):
             return None
         train = so_far.loss_sum / so_far.steps if so_far.steps else None
         so_far.loss_sum, so_far.steps = 0.0, 0

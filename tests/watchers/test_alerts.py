@@ -13,6 +13,7 @@ from pipeline.band import GRADIENT_NORM, LOSS, Band
 from pipeline.watchers import Seen, restore, state_of
 from pipeline.watchers.evaluations import EvalDivergence
 from pipeline.watchers.memory import MemoryGrowth
+from pipeline.watchers.no_targets import NoTargets
 from pipeline.watchers.non_finite import NonFinite
 from pipeline.watchers.rise import LossRise
 from pipeline.watchers.speed import DataStarvation, ThroughputDrop
@@ -46,6 +47,18 @@ def test_a_spike_between_two_rows_is_told_once_with_its_step():
     )
     assert "optimizer.learning_rate" in event.advice
     assert event.fields == {"at_step": 53, "value": 7.0, "normal": 2.0, "limit": pytest.approx(2.6)}
+
+
+def test_a_step_without_a_target_is_told_with_its_number():
+    rows = [Seen({}, [1.0] * 3, counts=[4.0, 0.5, 1.0]), Seen({}, [1.0, 0.0, 0.0], counts=[2.0, 0.0, 0.0])]
+    ((step, event),) = asked(NoTargets(), [*rows, Seen({"eval/loss": 0.0})])
+    assert (step, event.name, event.level, event.fields) == (
+        6,
+        "no_targets",
+        "warning",
+        {"at_step": 5, "steps": 3},
+    )
+    assert event.message == "no target counts in the global batch of 2 of 3 steps, first of step 5"
 
 
 def test_a_spike_is_told_again_after_a_time_without_one():
