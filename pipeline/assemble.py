@@ -49,9 +49,7 @@ from pipeline.watchers.build import build_watchers
 
 def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path) -> Parts:
     """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
-    objective = checked_objective(config, resolved)
-    if isinstance(objective, KTO):
-        objective.check_answers(data.answers)
+    objective = checked_objective(config, resolved, data)
     checkpoints = build_store(config, resolved, job, directory)
     checkpoint = chosen(checkpoints, job)  # before anything is built: what is passed over is told first
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
@@ -165,9 +163,16 @@ def keep_description(engine: Engine, data: DataBundle, job: Job, directory: Path
         write_description(engine.module, data.tokenizer, directory / "model")
 
 
-def checked_objective(config: RunConfig, resolved: Resolved) -> Objective:
-    """The recipe's; a ConfigError where W&B is to draw over what the run does not count."""
+def checked_objective(config: RunConfig, resolved: Resolved, data: DataBundle) -> Objective:
+    """Return the recipe's objective.
+
+    Raises:
+        ConfigError: W&B is to draw over what the run does not count.
+        DataError: see KTO.check_answers.
+    """
     objective = build_objective(config, resolved.compile)
+    if isinstance(objective, KTO):
+        objective.check_answers(data.answers)
     if config.wandb.x_axis == "tokens_seen" and objective.unit != "tokens":
         raise ConfigError(f"wandb.x_axis: tokens_seen: this run counts {objective.unit}; set global_step")
     return objective
