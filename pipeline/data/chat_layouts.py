@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.data.documents.records import Record, type_name
@@ -24,11 +24,20 @@ ROLES = {
     ASSISTANT: ASSISTANT,
     "gpt": ASSISTANT,
     "bot": ASSISTANT,
+    "function_call": ASSISTANT,
+    "tool_call": ASSISTANT,
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
 }
-# What a template may read of a turn besides its role and content; the rest (ids, dates) says nothing.
+CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT's turns whose text is a call, as JSON
+# Other tools' names for whether an answer is learned: OpenAI's, ms-swift's, Mistral's and Axolotl's.
+WEIGHTS = ("weight", "loss", "loss_mask", "train")
+UNLEARNED = "\0unlearned"  # key of a turn for what of it is not learned, until its conversation is made
+DETAIL = "train_detail"  # Axolotl's: which characters of an answer are learned
+# What a template may read of a turn besides its role and content.
 FURTHER_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
@@ -38,17 +47,25 @@ class Conversation:
 
     Attributes:
         turns: Each with its `role`, one of ROLES' values, and its text as `content`, and what there is of
-            FURTHER_FIELDS.
-        tools: What the assistant may call, for the template; None: nothing.
+            FURTHER_FIELDS. Arguments of tool calls are objects.
+        tools: Functions that the assistant may call, each wrapped in an object with its type; None: none.
+        unlearned: For a turn of the assistant (its number, from 0) the stretches of its content that are context
+            and not learned, (start, end) in characters; None: all of the turn.
     """
 
     turns: list[Turn]
     tools: list[Any] | None = None
+    unlearned: dict[int, list[tuple[int, int]] | None] = field(default_factory=dict)
 
     @property
     def answers(self) -> list[int]:
         """The numbers of the assistant's turns, from 0."""
         return [number for number, turn in enumerate(self.turns) if turn["role"] == ASSISTANT]
+
+    @property
+    def learned_answers(self) -> list[int]:
+        """The numbers of the turns that are learned, in whole or in part."""
+        return [number for number in self.answers if self.unlearned.get(number, []) is not None]
 
     @property
     def key(self) -> bytes:
@@ -63,7 +80,7 @@ class Conversation:
 
     def first(self, count: int) -> Conversation:
         """Its first turns alone."""
-        return Conversation(self.turns[:count], self.tools)
+        return replace(self, turns=self.turns[:count])
 
 
 def read_conversation(where: str, record: Record, layout: str) -> Conversation:
@@ -80,6 +97,7 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     """
     if not isinstance(record, dict):
         raise DataError(f"{where}: is text; expected a row with a conversation (kind: text reads text)")
+    record = without_nulls(record)
     names = list(LAYOUTS) if layout == "auto" else [layout]
     name = next((name for name in names if all(has_field(record, field) for field in LAYOUTS[name][0])), None)
     if name is None:
@@ -90,7 +108,8 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     turns = LAYOUTS[name][1](where, record)
     if not turns:
         raise DataError(f"{where}: the conversation is empty")
-    conversation = Conversation(turns, read_tools(where, record))
+    unlearned = {number: turn.pop(UNLEARNED) for number, turn in enumerate(turns) if UNLEARNED in turn}
+    conversation = Conversation(turns, read_tools(where, record), unlearned)
     try:
         _ = conversation.key
     except UnicodeEncodeError as error:  # half of a pair, as JSON can write it: no tokenizer takes it
@@ -104,16 +123,57 @@ def has_field(record: dict[str, Any], field: str) -> bool:
 
 
 def read_tools(where: str, record: dict[str, Any]) -> list[Any] | None:
-    """What a row's `tools` hold, as a list or as JSON."""
-    tools = record.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools else None
-        except ValueError as error:
-            raise DataError(f"{where}: field 'tools' is no JSON: {error}") from None
+    """Return the functions of a row's `tools`: a list or its JSON, of functions with or without their wrapper."""
+    tools = _parsed(where, "field 'tools'", record.get("tools") or None)
+    if isinstance(tools, list):
+        tools = [_parsed(where, "an entry of field 'tools'", tool) for tool in tools]
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where}: field 'tools' is a {type_name(tools)}; expected a list of objects")
-    return tools or None
+    return [_wrapped(tool) for tool in tools or []] or None
+
+
+def _wrapped(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a function, or a call of one, with `type` and `function` around it, as templates expect it."""
+    if isinstance(function.get("function"), dict) or "name" not in function:
+        return function
+    outside = {key: function[key] for key in ("id", "type") if key in function}
+    inside = {key: value for key, value in function.items() if key not in outside}
+    return {"type": "function", **outside, "function": inside}
+
+
+def _parsed(where: str, what: str, value: Any) -> Any:
+    """Return the value that a string of JSON holds, or a value that is no string as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {what} is no JSON: {error}") from None
+
+
+def read_calls(where: str, what: str, calls: Any) -> list[Any]:
+    """Return tool calls in the one form that all rows have here: wrapped, with arguments as an object.
+
+    Raises:
+        DataError: They are no list of objects, or arguments are no object and no JSON of one.
+    """
+    calls = _parsed(where, f"'tool_calls' of {what}", calls)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(
+            f"{where}: 'tool_calls' of {what} is a {type_name(calls)}; expected a list of objects"
+        )
+    read = []
+    for call in map(_wrapped, calls):
+        function = call.get("function")
+        if isinstance(function, dict) and function.get("arguments") is not None:
+            of_what = f"'arguments' of a tool call of {what}"
+            arguments = _parsed(where, of_what, function["arguments"] or {})
+            if not isinstance(arguments, dict):
+                raise DataError(f"{where}: {of_what} is a {type_name(arguments)}; expected an object")
+            call = {**call, "function": {**function, "arguments": arguments}}
+        read.append(call)
+    return read
 
 
 def _messages(where: str, record: dict[str, Any]) -> list[Turn]:
@@ -159,7 +219,9 @@ def read_system(where: str, record: dict[str, Any]) -> list[Turn]:
 
 
 def read_turns(where: str, field: str, value: Any) -> list[Turn]:
-    """The turns of a list of role and content, or of from and value."""
+    """The turns of a list of role and content, or of from and value; the list may be JSON, as in CSV."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = without_nulls(_parsed(where, f"field {field!r}", value))
     if not isinstance(value, list):
         raise DataError(f"{where}: field {field!r} is a {type_name(value)}; expected a list of turns")
     return [_turn(where, f"turn {number} of {field!r}", turn) for number, turn in enumerate(value, start=1)]
@@ -174,10 +236,48 @@ def _turn(where: str, what: str, turn: Any) -> Turn:
     if role is None:
         raise DataError(f"{where}: {what} has the role {given!r}; expected one of {', '.join(ROLES)}")
     found = {field: turn[field] for field in FURTHER_FIELDS if turn.get(field) is not None}
-    content = turn["content"] if "content" in turn else turn.get("value")
-    if content is None and found.get("tool_calls"):
-        content = ""  # the calls are all it says
-    return {"role": role, "content": read_text(where, what, content), **found}
+    content = turn["content"] if turn.get("content") is not None else turn.get("value")
+    if given.lower() in CALLING_ROLES and not found.get("tool_calls"):
+        found["tool_calls"], content = content, None
+    if found.get("tool_calls"):
+        found["tool_calls"] = read_calls(where, what, found["tool_calls"])
+        content = content or ""  # the calls may be all it says
+    read = {"role": role, "content": read_text(where, what, content), **found}
+    if role == ASSISTANT:
+        _read_weight(where, what, turn, read)
+    return read
+
+
+def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
+    """Note in `read`, under UNLEARNED, what of a turn is not to be learned."""
+    for name in WEIGHTS:
+        weight = turn.get(name)
+        if weight is None:
+            continue
+        if weight not in (0, 1):
+            raise DataError(
+                f"{where}: {what} has {name} {weight!r}; expected 0 or 1 (false or true): an answer is learned or not"
+            )
+        if not weight:
+            read[UNLEARNED] = None
+            return
+    stretches = []
+    for detail in turn.get(DETAIL) or []:
+        if not isinstance(detail, dict) or not {"begin_offset", "end_offset", "train"} <= detail.keys():
+            raise DataError(
+                f"{where}: {what} has a {DETAIL} without begin_offset, end_offset and train: {detail!r}"
+            )
+        if not detail["train"]:
+            stretches.append((int(detail["begin_offset"]), int(detail["end_offset"]) + 1))
+    if stretches:
+        read[UNLEARNED] = stretches
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the fields that are null: tables fill what a row lacks with them, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def read_text(where: str, what: str, content: Any) -> str:

@@ -5,16 +5,21 @@ Text alone: no tokens here. An answer goes from behind the generation prompt to 
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import ConversationsConfig
-from pipeline.data.chat_layouts import Conversation
+from pipeline.data.chat_layouts import ASSISTANT, Conversation
 from pipeline.errors import ConfigError, DataError
 from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.optional_packages import require
+
+if TYPE_CHECKING:
+    from pipeline.data.template_turns import RenderedTurns
 
 Spans = list[tuple[int, int]]
 
@@ -28,8 +33,11 @@ SPECIAL_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>")}
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Halves of a surrogate pair cannot stand in valid text, so these are never part of a conversation.
 BEGIN, END = "\ud800", "\ud801"  # around a special token in what somebody said
-PLACEHOLDER = 0xDC00  # first of those that stand for a turn's content
-MAX_TURNS = 1024  # there are no more of them
+# The first of these in a generation prompt belongs to the answer: whether the model thinks is its own choice.
+THINKING = re.compile(r"<think>|<thinking>|<thought>|<reasoning>|\[THINK\]")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of the same
+_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+_ANSWER: dict[str, Any] = {"role": ASSISTANT, "content": "!"}
 # Whatever goes wrong in a template is a fault of the template's.
 FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
@@ -81,29 +89,106 @@ class ChatTemplate:
         variables: That it may read besides the conversation: `bos_token` and the like.
         special_tokens: Those that may end a turn.
 
+    Attributes:
+        turn_stop: Special token that begins a user's turn, where an assistant's has no end of its own. The model
+            ends its turn with that. None: a turn has its own end, or the document's.
+
     Raises:
         DataError: it is no Jinja.
     """
 
     def __init__(self, text: str, variables: dict[str, Any], special_tokens: Sequence[str]) -> None:
+        from jinja2 import TemplateSyntaxError
+
+        from pipeline.data.template_turns import MarkedTemplate  # jinja2 is there
+
         self._text = text
         self._variables = variables
         self._special_tokens = tuple(special_tokens)
         self._has_marks = MARKS_ANSWERS.search(text) is not None
-        self._prompt = self._find_prompt()
-
-    def _find_prompt(self) -> str:
-        """What stands before an answer; empty where the template does not say."""
-        from jinja2 import TemplateError, TemplateSyntaxError
-
-        turns = [{"role": "user", "content": "?"}]
         try:
-            alone, prompted = self._write(turns), self._write(turns, prompt=True)
+            self._marked = MarkedTemplate(text, variables)
         except TemplateSyntaxError as error:
             raise DataError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from None
-        except (TemplateError, *FAULTS):
+        self._content_is_list = self._takes_content_as_list()
+        self._arguments_are_text = self._takes_arguments_as_text()
+        self._header = self._find_header()
+        self.turn_stop = self._find_turn_stop()
+
+    def _takes_content_as_list(self) -> bool:
+        """Return whether a template, as of a model that sees images, writes the pieces of a list and no strings."""
+        text = "probe"
+        for is_list in (False, True):
+            rendered = self._try(
+                [{"role": "user", "content": [{"type": "text", "text": text}] if is_list else text}]
+            )
+            if rendered is not None and text in rendered.text:
+                return is_list
+        return False
+
+    def _takes_arguments_as_text(self) -> bool:
+        """Return whether a template puts the arguments of a call into its text as they are, not as JSON."""
+        arguments = {"key": "value"}
+        written = []
+        for value in (arguments, json.dumps(arguments)):
+            call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": value}}
+            turns = [*_QUESTION, {"role": ASSISTANT, "content": "", "tool_calls": [call]}]
+            turns.append({"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": "!"})
+            rendered = self._try(turns)
+            written.append("" if rendered is None else rendered.text)
+        as_object, as_text = written
+        return json.dumps(arguments) in as_text and ("value" not in as_object or str(arguments) in as_object)
+
+    def _turns(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return turns in the form that this template writes rightly."""
+        return (
+            [self._turn(turn) for turn in turns]
+            if self._content_is_list or self._arguments_are_text
+            else turns
+        )
+
+    def _turn(self, turn: dict[str, Any]) -> dict[str, Any]:
+        changes: dict[str, Any] = {}
+        if self._content_is_list and isinstance(turn["content"], str):
+            changes["content"] = [{"type": "text", "text": turn["content"]}]
+        if self._arguments_are_text and turn.get("tool_calls"):
+            changes["tool_calls"] = [_with_arguments_as_text(call) for call in turn["tool_calls"]]
+        return {**turn, **changes}
+
+    def _find_header(self) -> str:
+        """Return what stands before an answer; empty where the template does not say.
+
+        That is the generation prompt up to where the model begins to think: whether it does is its answer's.
+        """
+        question = self._turns(_QUESTION)
+        rendered = [self._try(question, prompt=True), self._try(question)]
+        if rendered[0] is None or rendered[1] is None:
             return ""
-        return prompted.removeprefix(alone) if prompted.startswith(alone) else ""
+        prompt = rendered[0].tail.removeprefix(rendered[1].tail)
+        return THINKING.split(prompt)[0]
+
+    def _find_turn_stop(self) -> str | None:
+        """Return the special token that begins the user's turn where it alone ends the assistant's; else None."""
+        rendered = self._try(self._turns([*_QUESTION, _ANSWER, *_QUESTION, _ANSWER]))
+        if rendered is None or not rendered.spans[1] or not rendered.spans[2]:
+            return None
+        (_, answer_end), (start, end) = rendered.spans[1][-1], rendered.spans[2][0]
+        if answer_end != start or rendered.text[:answer_end].rstrip().endswith(self._special_tokens):
+            return None
+        opening = rendered.text[start:end]
+        return next((token for token in self._special_tokens if opening.startswith(token)), None)
+
+    def _try(self, turns: list[dict[str, Any]], prompt: bool = False) -> RenderedTurns | None:
+        """Return what the template makes of a conversation; None where it refuses it."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._render(turns, prompt=prompt)
+        except (TemplateError, *FAULTS):
+            return None
+
+    def _render(self, turns: list[dict[str, Any]], tools: Any = None, prompt: bool = False) -> RenderedTurns:
+        return self._marked.render([_with_reasoning(turn) for turn in turns], tools, prompt=prompt)
 
     def _write(self, turns: list[dict[str, Any]], tools: Any = None, prompt: bool = False) -> str:
         return self._write_marked(turns, tools, prompt, marks=False)[0]
@@ -132,7 +217,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            return self._write(conversation.turns, conversation.tools)
+            return self._write(self._turns(conversation.turns), conversation.tools)
         except (TemplateError, *FAULTS) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{where}: the chat template refuses the conversation: {reason}") from None
@@ -146,88 +231,104 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            return self._write([{"role": "user", "content": question}], prompt=True)
+            return self._write(self._turns([{"role": "user", "content": question}]), prompt=True)
         except (TemplateError, *FAULTS) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"the chat template refuses the question: {reason}") from None
 
-    def find_answers(self, where: str, conversation: Conversation, text: str) -> Spans:
-        """Where in `text`, which `write` gave, the assistant speaks: (start, end) of each answer, in order.
+    def find_answers(self, where: str, conversation: Conversation, text: str) -> list[Spans]:
+        """Return where in `text`, which `write` gave, the assistant speaks.
 
-        By the template's own marks, where it has `{% generation %}`. Else an answer is what the template adds
-        to what stands before it. Where that changes with what follows (thoughts that are left out later),
-        by placeholders; see `_by_placeholders`.
+        An answer is the text of its turn behind the turn's header, or what the template marks with
+        `{% generation %}` in it. Where a turn has no end of its own, the token that begins the next turn ends it.
+
+        Returns:
+            For each of the conversation's answers its stretches of `text`; none where the template writes nothing.
 
         Raises:
-            ConfigError: it cannot be found out. No row is to blame, so none may be skipped for it.
+            ConfigError: The template does not show it. No row is to blame, so none may be skipped for it.
         """
         from jinja2 import TemplateError
 
+        found: list[Spans] = []
         try:
-            if self._has_marks:
-                spans = self._write_marked(conversation.turns, conversation.tools, False, marks=True)[1]
-            else:
-                spans = self._by_prefixes(conversation, text) or self._by_placeholders(conversation, text)
+            given = self._turns(conversation.turns)
+            rendered = self._render(given, conversation.tools)
+            if rendered.text == text:
+                turns = [rendered.spans[number] for number in conversation.answers]
+                if self._has_marks:
+                    marks = self._write_marked(given, conversation.tools, False, marks=True)[1]
+                    found = _by_turn(marks, rendered.spans, conversation.answers)
+                else:
+                    found = [self._answer(text, own) for own in turns]
         except (TemplateError, *FAULTS):
-            spans = []
-        bounds = [bound for span in spans for bound in span]
-        if not spans or bounds != sorted(bounds) or bounds[-1] > len(text):
+            found = []
+        if not any(found):
             raise ConfigError(
                 f"{where}: the chat template does not show which of its text the assistant says; "
                 "mark that with {% generation %} and {% endgeneration %} in a copy of the template, and set "
                 "data.chat_template to its file, or set data.learn_from: all"
             )
-        return spans
+        return found
 
-    def _by_prefixes(self, conversation: Conversation, text: str) -> Spans:
-        """Empty where one does not begin with the other.
-
-        A template without a generation prompt leaves the header of the turn, if any, to the assistant to say.
-        """
-        spans = []
-        for number in conversation.answers:
-            if number == 0:  # few templates write nothing at all
-                return []
-            before = self._write(conversation.turns[:number], conversation.tools, prompt=True)
-            after = self._write(conversation.turns[: number + 1], conversation.tools)
-            if not after.startswith(before) or not text.startswith(after):
-                return []
-            spans.append((len(before), self._end_of_turn(text, len(before), len(after))))
-        return spans
-
-    def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """The end without white space behind a special token: that is no part of the turn any more."""
-        said = text[start:end].rstrip()
-        return start + len(said) if said.endswith(self._special_tokens) else end
-
-    def _by_placeholders(self, conversation: Conversation, text: str) -> Spans:
-        """With a placeholder for an answer, the text before and behind it shows where it is in `text`.
-
-        With one for every turn, what stands between them is the template's own: there ends the generation
-        prompt, and the answer begins. Empty where the template does not do the same with and without them.
-        """
-        turns, tools = conversation.turns, conversation.tools
-        if len(turns) > MAX_TURNS:
+    def _answer(self, text: str, turn: Spans) -> Spans:
+        """Return the stretches of a turn without its header."""
+        if not turn:
             return []
-        marks = [chr(PLACEHOLDER + number) for number in range(len(turns))]
-        empty = [{**turn, "content": mark} for turn, mark in zip(turns, marks, strict=True)]
-        bare = self._write(empty, tools)
-        spans = []
-        for number in conversation.answers:
-            mark = marks[number]
-            others = [*turns[:number], empty[number], *turns[number + 1 :]]
-            texts = (bare, self._write(others, tools), self._write(others[: number + 1], tools))
-            if any(each.count(mark) != 1 for each in texts):
-                return []
-            header = re.split("[\udc00-\udfff]", texts[0][: texts[0].index(mark)])[-1]
-            (before, behind), (_, turn_end) = (each.split(mark) for each in texts[1:])
-            if self._prompt not in header or not before.endswith(header):
-                return []
-            start = len(before) - len(header) + header.rindex(self._prompt) + len(self._prompt)
-            if not text.startswith(before[:start]) or not text.endswith(behind):
-                return []
-            if not behind.startswith(turn_end):
-                return []
-            end = len(text) - len(behind) + len(turn_end)
-            spans.append((start, self._end_of_turn(text, start, end)))
+        (start, end), *others = turn
+        start += self._header_length(text[start:end])
+        spans = [span for span in ((start, end), *others) if span[0] < span[1]]
+        if self.turn_stop and spans:
+            start, end = spans[-1]
+            behind = next((token for token in self._special_tokens if text.startswith(token, end)), "")
+            spans[-1] = (start, end + len(behind))
         return spans
+
+    def _header_length(self, turn: str) -> int:
+        """Return how many characters of an assistant's turn stand before its answer."""
+        place = turn.find(self._header)
+        if place >= 0 and not self._without_special_tokens(turn[:place]).strip():
+            return place + len(self._header)
+        shared = len(os.path.commonprefix([turn, self._header]))
+        while shared and not (turn[shared - 1].isspace() or turn[:shared].endswith(self._special_tokens)):
+            shared -= 1
+        return shared
+
+    def _without_special_tokens(self, text: str) -> str:
+        for token in self._special_tokens:
+            text = text.replace(token, "")
+        return text
+
+
+def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a turn with its reasoning under the names that templates read, as transformers does."""
+    names = (name for name in REASONING_FIELDS if turn.get(name) is not None)
+    reasoning = next((turn[name] for name in names), None)
+    return (
+        dict(turn) if reasoning is None else {"thinking": reasoning, **turn, "reasoning_content": reasoning}
+    )
+
+
+def _by_turn(marks: Spans, turns: list[Spans], answers: list[int]) -> list[Spans]:
+    """Return the marks of each answer. What a template marks behind all turns belongs to the last answer.
+
+    Raises:
+        ValueError: A mark belongs to no answer.
+    """
+    found: list[Spans] = [[] for _ in answers]
+    last_end = max((turn[-1][1] for turn in turns if turn), default=0)
+    for start, end in marks:
+        owner = next((n for n, turn in enumerate(turns) if turn and turn[0][0] <= start < turn[-1][1]), None)
+        if owner is None and start >= last_end and answers[-1] == len(turns) - 1:
+            owner = answers[-1]
+        if start < end:
+            found[answers.index(-1 if owner is None else owner)].append((start, end))
+    return found

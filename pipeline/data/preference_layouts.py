@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.data.chat_layouts import (
     ASSISTANT,
+    UNLEARNED,
     Conversation,
     Turn,
     has_field,
@@ -21,6 +22,7 @@ from pipeline.data.chat_layouts import (
     read_text,
     read_tools,
     read_turns,
+    without_nulls,
 )
 from pipeline.data.documents.records import Record
 from pipeline.errors import DataError
@@ -85,7 +87,10 @@ class Example:
         """Prompt and answer, where they are turns."""
         assert not isinstance(self.prompt, str)
         assert not isinstance(answer.said, str)
-        return Conversation([*self.prompt, *answer.said], self.tools)
+        turns = [*self.prompt, *answer.said]
+        unlearned = {number: turn[UNLEARNED] for number, turn in enumerate(turns) if UNLEARNED in turn}
+        plain = [{key: value for key, value in turn.items() if key != UNLEARNED} for turn in turns]
+        return Conversation(plain, self.tools, unlearned)
 
 
 def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> Example:
@@ -103,6 +108,7 @@ def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> 
     """
     if not isinstance(record, dict):
         raise DataError(f"{where}: is text; expected a row with a prompt and answers (kind: text reads text)")
+    record = without_nulls(record)
     field, is_plain = _find_prompt(where, record, layout)
     pair = next((pair for pair in PAIRS if any(has_field(record, side) for side in pair)), None)
     if pair is None:

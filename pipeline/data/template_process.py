@@ -35,6 +35,9 @@ class TemplateProcess:
     Args:
         given: What ChatTemplate takes.
 
+    Attributes:
+        turn_stop: As of ChatTemplate.
+
     Raises:
         DataError: it is no Jinja.
         ConfigError: it comes to no end, or takes too much memory.
@@ -53,7 +56,7 @@ class TemplateProcess:
             _live(theirs, given)
         theirs.close()
         self.close = weakref.finalize(self, _end, self._connection, self._process, parent)
-        self._ask("check", [("the chat template",)])
+        self.turn_stop: str | None = self._ask("turn_stop", [("the chat template",)])[0]
 
     def write(self, given: Sequence[tuple[str, Conversation]]) -> list[str]:
         """As ChatTemplate.write, for each of the conversations.
@@ -68,7 +71,7 @@ class TemplateProcess:
         """As ChatTemplate.ask."""
         return str(self._ask("ask", [(question,)])[0])
 
-    def find_answers(self, given: Sequence[tuple[str, Conversation, str]]) -> list[Spans]:
+    def find_answers(self, given: Sequence[tuple[str, Conversation, str]]) -> list[list[Spans]]:
         """As ChatTemplate.find_answers, for each of the conversations.
 
         Raises:
@@ -132,7 +135,8 @@ def _live(connection: Connection, given: tuple[Any, ...]) -> None:
                 signal.setitimer(signal.ITIMER_PROF, SECONDS)
                 try:
                     template = ChatTemplate(*given) if template is None else template
-                    answer = None if what == "check" else _bounded(getattr(template, what)(*item), item)
+                    asked = getattr(template, what)
+                    answer = _bounded(asked(*item), item) if callable(asked) else asked
                 except PipelineError as error:
                     failure = error
                 except MemoryError:

@@ -49,9 +49,8 @@ def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> dict[st
     columns = ["source", "documents", "tokens", "held out", "mean tokens", "median", "95 %", "longest"]
     screen.table(columns, rows)
     for source in sources:
-        for what, count in source.tally.items():
-            if count:
-                screen.line(f"{source.name}: {what}: {count:,}")
+        for line in source.tally.lines():
+            screen.line(f"{source.name}: {line}")
     return lengths
 
 

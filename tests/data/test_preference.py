@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+from pipeline.data.documents.records import Tally
 
 import numpy as np
 import pytest
@@ -130,7 +130,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_each_layout_gives_the_ids_of_the_template_or_the_text(encoder, tokenizer, name):
     row, expected = ROWS[name]
-    (document,) = encoder([("rows:1", row)], Counter())
+    (document,) = encoder([("rows:1", row)], Tally())
     assert sides_of(document, tokenizer) == expected
     texts = [before + answer for _, before, answer in expected]
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -139,7 +139,7 @@ def test_each_layout_gives_the_ids_of_the_template_or_the_text(encoder, tokenize
 
 
 def test_strings_that_the_template_is_to_write(make_encoder, tokenizer):
-    (document,) = make_encoder(layout="prompt_pairs")([("rows:1", {"prompt": SKY, **SIDES})], Counter())
+    (document,) = make_encoder(layout="prompt_pairs")([("rows:1", {"prompt": SKY, **SIDES})], Tally())
     assert sides_of(document, tokenizer) == CHAT
 
 
@@ -147,7 +147,7 @@ def test_only_the_judged_turns_count(encoder, tokenizer):
     """Not what the assistant said before, nor what it was asked in between."""
     before = [user(SKY), bot(GREEN), user(KIND)]
     row = {"chosen": [*before, bot(BLUE), user(SKY), bot(KIND)], "rejected": [*before, bot(GREEN)]}
-    (document,) = encoder([("rows:1", row)], Counter())
+    (document,) = encoder([("rows:1", row)], Tally())
     (_, prompt, length), rejected = document.segments.tolist()
     learned = document.ids[:length][document.loss_mask[:length]]
     assert tokenizer.decode(learned) == f"{BLUE}<|im_end|>{KIND}<|im_end|>\n{END}"
@@ -168,7 +168,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path, tokenizer):
     config = PreferenceDataConfig(kind="preference", paths=["x"], sequence_length=1000)
     settings = EncoderSettings(config, tmp_path, own.eos_token_id, token_ids_end(own), False, 1)
     row = {"prompt": SKY, "chosen": " <|begin|>", "rejected": " it is"}
-    tally = Counter()
+    tally = Tally()
     (document,) = PreferenceEncoder(settings)([("rows:1", row)], tally)
     ids, (_, prompt, length) = document.ids.tolist(), document.segments[0].tolist()
     assert ids[0] == begin[1]
@@ -188,7 +188,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path, tokenizer):
     ],
 )
 def test_scores_are_a_margin(encoder, scores, margin):
-    (document,) = encoder([("rows:1", WHOLE | scores)], Counter())
+    (document,) = encoder([("rows:1", WHOLE | scores)], Tally())
     assert document.margin == margin
 
 
@@ -218,7 +218,7 @@ def test_scores_are_a_margin(encoder, scores, margin):
 )
 def test_a_bad_pair_is_named_by_its_place(encoder, row, message):
     with pytest.raises(DataError, match=r"^rows:7: ") as refused:
-        encoder([("rows:7", row)], Counter())
+        encoder([("rows:7", row)], Tally())
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -234,36 +234,36 @@ UNPAIRED = {
 @pytest.mark.parametrize("name", UNPAIRED)
 def test_answers_without_a_pair(make_encoder, tokenizer, name):
     row, kind = UNPAIRED[name]
-    (document,) = make_encoder(examples="unpaired")([("rows:1", row)], Counter())
+    (document,) = make_encoder(examples="unpaired")([("rows:1", row)], Tally())
     ((found, before, answer),) = sides_of(document, tokenizer)
     assert found == kind
     assert before + answer == "".join(written(BLUE, user(SKY)) if name != "plain" else (SKY, f" {BLUE}{END}"))
     with pytest.raises(DataError, match="expected true or false"):
-        make_encoder(examples="unpaired")([("a:1", row | dict.fromkeys(("label", "kto_tag"), 2))], Counter())
+        make_encoder(examples="unpaired")([("a:1", row | dict.fromkeys(("label", "kto_tag"), 2))], Tally())
 
 
 def test_without_a_template_plain_text_is_read_and_turns_are_an_error(make_encoder):
     encoder = make_encoder(None)
-    assert len(encoder([("rows:1", ROWS["plain"][0])], Counter())) == 1
+    assert len(encoder([("rows:1", ROWS["plain"][0])], Tally())) == 1
     with pytest.raises(ConfigError, match=r"rows:2: its turns are written by a chat template: the tokenizer"):
-        encoder([("rows:2", WHOLE)], Counter())
+        encoder([("rows:2", WHOLE)], Tally())
 
 
 def test_what_does_not_fit_is_dropped_whole_and_counted(make_encoder):
-    size = len(make_encoder()([("rows:1", WHOLE)], Counter())[0].ids)
-    assert len(make_encoder(sequence_length=size)([("rows:1", WHOLE)], Counter())) == 1
-    tally = Counter()
+    size = len(make_encoder()([("rows:1", WHOLE)], Tally())[0].ids)
+    assert len(make_encoder(sequence_length=size)([("rows:1", WHOLE)], Tally())) == 1
+    tally = Tally()
     assert make_encoder(sequence_length=size - 1)([("rows:1", WHOLE)], tally) == []
     assert tally == {TOO_LONG: 1}
-    (_, prompt, _), (_, _, length) = make_encoder()([("rows:1", WHOLE)], Counter())[0].segments.tolist()
+    (_, prompt, _), (_, _, length) = make_encoder()([("rows:1", WHOLE)], Tally())[0].segments.tolist()
     alone = {"messages": WHOLE["rejected"], "kto_tag": False}
     for missing in (0, 1):  # beside it, the prompt and a token of another's answer
         encoder = make_encoder(sequence_length=length + prompt + 1 - missing, examples="unpaired")
-        assert len(encoder([("rows:1", alone)], Counter())) == 1 - missing
+        assert len(encoder([("rows:1", alone)], Tally())) == 1 - missing
     with pytest.raises(
         ConfigError, match=r"rows:1: the answers, .* tokens, and a sequence \d+; .*too_long: drop"
     ):
-        make_encoder(sequence_length=size - 1, too_long="error")([("rows:1", WHOLE)], Counter())
+        make_encoder(sequence_length=size - 1, too_long="error")([("rows:1", WHOLE)], Tally())
 
 
 def write(path, rows):

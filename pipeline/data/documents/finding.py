@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import glob
 import os
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.data.documents.streams import COMPRESSIONS, Span, unreadable
+from pipeline.data.documents.streams import COMPRESSIONS, Span, open_stream, unreadable
 from pipeline.errors import DataError
 
 PYTHON_STDLIB = "python_stdlib"
@@ -25,14 +26,16 @@ SUFFIX_KINDS = {
     **dict.fromkeys(f"{PROSE} {CODE}".split(), "text"),
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-EXPECTED = ".txt .md .rst, source code, .jsonl .csv .tsv .parquet .arrow .feather, or these with .gz or .zst"
-JSON_HINT = "; a list of rows in a .json file: write it as .jsonl, one row a line"
+EXPECTED = (
+    ".txt .md .rst, source code, .jsonl .json .csv .tsv .parquet .arrow .feather, or these with .gz or .zst"
+)
 # Tests say little that the rest does not; the others belong to one installation, not to a version of Python.
 STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 STDLIB_TOPICS = "pydoc_data/topics.py"
@@ -74,10 +77,7 @@ def _find_entry(entry: str) -> list[Span]:
     if entry.strip() and path.is_file():
         span = whole_file(path)
         if span is None:
-            hint = JSON_HINT if path.suffix.lower() == ".json" else ""
-            raise DataError(
-                f"data.paths: {entry} cannot be read, by its suffix; expected one of {EXPECTED}{hint}"
-            )
+            raise DataError(f"data.paths: {entry} cannot be read, by its suffix; expected one of {EXPECTED}")
         return [span]
     if entry.strip() and path.exists() and not path.is_dir():
         raise DataError(f"data.paths: {entry} is no file: a pipe, a socket or a device; write it to a file")
@@ -87,8 +87,13 @@ def _find_entry(entry: str) -> list[Span]:
         matches, what = _glob(entry), "glob"
     else:
         raise DataError(f"data.paths: {entry or repr(entry)} does not exist{_suggestion(path)}")
-    files = {file for match in matches for file in (_walk(match) if match.is_dir() else [match])}
-    spans = [span for span in map(whole_file, sorted(files)) if span is not None]
+    named = {match for match in matches if not match.is_dir()}
+    files = named | {file for match in matches if match.is_dir() for file in _walk(match)}
+    spans = [
+        span
+        for file in sorted(files)
+        if (span := whole_file(file)) is not None and (file in named or not _is_description(span))
+    ]
     dangling = next((span.path for span in spans if not os.path.exists(span.path)), None)
     if dangling is not None:
         raise DataError(f"data.paths: {dangling} is a link to something that is not there; remove or mend it")
@@ -98,6 +103,14 @@ def _find_entry(entry: str) -> list[Span]:
             f"data.paths: the {what} {entry} holds {_seen(files)}; expected files that end in {EXPECTED}"
         )
     return usable
+
+
+def _is_description(span: Span) -> bool:
+    """Whether a file of JSON, which a folder holds and nobody named, is no list of rows: settings, an index."""
+    if span.kind != "json" or not os.path.isfile(span.path):
+        return False
+    with open_stream(span.path, span.compression) as stream:
+        return not stream.read(1000).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _seen(files: set[Path]) -> str:

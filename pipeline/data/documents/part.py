@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,7 +12,14 @@ from pipeline.data.documents.finding import find_files
 from pipeline.data.documents.hub import dataset_pieces
 from pipeline.data.documents.iterable import iterable_pieces
 from pipeline.data.documents.pieces import FilePiece, file_pieces
-from pipeline.data.documents.records import BAD_RECORDS, BadRecords, Piece, Record, text_of
+from pipeline.data.documents.records import (
+    BAD_RECORDS,
+    BadRecords,
+    Piece,
+    Record,
+    Tally,
+    text_of,
+)
 from pipeline.errors import DataError
 
 PART_SIZE = 32 * 2**20  # bytes of input: seconds of work, so that little is lost with a process
@@ -111,7 +117,7 @@ def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
     )
 
 
-def read_records(part: Part, tally: Counter[str]) -> Iterator[tuple[str, Record]]:
+def read_records(part: Part, tally: Tally) -> Iterator[tuple[str, Record]]:
     """(where, record) of a part, one by one. Texts of white space are left out, rows of it are not.
 
     Args:
@@ -125,7 +131,7 @@ def read_records(part: Part, tally: Counter[str]) -> Iterator[tuple[str, Record]
     return islice(_records(part, bad, None), part.max_documents)
 
 
-def read_texts(part: Part, tally: Counter[str]) -> Iterator[tuple[str, str]]:
+def read_texts(part: Part, tally: Tally) -> Iterator[tuple[str, str]]:
     """(where, text) of a part, one by one; no text is empty or all white space.
 
     A row without its text is a bad record like any other. Reads no column but that of the text.
@@ -163,7 +169,7 @@ def _has_text(text: str) -> bool:
     return bool(text) and not text.isspace()
 
 
-def no_text(source: SourceConfig, tally: Counter[str]) -> DataError:
+def no_text(source: SourceConfig, tally: Tally) -> DataError:
     """The error for a source of which every part was read and no document has text."""
     given = source.dataset or source.iterable or ", ".join(source.paths or [])
     bad = tally[BAD_RECORDS]

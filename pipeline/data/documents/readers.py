@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -14,6 +15,7 @@ from pipeline.data.documents.tables import read_arrow, read_parquet
 from pipeline.errors import DataError
 
 BYTE_ORDER_MARK = "\ufeff"
+SPACE = re.compile(r"[ \t\r\n]*")
 Reader = Callable[[Span, BadRecords, str | None], Iterator[tuple[str, Record]]]
 
 
@@ -47,6 +49,69 @@ def read_jsonl(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple
                 if record is not None:
                     yield where, record
             offset += len(line)
+
+
+def read_json(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+    """A list of objects. Many tools give lines of objects this name too: such a file is read as them."""
+    with open_stream(span.path, span.compression) as stream:
+        content = stream.read()
+    text = decode(content, span.path, span.path, 0).removeprefix(BYTE_ORDER_MARK).strip()
+    if text.startswith("{") and _is_one_object(text):
+        raise DataError(
+            f"{span.path}: is one JSON object; expected a list of rows, [...], or an object a line"
+        )
+    if not text.startswith("["):
+        yield from read_jsonl(span, bad, field)
+        return
+    for number, record in enumerate(_elements(text, span.path), start=1):
+        where = f"{span.path}: row {number}"
+        if isinstance(record, dict):
+            yield where, record
+        else:
+            bad.refuse(f"{where}: is a {type_name(record)}; expected an object with fields")
+
+
+def _is_one_object(text: str) -> bool:
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return end == len(text)
+
+
+def _elements(text: str, path: str) -> Iterator[Any]:
+    """The elements of a JSON list, one at a time.
+
+    Raises:
+        DataError: The text is no such list. What stands behind the fault cannot be read.
+    """
+    decoder = json.JSONDecoder()
+    number = 1
+    place = _skip_space(text, 1)
+    is_last = text[place : place + 1] == "]"
+    while not is_last:
+        try:
+            element, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: row {number}: not JSON: {error}") from None
+        place = _skip_space(text, place)
+        separator = text[place : place + 1]
+        if separator not in (",", "]"):
+            raise DataError(
+                f"{path}: row {number}: not JSON: expected ',' or ']' behind it, got {separator!r}"
+            )
+        yield element
+        is_last = separator == "]"
+        place = place if is_last else _skip_space(text, place + 1)
+        number += 1
+    if place + 1 < len(text):
+        raise DataError(f"{path}: there is more text behind the end of its list")
+
+
+def _skip_space(text: str, place: int) -> int:
+    found = SPACE.match(text, place)
+    assert found is not None  # it matches nothing, too
+    return found.end()
 
 
 def _object_of_line(line: bytes, where: str, path: str, offset: int) -> dict[str, Any] | None:
@@ -145,6 +210,7 @@ def read_stdlib_topics(span: Span, bad: BadRecords, field: str | None) -> Iterat
 READERS: dict[str, Reader] = {
     "text": read_text,
     "jsonl": read_jsonl,
+    "json": read_json,
     "csv": read_csv,
     "tsv": read_csv,
     "parquet": read_parquet,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pipeline.errors import DataError
@@ -11,6 +12,38 @@ from pipeline.errors import DataError
 Record = str | dict[str, Any]
 BAD_RECORDS = "bad records"  # their count in a tally
 TYPE_NAMES = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+
+
+class Tally(Counter[str]):
+    """Counts what is worth telling about records, and keeps the place of the first record of each kind.
+
+    Attributes:
+        first: File and line of the first record that was counted under a name.
+    """
+
+    def __init__(
+        self, counts: Mapping[str, int] = MappingProxyType({}), first: Mapping[str, str] | None = None
+    ):
+        super().__init__(counts)
+        self.first: dict[str, str] = dict(first or {})
+
+    def note(self, what: str, where: str) -> None:
+        """Count one more record under `what`."""
+        self[what] += 1
+        self.first.setdefault(what, where)
+
+    def lines(self) -> list[str]:
+        """Return a line for each kind: what, how many, and the first of them."""
+        return [
+            f"{what}: {count:,}" + (f" (first: {self.first[what]})" if what in self.first else "")
+            for what, count in sorted(self.items())
+            if count
+        ]
+
+    def add(self, other: Tally) -> None:
+        """Count what another tally counted, of records behind those of this one."""
+        self.update(other)
+        self.first = other.first | self.first
 
 
 class BadRecords:
@@ -21,7 +54,7 @@ class BadRecords:
         tally: Where it is counted, under `bad records`.
     """
 
-    def __init__(self, skip: bool, tally: Counter[str]) -> None:
+    def __init__(self, skip: bool, tally: Tally) -> None:
         self.skip = skip
         self.tally = tally
 
@@ -33,7 +66,7 @@ class BadRecords:
         """
         if not self.skip:
             raise DataError(message)
-        self.tally[BAD_RECORDS] += 1
+        self.tally.note(BAD_RECORDS, message)
 
 
 class Piece(Protocol):

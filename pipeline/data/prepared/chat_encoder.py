@@ -5,17 +5,18 @@ An answer is kept whole or left out, and counted.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.chat_layouts import Conversation, read_conversation
+from pipeline.data.documents.records import Record, Tally
 from pipeline.data.prepared.chat_writer import ConversationWriter, Written
 from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
+from pipeline.data.unwritten import unwritten_fields
 from pipeline.errors import ConfigError
 
 SHORTENED = "conversations shortened"
 TOO_LONG = "conversations dropped: longer than a sequence"
 NO_ANSWER = "conversations dropped: no answer"
+UNWRITTEN = "conversations with a field of which the tokens do not show all"
 ESCAPED = "conversations with a special token read as text"
 
 
@@ -38,7 +39,7 @@ class ChatEncoder:
         self._writer = ConversationWriter(settings)
         _ = self._writer.template  # what is wrong with it shows before a record is read
 
-    def __call__(self, records: Records, tally: Counter[str]) -> list[Document]:
+    def __call__(self, records: Records, tally: Tally) -> list[Document]:
         """A document for each conversation that is kept, in order.
 
         Raises:
@@ -46,33 +47,42 @@ class ChatEncoder:
             ConfigError: a conversation is too long, which the recipe forbids; the template does not show what
                 the assistant says.
         """
+        is_all = self._config.learn_from == "all"
         given: list[tuple[str, Conversation]] = []
-        keys: list[bytes] = []
+        rows: list[tuple[bytes, Record]] = []
         for where, record in records:
             conversation = read_conversation(where, record, self._config.layout)
-            if not conversation.answers and self._config.learn_from == "assistant":
-                tally[NO_ANSWER] += 1
+            if not conversation.learned_answers and not is_all:
+                tally.note(NO_ANSWER, where)
             else:
                 given.append((where, self._writer.escape(conversation)))
-                keys.append(conversation.key)
+                rows.append((conversation.key, record))
         written = self._writer.write(given)
+        for each, (_, record) in zip(written, rows, strict=True):
+            for name in unwritten_fields(record, each.said):
+                tally.note(f"{UNWRITTEN}: {name}", each.where)
+            if each.is_escaped:
+                tally.note(ESCAPED, each.where)
         shorter = iter(self._shorten([each for each in written if not self._fits(each)], tally))
         kept = [each if self._fits(each) else next(shorter) for each in written]
-        found = [(each, key) for each, key in zip(kept, keys, strict=True) if each is not None]
-        tally.update(ESCAPED for each, _ in found if each.is_escaped)
-        if self._config.learn_from == "all":
+        found = [(each, key) for each, (key, _) in zip(kept, rows, strict=True) if each is not None]
+        if is_all:
             return [Document(*self._writer.tokens(each, None), key) for each, key in found]
-        answers = self._writer.find_answers([each for each, _ in found])
-        return [
-            Document(*self._writer.tokens(each, spans), key)
-            for (each, key), spans in zip(found, answers, strict=True)
-        ]
+        documents = []
+        answers = self._writer.find_answers([each for each, _ in found], tally)
+        for (each, key), own in zip(found, answers, strict=True):
+            spans = [span for spans in own for span in spans]
+            if spans:
+                documents.append(Document(*self._writer.tokens(each, spans), key))
+            else:
+                tally.note(NO_ANSWER, each.where)
+        return documents
 
     def _fits(self, written: Written) -> bool:
         """In a sequence and the token behind it, which is only predicted."""
         return self._writer.length(written) <= self._config.sequence_length + 1
 
-    def _shorten(self, written: list[Written], tally: Counter[str]) -> list[Written | None]:
+    def _shorten(self, written: list[Written], tally: Tally) -> list[Written | None]:
         """What each becomes that is too long: its first turns up to an answer, or None.
 
         As many turns as fit, found by halving: with so many conversations at once, in a few rounds.
@@ -86,7 +96,8 @@ class ChatEncoder:
             )
         best: list[Written | None] = [None] * len(written)
         if self._config.too_long == "drop":
-            tally[TOO_LONG] += len(written)
+            for long in written:
+                tally.note(TOO_LONG, long.where)
             return best
         ends = [
             [number + 1 for number in each.conversation.answers if number + 1 < len(each.conversation.turns)]
@@ -106,5 +117,6 @@ class ChatEncoder:
                     low[number], best[number] = at + 1, each
                 else:
                     high[number] = at
-        tally.update(TOO_LONG if each is None else SHORTENED for each in best)
+        for long, each in zip(written, best, strict=True):
+            tally.note(TOO_LONG if each is None else SHORTENED, long.where)
         return best

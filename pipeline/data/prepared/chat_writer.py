@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.data_schema import ConversationsConfig
-from pipeline.data.chat_layouts import Conversation
+from pipeline.data.chat_layouts import DETAIL, Conversation
 from pipeline.data.chat_template import BEGIN, END, Spans, find_template
+from pipeline.data.documents.records import Tally
 from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
 from pipeline.data.template_process import TemplateProcess
+from pipeline.errors import DataError
 
 MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|[{BEGIN}{END}]")
 Tokens = tuple[NDArray[Any], NDArray[np.bool_] | None]  # (n,) ids, and which of them count; None: all
+
+
+CALLS_UNWRITTEN = "answers not learned: they are tool calls, which the chat template does not write"
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,40 @@ class Written:
     offsets: list[tuple[int, int]]
 
     @property
+    def said(self) -> str:
+        """The text without marks."""
+        return self.text.replace(BEGIN, "").replace(END, "")
+
+    @property
     def is_escaped(self) -> bool:
         """Whether somebody wrote a special token."""
         return BEGIN in self.text
+
+
+def _are_written(calls: list[Any], text: str) -> bool:
+    names = [call["function"].get("name") for call in calls if isinstance(call.get("function"), dict)]
+    return all(name is None or str(name) in text for name in names)
+
+
+def _without(written: Written, content: str, spans: Spans, left_out: Spans) -> Spans:
+    """Return the stretches of an answer without some of the characters of its content."""
+    start, end = spans[0][0], spans[-1][1]
+    place = written.text.find(content, start, end)
+    if place < 0:
+        raise DataError(
+            f"{written.where}: a part of an answer is not to be learned ({DETAIL}), and the chat template does not "
+            "write the answer as it is"
+        )
+    # Marks around special tokens count in the text, and not in what the row says.
+    places = [at for at, letter in enumerate(content, start=place) if letter not in (BEGIN, END)]
+    kept = spans
+    for first, last in left_out:
+        if not 0 <= first < last <= len(places):
+            raise DataError(f"{written.where}: {DETAIL} is outside of its answer of {len(places)} characters")
+        low, high = places[first], places[last - 1] + 1
+        pieces = [[(a, min(b, low)), (max(a, high), b)] for a, b in kept]
+        kept = [piece for each in pieces for piece in each if piece[0] < piece[1]]
+    return kept
 
 
 class ConversationWriter:
@@ -85,7 +121,8 @@ class ConversationWriter:
                 return {key: escape(each) for key, each in value.items()}
             return [escape(each) for each in value] if isinstance(value, list) else value
 
-        escaped = Conversation(escape(conversation.turns), escape(conversation.tools))
+        turns, tools = escape(conversation.turns), escape(conversation.tools)
+        escaped = replace(conversation, turns=turns, tools=tools)
         return conversation if escaped == conversation else escaped
 
     @cached_property
@@ -95,13 +132,41 @@ class ConversationWriter:
         core.post_processor = None
         return core
 
-    def find_answers(self, written: Sequence[Written]) -> list[Spans]:
-        """Where the assistant speaks in the text of each.
+    def find_answers(self, written: Sequence[Written], tally: Tally) -> list[list[Spans]]:
+        """Return for each of the conversations where in its text the answers are that are learned.
+
+        An answer of tool calls alone, which the template does not write, is not learned, and counted.
+
+        Returns:
+            For each of the conversation's answers its stretches of the text; none where it is context.
 
         Raises:
-            ConfigError: the template does not show it.
+            ConfigError: The template does not show it.
+            DataError: A part of an answer is not to be learned, and the template does not write it as it is.
         """
-        return self.template.find_answers([(each.where, each.conversation, each.text) for each in written])
+        found = self.template.find_answers([(each.where, each.conversation, each.text) for each in written])
+        return [self._learned(each, answers, tally) for each, answers in zip(written, found, strict=True)]
+
+    def _learned(self, written: Written, answers: list[Spans], tally: Tally) -> list[Spans]:
+        conversation = written.conversation
+        learned: list[Spans] = []
+        for number, spans in zip(conversation.answers, answers, strict=True):
+            turn = conversation.turns[number]
+            left_out = conversation.unlearned.get(number, [])
+            if left_out is None:
+                learned.append([])
+                continue
+            own = "".join(written.text[start:end] for start, end in spans)
+            if (
+                not turn["content"].strip()
+                and turn.get("tool_calls")
+                and not _are_written(turn["tool_calls"], own)
+            ):
+                tally.note(CALLS_UNWRITTEN, written.where)
+                learned.append([])
+                continue
+            learned.append(_without(written, turn["content"], spans, left_out) if left_out else spans)
+        return learned
 
     def write(self, given: Sequence[tuple[str, Conversation]]) -> list[Written]:
         """Each (where, conversation that `escape` gave) as the template has it.
@@ -153,13 +218,28 @@ class ConversationWriter:
         return ids
 
     def is_ended(self, written: Written) -> bool:
-        """Whether the end-of-document token stands behind all but white space."""
+        """Whether the end of a document stands behind all but white space."""
         for token, (start, end) in zip(reversed(written.ids), reversed(written.offsets), strict=True):
-            if token == self._settings.end_of_document:
+            if token in (self._settings.end_of_document, self._end):
                 return True
             if written.text[start:end].strip():
                 return False
         return False
+
+    @cached_property
+    def _end(self) -> int:
+        """Id of the token that ends a conversation: the document's end, or the one that ends its turns."""
+        stop = self.template.turn_stop
+        return self._settings.end_of_document if stop is None else int(self._core.token_to_id(stop))
+
+    def _is_end(self, ids: NDArray[Any], written: Written, first: int) -> bool:
+        """Whether tokens from `first` on are white space and ends of the document, and nothing else."""
+        ends = (self._settings.end_of_document, self._end)
+        texts = [written.text[start:end] for start, end in written.offsets[first:]]
+        others = [
+            token for token, text in zip(ids, texts, strict=False) if token not in ends and text.strip()
+        ]
+        return not others
 
     def length(self, written: Written) -> int:
         """Tokens, the end-of-document token included."""
@@ -172,7 +252,7 @@ class ConversationWriter:
         turns have no end of their own learns to stop.
         """
         is_ended = self.is_ended(written)
-        ids = written.ids if is_ended else [*written.ids, self._settings.end_of_document]
+        ids = written.ids if is_ended else [*written.ids, self._end]
         row = np.array(ids, dtype=self._settings.dtype)
         if spans is None:
             return row, None
@@ -182,6 +262,6 @@ class ConversationWriter:
         for start, end in spans:  # a token that is partly in the answer is the answer's
             first, behind = int(ends.searchsorted(start, "right")), int(starts.searchsorted(end, "left"))
             loss_mask[first:behind] = True
-        if not is_ended and not written.text[spans[-1][1] :].strip():
+        if self._is_end(row[behind:], written, behind):
             loss_mask[behind:] = True
         return row, loss_mask

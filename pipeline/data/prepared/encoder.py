@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.data_schema import DocumentsConfig
-from pipeline.data.documents.records import Record
+from pipeline.data.documents.records import Record, Tally
 from pipeline.data.long_documents import PIECE, cut_text, find_places
 from pipeline.data.prepared.fast import FastTokeniser
 
@@ -45,7 +44,7 @@ class Document:
 
 
 # Tokenises a batch of records; what it leaves out, or changes, is counted in the tally.
-Encoder = Callable[[Records, Counter[str]], list[Document]]
+Encoder = Callable[[Records, Tally], list[Document]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class TextEncoder:
         self._core = plain_text_tokenizer(settings.tokenizer)
         self._fast = FastTokeniser(settings.tokenizer, settings.threads > 1) if settings.fast else None
 
-    def __call__(self, records: Records, tally: Counter[str]) -> list[Document]:
+    def __call__(self, records: Records, tally: Tally) -> list[Document]:
         texts = [record for _, record in records if isinstance(record, str)]
         assert len(texts) == len(records), "read_texts gives texts"
         keys = [text.encode() for text in texts]

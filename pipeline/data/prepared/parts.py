@@ -6,7 +6,6 @@ that was used, or how often somebody was killed on the way.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from pipeline.config.data_schema import ConversationsConfig, PreferenceDataConfig
 from pipeline.data.documents.part import Part, read_records, read_texts
-from pipeline.data.documents.records import BAD_RECORDS, Record
+from pipeline.data.documents.records import BAD_RECORDS, Record, Tally
 from pipeline.data.prepared.encoder import Document, Encoder, EncoderSettings, Records
 from pipeline.data.prepared.folders import held_lock, writing_to
 from pipeline.data.prepared.part_files import PartWriter, is_prepared
@@ -91,7 +90,7 @@ def prepare_part(
 def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report) -> None:
     has_rows = isinstance(settings.config, ConversationsConfig)
     has_segments = isinstance(settings.config, PreferenceDataConfig)
-    tally: Counter[str] = Counter()
+    tally = Tally()
     records = read_records(task.part, tally) if has_rows else read_texts(task.part, tally)
     with writing_to(task.cache_dir, task.label):
         writer = PartWriter(task.folder, settings.dtype, has_rows, has_segments)
@@ -105,7 +104,12 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
             done = sum(len(document.key) for document in documents)
             size += done
             report(Advance(done, len(documents), sum(len(document.ids) for document in documents)))
-        facts = {"identity": task.identity, "text_bytes": size, "tally": dict(sorted(tally.items()))}
+        facts = {
+            "identity": task.identity,
+            "text_bytes": size,
+            "tally": dict(sorted(tally.items())),
+            "first": tally.first,
+        }
         with writing_to(task.cache_dir, task.label):
             writer.finish(facts)
     except BaseException:
@@ -113,23 +117,23 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
         raise
 
 
-def _encode(encoder: Encoder, batch: Records, tally: Counter[str], skip_bad: bool) -> list[Document]:
+def _encode(encoder: Encoder, batch: Records, tally: Tally, skip_bad: bool) -> list[Document]:
     """The documents of a batch. Where one record is bad and may be left out, they are encoded one by one."""
-    counts: Counter[str] = Counter()
+    counts = Tally()
     try:
         documents = encoder(batch, counts)
     except DataError:
         if not skip_bad:
             raise
     else:
-        tally.update(counts)
+        tally.add(counts)
         return documents
     documents = []
     for record in batch:
         try:
             documents += encoder([record], tally)
-        except DataError:
-            tally[BAD_RECORDS] += 1
+        except DataError as error:
+            tally.note(BAD_RECORDS, str(error))
     return documents
 
 

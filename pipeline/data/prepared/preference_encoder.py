@@ -5,7 +5,6 @@ Answers of a row are kept together and whole, or left out and counted.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeline.config.data_schema import PreferenceDataConfig
+from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import KIND_NAMES, Answer, Example, read_example
 from pipeline.data.prepared.chat_writer import ConversationWriter, Tokens
 from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
@@ -51,7 +51,7 @@ class PreferenceEncoder:
         self._config = settings.config
         self._writer = ConversationWriter(settings)
 
-    def __call__(self, records: Records, tally: Counter[str]) -> list[Document]:
+    def __call__(self, records: Records, tally: Tally) -> list[Document]:
         """A document for each example that is kept, in order.
 
         Raises:
@@ -71,7 +71,7 @@ class PreferenceEncoder:
             [each for each, is_plain in zip(judged, are_plain, strict=True) if is_plain]
         )
         turns = self._write_turns(
-            [each for each, is_plain in zip(judged, are_plain, strict=True) if not is_plain]
+            [each for each, is_plain in zip(judged, are_plain, strict=True) if not is_plain], tally
         )
         tokens = iter([next(plain if is_plain else turns) for is_plain in are_plain])
         documents = []
@@ -79,11 +79,11 @@ class PreferenceEncoder:
             segments = [next(tokens) for _ in example.answers]
             document = self._document(where, example, segments)
             if document is None:
-                tally[TOO_LONG] += 1
+                tally.note(TOO_LONG, where)
                 continue
             documents.append(document)
             if any(map(self._writer.special.search, example.texts())):
-                tally[ESCAPED] += 1
+                tally.note(ESCAPED, where)
         return documents
 
     def _write_plain(self, judged: list[_Judged]) -> Iterator[Tokens]:
@@ -119,7 +119,7 @@ class PreferenceEncoder:
 
         return AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
 
-    def _write_turns(self, judged: list[_Judged]) -> Iterator[Tokens]:
+    def _write_turns(self, judged: list[_Judged], tally: Tally) -> Iterator[Tokens]:
         if not judged:
             return
         try:
@@ -135,11 +135,11 @@ class PreferenceEncoder:
                 for each, conversation in zip(judged, conversations, strict=True)
             ]
         )
-        answers = self._writer.find_answers(written)
-        for each, conversation, text, spans in zip(judged, conversations, written, answers, strict=True):
+        answers = self._writer.find_answers(written, tally)
+        for each, conversation, text, found in zip(judged, conversations, written, answers, strict=True):
             prompt = len(each.example.prompt)
-            own = [number for number in conversation.answers if number >= prompt]
-            yield self._writer.tokens(text, spans[-len(own) :])
+            own = [spans for n, spans in zip(conversation.answers, found, strict=True) if n >= prompt]
+            yield self._writer.tokens(text, [span for spans in own for span in spans])
 
     def _document(self, where: str, example: Example, segments: list[Tokens]) -> Document | None:
         """None: it does not fit."""

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import platform
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig
 from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import no_text, read_texts
+from pipeline.data.documents.records import Tally
 from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
 from pipeline.data.prepared.fast import SAMPLE_DOCUMENTS, is_faithful
 from pipeline.data.prepared.folders import CHECKED, held_lock, replace_json
@@ -54,13 +54,13 @@ class PreparedSource:
         name: Of the source.
         train: Documents to train on; none for an eval set.
         eval: Documents held out.
-        tally: Counts of what is worth telling, such as `bad records` that were skipped.
+        tally: Counts of what is worth telling, such as `bad records` that were skipped, and the first of each.
     """
 
     name: str
     train: TokenStore
     eval: TokenStore
-    tally: dict[str, int]
+    tally: Tally
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _choose_fast(config: DocumentsConfig, tokenizer: TokenizerFolder, tasks: Seq
         return False
     chosen = tasks[:: max(1, len(tasks) // 30)]
     each = max(1, SAMPLE_DOCUMENTS // len(chosen))
-    sample = (text for task in chosen for _, text in islice(read_texts(task.part, Counter()), each))
+    sample = (text for task in chosen for _, text in islice(read_texts(task.part, Tally()), each))
     return is_faithful(tokenizer.path, plain_text_tokenizer(tokenizer.path), sample)
 
 
@@ -225,30 +225,30 @@ def _gather(
         source = found.source
         folders = [task.folder for task in source_tasks if task.key in keys]
         train, held_out = TokenStore(folders, "train"), TokenStore(folders, "eval")
-        tally: Counter[str] = Counter()
+        tally = Tally()
         for folder in folders:
             index = read_index(folder) or {}
-            tally.update(index.get("tally", {}))
+            tally.add(Tally(index.get("tally", {}), index.get("first", {})))
             content.append([source.name, {name: file["xxh3_128"] for name, file in index["files"].items()}])
         if complete and train.num_documents + held_out.num_documents == 0:
             raise no_text(source, tally)
-        prepared = PreparedSource(source.name or "", train, held_out, dict(tally))
+        prepared = PreparedSource(source.name or "", train, held_out, tally)
         (eval_sets if found.is_eval_set else trained).append(prepared)
     return Prepared(tokenizer.tokenizer, tokenizer.vocab_size, trained, eval_sets, hash_of(content))
 
 
 def _summarise(prepared: Prepared, cache_dir: Path) -> None:
     for source in (*prepared.sources, *prepared.eval_sets):
-        skipped = "".join(f"; {count:,} {what}" for what, count in sorted(source.tally.items()))
         log.info(
-            "%s: %s documents, %s tokens; %s documents, %s tokens held out%s",
+            "%s: %s documents, %s tokens; %s documents, %s tokens held out",
             source.name,
             f"{source.train.num_documents:,}",
             f"{source.train.num_tokens:,}",
             f"{source.eval.num_documents:,}",
             f"{source.eval.num_tokens:,}",
-            skipped,
         )
+        for line in source.tally.lines():
+            log.info("%s: %s", source.name, line)
     log.info("prepared data: %s", cache_dir)
 
 

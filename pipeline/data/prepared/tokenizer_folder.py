@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,6 +17,7 @@ from pipeline.data.chat_layouts import Conversation, read_conversation
 from pipeline.data.chat_template import find_template, special_tokens_of
 from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import Part, read_records, read_texts
+from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import Example, read_example
 from pipeline.data.prepared.folders import (
     abandon_folder,
@@ -204,9 +204,9 @@ def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Itera
 def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes, str]]:
     """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
     if not isinstance(config, ConversationsConfig):
-        yield from ((text.encode(), text) for _, text in read_texts(part, Counter()))
+        yield from ((text.encode(), text) for _, text in read_texts(part, Tally()))
         return
-    for where, record in read_records(part, Counter()):
+    for where, record in read_records(part, Tally()):
         try:
             said: Conversation | Example
             if isinstance(config, PreferenceDataConfig):

@@ -1,0 +1,66 @@
+"""Finds what a row holds and no token shows, whatever the field: the model never sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+# Fields whose value says what something is. They choose how the rest is written.
+STRUCTURE = frozenset({"role", "from", "type"})
+
+
+def unwritten_fields(record: Any, text: str) -> list[str]:
+    """Return the fields of a row whose strings are not, or not wholly, in a text.
+
+    A string counts as written if each of its lines is there, as it is or as JSON has it.
+
+    Args:
+        record: The row, as it was read.
+        text: What the model is given of it.
+
+    Returns:
+        Names such as `messages[].tool_calls[].id`, each once, in the row's order.
+    """
+    found: dict[str, None] = {}
+    for name, value in _strings(record, ""):
+        if name not in found and not _is_written(value, text):
+            found[name] = None
+    return list(found)
+
+
+def _strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        inside = _json_inside(value)
+        if inside is None:
+            yield name, value
+        else:
+            yield from _strings(inside, name)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each, f"{name}[]")
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if key not in STRUCTURE or not isinstance(each, str):
+                yield from _strings(each, f"{name}.{key}" if name else str(key))
+
+
+def _json_inside(value: str) -> Any:
+    """Return the list or object that a string of JSON holds; None for any other string."""
+    if value[:1] not in ("[", "{"):
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_written(value: str, text: str) -> bool:
+    return all(_is_there(line, text) for line in value.splitlines())
+
+
+def _is_there(line: str, text: str) -> bool:
+    line = line.strip()
+    if line in text:
+        return True
+    return any(json.dumps(line, ensure_ascii=is_ascii)[1:-1] in text for is_ascii in (False, True))

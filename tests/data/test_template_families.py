@@ -1,0 +1,101 @@
+"""The answers of today's models' own chat templates are those that TRL's marked copies mark, token by token."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.data_schema import ChatDataConfig
+from pipeline.data.documents.records import Tally
+from pipeline.data.prepared.chat_encoder import ChatEncoder
+from pipeline.data.prepared.encoder import EncoderSettings
+from pipeline.data.tokenizer import token_ids_end, train_tokenizer
+
+found = importlib.util.find_spec("trl")
+assert found is not None and found.submodule_search_locations, "pip install --no-deps trl"
+FOLDER = Path(found.submodule_search_locations[0], "chat_templates")
+FAMILIES = sorted(path.name.removesuffix("_training.jinja") for path in FOLDER.glob("*_training.jinja"))
+# What one of the two learns alone: the copy the header of a turn or the line break that ends it; the project the
+# space behind the end of LLaVA's turns, and no end of the document behind the token that ends GLM's.
+DIFFERENT = {
+    "deepseek_r1_distill": r"<｜Assistant｜>|\n",
+    "deepseekv3": "<｜Assistant｜>",
+    "glm4moe": "</s>",
+    "gptoss": r"<\|start\|>assistant",
+    "llava_next": r"(?<=</s>) +",
+    "muse_glimmer": r"<\|start\|>assistant",
+    "qwen2_5": r"(?<!>)\n(?=Answer|<)|^\n|(?<=>)\n\n?",
+}
+# Some copies keep the thoughts of earlier turns, which the template itself leaves out.
+THOUGHTS = r"(?s)<think>.*?</think>\s*"
+MARKER = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>|<\w+_of_\w+>|<\|?turn\|?>|</?s>|<end_of_utterance>")
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+CALL = {"type": "function", "function": {"name": "find_train", "arguments": {"city": "Oslo", "hour": 7}}}
+TOOLS = [{"type": "function", "function": {"name": "find_train", "description": "Find a train", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string", "description": "a city"}}, "required": ["city"]}}}]  # fmt: skip
+
+
+def conversations():
+    """(name, row) of 1 to 5 questions, with and without system, thoughts (in two spellings) and tools."""
+    for system, count, thoughts, tools in itertools.product(
+        (0, 1), range(1, 6), (None, "field", "text"), (0, 1)
+    ):
+        turns = [{"role": "system", "content": "Be kind."}] if system else []
+        for number in range(count):
+            turns.append({"role": "user", "content": f"Question {number}"})
+            said = {"field": {"reasoning_content": f"Thought {number}"}}.get(thoughts, {})
+            if tools and number % 2 == 0:
+                turns.append({"role": "assistant", "content": "", "tool_calls": [CALL], **said})
+                turns.append({"role": "tool", "name": "find_train", "content": '{"leaves": "07:30"}'})
+            inside = f"<think>\nThought {number}\n</think>\n\n" if thoughts == "text" else ""
+            turns.append({"role": "assistant", "content": f"{inside}Answer {number}.", **said})
+        row = {"messages": turns} | ({"tools": TOOLS} if tools else {})
+        yield f"{system} {count} {thoughts} {tools}", row
+
+
+@pytest.fixture(scope="module")
+def make_encoder(tmp_path_factory):
+    """A tokenizer that knows the special tokens of all families, and an encoder with a template of one."""
+    texts = [path.read_text("utf-8") for path in sorted(FOLDER.glob("*.jinja"))]
+    special = sorted({marker for text in texts for marker in MARKER.findall(text)} | {"<s>", "</s>"})
+    tokenizer = train_tokenizer(["hello there, thoughts, questions and answers"] * 3, 600, special)
+    tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
+    folder = tmp_path_factory.mktemp("families")
+    tokenizer.save_pretrained(str(folder))
+
+    def make(template):
+        config = ChatDataConfig(
+            kind="chat", paths=["x"], chat_template=str(FOLDER / f"{template}.jinja"), sequence_length=100_000
+        )
+        end = tokenizer.eos_token_id
+        return ChatEncoder(
+            EncoderSettings(config, folder, end, token_ids_end(tokenizer), False, 1)
+        ), tokenizer
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_the_marked_copy(make_encoder, family):
+    (own, tokenizer), (marked, _) = make_encoder(family), make_encoder(f"{family}_training")
+    compared = 0
+    for name, row in conversations():
+        try:
+            (theirs,) = marked([(name, row)], Tally())
+            (ours,) = own([(name, row)], Tally())
+        except Exception as error:
+            assert "the chat template refuses the conversation" in str(error), name
+            continue
+        compared += 1
+        same = ours.ids.tolist() == theirs.ids.tolist()
+        if same and family not in DIFFERENT:
+            assert ours.loss_mask.tolist() == theirs.loss_mask.tolist(), name
+        learned = [tokenizer.decode(each.ids[each.loss_mask]) for each in (ours, theirs)]
+        for more in ("" if same else THOUGHTS, DIFFERENT.get(family, "")):
+            learned = [re.sub(more, "", text) for text in learned]
+        assert learned[0] == learned[1], name
+    assert compared >= 10
