@@ -6,7 +6,7 @@ Every assistant's turn counts as an answer, also one that stands in a `prompt` o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,8 +49,8 @@ class Conversation:
         turns: Each with its `role`, one of ROLES' values, and its text as `content`, and what there is of
             FURTHER_FIELDS. Arguments of tool calls are objects.
         tools: Functions that the assistant may call, each wrapped in an object with its type; None: none.
-        unlearned: For a turn of the assistant (its number, from 0) the stretches of its content that are context
-            and not learned, (start, end) in characters; None: all of the turn.
+        unlearned: For a turn of the assistant (its number, from 0) the stretches of its content that are
+            context and not learned, (start, end) in characters; None: all of the turn.
     """
 
     turns: list[Turn]
@@ -97,19 +97,19 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     """
     if not isinstance(record, dict):
         raise DataError(f"{where}: is text; expected a row with a conversation (kind: text reads text)")
-    record = without_nulls(record)
+    row: dict[str, Any] = without_nulls(record)
     names = list(LAYOUTS) if layout == "auto" else [layout]
-    name = next((name for name in names if all(has_field(record, field) for field in LAYOUTS[name][0])), None)
+    name = next((name for name in names if all(has_field(row, each) for each in LAYOUTS[name][0])), None)
     if name is None:
-        fields = ", ".join(map(repr, record)) or "none"
+        fields = ", ".join(map(repr, row)) or "none"
         expected = "; ".join(f"{name} has {' and '.join(map(repr, LAYOUTS[name][0]))}" for name in names)
         asked = "any known layout" if layout == "auto" else f"data.layout {layout}"
         raise DataError(f"{where}: no conversation in {asked}; its fields: {fields}; expected: {expected}")
-    turns = LAYOUTS[name][1](where, record)
+    turns = LAYOUTS[name][1](where, row)
     if not turns:
         raise DataError(f"{where}: the conversation is empty")
     unlearned = {number: turn.pop(UNLEARNED) for number, turn in enumerate(turns) if UNLEARNED in turn}
-    conversation = Conversation(turns, read_tools(where, record), unlearned)
+    conversation = Conversation(turns, read_tools(where, row), unlearned)
     try:
         _ = conversation.key
     except UnicodeEncodeError as error:  # half of a pair, as JSON can write it: no tokenizer takes it
@@ -117,13 +117,13 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     return conversation
 
 
-def has_field(record: dict[str, Any], field: str) -> bool:
-    """Whether the row has something there."""
-    return record.get(field) is not None  # tables fill what a row lacks with null
+def has_field(record: dict[str, Any], name: str) -> bool:
+    """Return whether the row has something there."""
+    return record.get(name) is not None  # tables fill what a row lacks with null
 
 
 def read_tools(where: str, record: dict[str, Any]) -> list[Any] | None:
-    """Return the functions of a row's `tools`: a list or its JSON, of functions with or without their wrapper."""
+    """Return the functions of a row's `tools`: a list or its JSON, with or without a wrapper around each."""
     tools = _parsed(where, "field 'tools'", record.get("tools") or None)
     if isinstance(tools, list):
         tools = [_parsed(where, "an entry of field 'tools'", tool) for tool in tools]
@@ -136,7 +136,7 @@ def _wrapped(function: dict[str, Any]) -> dict[str, Any]:
     """Return a function, or a call of one, with `type` and `function` around it, as templates expect it."""
     if isinstance(function.get("function"), dict) or "name" not in function:
         return function
-    outside = {key: function[key] for key in ("id", "type") if key in function}
+    outside: dict[str, Any] = {key: function[key] for key in ("id", "type") if key in function}
     inside = {key: value for key, value in function.items() if key not in outside}
     return {"type": "function", **outside, "function": inside}
 
@@ -171,8 +171,9 @@ def read_calls(where: str, what: str, calls: Any) -> list[Any]:
             arguments = _parsed(where, of_what, function["arguments"] or {})
             if not isinstance(arguments, dict):
                 raise DataError(f"{where}: {of_what} is a {type_name(arguments)}; expected an object")
-            call = {**call, "function": {**function, "arguments": arguments}}
-        read.append(call)
+            read.append({**call, "function": {**function, "arguments": arguments}})
+        else:
+            read.append(call)
     return read
 
 
@@ -204,10 +205,10 @@ def _alpaca(where: str, record: dict[str, Any]) -> list[Turn]:
 
 def _prompt_completion(where: str, record: dict[str, Any]) -> list[Turn]:
     turns = []
-    for field, role in (("prompt", "user"), ("completion", ASSISTANT)):
-        value = record[field]
+    for name, role in (("prompt", "user"), ("completion", ASSISTANT)):
+        value = record[name]
         text = isinstance(value, str)
-        turns += [{"role": role, "content": value}] if text else read_turns(where, field, value)
+        turns += [{"role": role, "content": value}] if text else read_turns(where, name, value)
     return turns
 
 
@@ -218,13 +219,13 @@ def read_system(where: str, record: dict[str, Any]) -> list[Turn]:
     return [{"role": "system", "content": read_text(where, "field 'system'", record["system"])}]
 
 
-def read_turns(where: str, field: str, value: Any) -> list[Turn]:
-    """The turns of a list of role and content, or of from and value; the list may be JSON, as in CSV."""
+def read_turns(where: str, name: str, value: Any) -> list[Turn]:
+    """Return the turns of a list of role and content, or of from and value; the list may be JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = without_nulls(_parsed(where, f"field {field!r}", value))
+        value = without_nulls(_parsed(where, f"field {name!r}", value))
     if not isinstance(value, list):
-        raise DataError(f"{where}: field {field!r} is a {type_name(value)}; expected a list of turns")
-    return [_turn(where, f"turn {number} of {field!r}", turn) for number, turn in enumerate(value, start=1)]
+        raise DataError(f"{where}: field {name!r} is a {type_name(value)}; expected a list of turns")
+    return [_turn(where, f"turn {number} of {name!r}", turn) for number, turn in enumerate(value, start=1)]
 
 
 def _turn(where: str, what: str, turn: Any) -> Turn:
@@ -232,12 +233,13 @@ def _turn(where: str, what: str, turn: Any) -> Turn:
     if not isinstance(turn, dict):
         raise DataError(f"{where}: {what} is a {type_name(turn)}; expected an object of role and content")
     given = turn["role"] if "role" in turn else turn.get("from")
-    role = ROLES.get(given.lower()) if isinstance(given, str) else None
+    said_by = given.lower() if isinstance(given, str) else ""
+    role = ROLES.get(said_by)
     if role is None:
         raise DataError(f"{where}: {what} has the role {given!r}; expected one of {', '.join(ROLES)}")
-    found = {field: turn[field] for field in FURTHER_FIELDS if turn.get(field) is not None}
+    found = {name: turn[name] for name in FURTHER_FIELDS if turn.get(name) is not None}
     content = turn["content"] if turn.get("content") is not None else turn.get("value")
-    if given.lower() in CALLING_ROLES and not found.get("tool_calls"):
+    if said_by in CALLING_ROLES and not found.get("tool_calls"):
         found["tool_calls"], content = content, None
     if found.get("tool_calls"):
         found["tool_calls"] = read_calls(where, what, found["tool_calls"])
@@ -256,7 +258,8 @@ def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
             continue
         if weight not in (0, 1):
             raise DataError(
-                f"{where}: {what} has {name} {weight!r}; expected 0 or 1 (false or true): an answer is learned or not"
+                f"{where}: {what} has {name} {weight!r}; expected 0 or 1 (false or true): an answer is "
+                "learned or not"
             )
         if not weight:
             read[UNLEARNED] = None
@@ -274,7 +277,7 @@ def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the fields that are null: tables fill what a row lacks with them, at any depth."""
+    """Return a value without fields that are null, at any depth: tables fill what a row lacks with null."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -291,6 +294,12 @@ def read_text(where: str, what: str, content: Any) -> str:
             kind = piece.get("type") if isinstance(piece, dict) else type_name(piece)
             raise DataError(f"{where}: {what} holds {kind!r}; only pieces of text can be learned from")
     return "".join(piece["text"] for piece in content)
+
+
+def common_start(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many characters, or turns, two texts or conversations begin with in common."""
+    shortest = min(len(one), len(other))
+    return next((place for place in range(shortest) if one[place] != other[place]), shortest)
 
 
 # Fields by which a layout is known, and its reader. Rows of conversations often have a `prompt` too.

@@ -6,14 +6,13 @@ Text alone: no tokens here. An answer goes from behind the generation prompt to 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import ConversationsConfig
-from pipeline.data.chat_layouts import ASSISTANT, Conversation
+from pipeline.data.chat_layouts import ASSISTANT, Conversation, common_start
 from pipeline.errors import ConfigError, DataError
 from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.optional_packages import require
@@ -90,8 +89,8 @@ class ChatTemplate:
         special_tokens: Those that may end a turn.
 
     Attributes:
-        turn_stop: Special token that begins a user's turn, where an assistant's has no end of its own. The model
-            ends its turn with that. None: a turn has its own end, or the document's.
+        turn_stop: Special token that begins a user's turn, where an assistant's has no end of its own. The
+            model ends its turn with that. None: a turn has its own end, or the document's.
 
     Raises:
         DataError: it is no Jinja.
@@ -116,7 +115,7 @@ class ChatTemplate:
         self.turn_stop = self._find_turn_stop()
 
     def _takes_content_as_list(self) -> bool:
-        """Return whether a template, as of a model that sees images, writes the pieces of a list and no strings."""
+        """Return whether a template, as of a model that sees images, writes a list of pieces, no string."""
         text = "probe"
         for is_list in (False, True):
             rendered = self._try(
@@ -168,7 +167,7 @@ class ChatTemplate:
         return THINKING.split(prompt)[0]
 
     def _find_turn_stop(self) -> str | None:
-        """Return the special token that begins the user's turn where it alone ends the assistant's; else None."""
+        """Return the special token that begins a user's turn if it alone ends the assistant's; else None."""
         rendered = self._try(self._turns([*_QUESTION, _ANSWER, *_QUESTION, _ANSWER]))
         if rendered is None or not rendered.spans[1] or not rendered.spans[2]:
             return None
@@ -240,10 +239,10 @@ class ChatTemplate:
         """Return where in `text`, which `write` gave, the assistant speaks.
 
         An answer is the text of its turn behind the turn's header, or what the template marks with
-        `{% generation %}` in it. Where a turn has no end of its own, the token that begins the next turn ends it.
+        `{% generation %}` in it. If a turn has no end of its own, the token that begins the next one ends it.
 
         Returns:
-            For each of the conversation's answers its stretches of `text`; none where the template writes nothing.
+            For each of the conversation's answers its stretches of `text`; none if it is not written.
 
         Raises:
             ConfigError: The template does not show it. No row is to blame, so none may be skipped for it.
@@ -289,7 +288,7 @@ class ChatTemplate:
         place = turn.find(self._header)
         if place >= 0 and not self._without_special_tokens(turn[:place]).strip():
             return place + len(self._header)
-        shared = len(os.path.commonprefix([turn, self._header]))
+        shared = common_start(turn, self._header)
         while shared and not (turn[shared - 1].isspace() or turn[:shared].endswith(self._special_tokens)):
             shared -= 1
         return shared
@@ -309,7 +308,10 @@ def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a turn with its reasoning under the names that templates read, as transformers does."""
+    """Return a copy of a turn with its reasoning under each name that templates read.
+
+    transformers does the same.
+    """
     names = (name for name in REASONING_FIELDS if turn.get(name) is not None)
     reasoning = next((turn[name] for name in names), None)
     return (

@@ -108,13 +108,13 @@ def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> 
     """
     if not isinstance(record, dict):
         raise DataError(f"{where}: is text; expected a row with a prompt and answers (kind: text reads text)")
-    record = without_nulls(record)
-    field, is_plain = _find_prompt(where, record, layout)
-    pair = next((pair for pair in PAIRS if any(has_field(record, side) for side in pair)), None)
+    row: dict[str, Any] = without_nulls(record)
+    field, is_plain = _find_prompt(where, row, layout)
+    pair = next((pair for pair in PAIRS if any(has_field(row, side) for side in pair)), None)
     if pair is None:
-        example = _read_unpaired(where, record, field, is_plain, unpaired)
+        example = _read_unpaired(where, row, field, is_plain, unpaired)
     else:
-        example = _read_pair(where, record, field, pair, is_plain)
+        example = _read_pair(where, row, field, pair, is_plain)
     for answer in example.answers:
         _refuse_empty(where, KIND_NAMES[answer.kind] if pair is not None else "judged", answer.said)
     if not example.prompt:

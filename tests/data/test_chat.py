@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from pipeline.data.documents.records import Tally
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.chat_template import BUILT_IN
+from pipeline.data.documents.records import Tally
 from pipeline.data.packing import pack
 from pipeline.data.prepared import prepare_documents
 from pipeline.data.prepared.chat_encoder import ChatEncoder
@@ -49,8 +49,8 @@ INST = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
     "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
 )
-# As DeepSeek-R1's: an answer that is asked for begins with thoughts, one that was given does not.
-UNKNOWN = (
+# No turn has an end. As DeepSeek-R1's: only an answer that is asked for begins with thoughts.
+ENDLESS = (
     "{% for m in messages %}{{ '<|role|>' + m.role + '<|/role|>' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|role|>assistant<|/role|><think>\n' }}{% endif %}"
 )
@@ -61,8 +61,9 @@ TEMPLATES = {
     "thinking": THINKING,
     "inst": INST,
 }
-TURN_END = {"chatml": "<|im_end|>", "llama": "<|eot|>", "marked": "<|im_end|>", "thinking": "<|im_end|>"}
-BEHIND_LAST = {"chatml": "\n", "llama": "", "marked": "\n", "thinking": "\n"}
+# The whole turn is learned, but where the template's own marks end before the line break.
+TURN_END = {"chatml": "<|im_end|>\n", "llama": "<|eot|>", "marked": "<|im_end|>", "thinking": "<|im_end|>\n"}
+BEHIND_LAST = {"marked": "\n"}
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +151,7 @@ def test_ids_are_the_templates_and_answers_with_their_ends_are_learned(tokenizer
             thoughts = "<think>\n\n</think>\n\n" if template == "thinking" and number > last_user else ""
             expected += thoughts + content + TURN_END[template]
     if turns[-1]["role"] == "assistant":
-        expected += BEHIND_LAST[template] + END
+        expected += BEHIND_LAST.get(template, "") + END
     assert tokenizer.decode(document.ids[document.loss_mask]) == expected
 
 
@@ -224,7 +225,7 @@ def test_thoughts_that_the_template_leaves_out_later_are_learned_where_they_stan
     document = one(make_encoder("thinking"), turns)
     assert document.ids[:-1].tolist() == template_ids(tokenizer, "thinking", turns)
     learned = tokenizer.decode(document.ids[document.loss_mask])
-    assert learned == f"uno<|im_end|><think>\nso\n</think>\n\ndos<|im_end|>\n{END}"
+    assert learned == f"uno<|im_end|>\n<think>\nso\n</think>\n\ndos<|im_end|>\n{END}"
 
 
 def test_a_template_without_headers_whose_answers_end_as_the_document_does(tokenizer, make_encoder):
@@ -244,14 +245,25 @@ def test_spaces_at_the_edge_of_an_answer_are_the_answers(tokenizer, make_encoder
 
 
 def test_a_template_that_hides_the_answer_is_an_error_and_never_a_guess(make_encoder):
-    encoder = make_encoder(UNKNOWN)
+    hidden = "{{ messages | map(attribute='content') | join('<|eot|>') }}"
+    encoder = make_encoder(hidden)
     with pytest.raises(ConfigError, match=r"^rows:1: the chat template does not show .*{% generation %}"):
         one(encoder, [turn("user", "one"), turn("assistant", "uno")])
     silent = MARKED.replace("'assistant' %}{% gen", "'nobody' %}{% gen")
     with pytest.raises(ConfigError, match="does not show"):
         one(make_encoder(silent), [turn("user", "one"), turn("assistant", "uno")])
-    everything = make_encoder(UNKNOWN, learn_from="all")
+    everything = make_encoder(hidden, learn_from="all")
     assert one(everything, [turn("user", "one"), turn("assistant", "uno")]).loss_mask is None
+
+
+def test_a_turn_without_an_end_ends_with_the_token_that_begins_the_next(tokenizer, make_encoder):
+    turns = [turn("user", "one"), turn("assistant", "uno"), turn("user", "two"), turn("assistant", "dos")]
+    document = one(make_encoder(ENDLESS), turns)
+    assert (
+        tokenizer.decode(document.ids)
+        == "".join(f"<|role|>{each['role']}<|/role|>{each['content']}" for each in turns) + "<|role|>"
+    )
+    assert tokenizer.decode(document.ids[document.loss_mask]) == "uno<|role|>dos<|role|>"
 
 
 def test_a_turn_that_somebody_writes_into_another_is_text(tokenizer, make_encoder):
@@ -344,13 +356,20 @@ def test_tools_and_calls_reach_the_template(tokenizer, make_encoder):
         "m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '<|eot|>' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    tools = [{"name": "add<|eot|>"}]
-    turns = [turn("user", "1+1"), {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}]
-    for value in (tools, json.dumps(tools)):
-        (document,) = make_encoder(template)([("", {"messages": turns, "tools": value})], Tally())
-        assert tokenizer.decode(document.ids).startswith('[{"name": "add<|eot|>"}]<|eot|>user:1+1<|eot|>')
-        assert document.ids.tolist().count(tokenizer.convert_tokens_to_ids("<|eot|>")) == 3
-        assert tokenizer.decode(document.ids[document.loss_mask]) == f'[{{"name": "add"}}]<|eot|>{END}'
+    tool, arguments = {"name": "add<|eot|>"}, {"a": 1}
+    wrapped = {"type": "function", "function": tool}
+    call = {"name": "add", "arguments": arguments}
+    as_text = {"name": "add", "arguments": json.dumps(arguments)}
+    forms = [call, as_text, {"type": "function", "function": call}, {"type": "function", "function": as_text}]
+    for tools in ([tool], json.dumps([tool]), [json.dumps(tool)], [wrapped], json.dumps([wrapped])):
+        for calls in (*([form] for form in forms), *map(json.dumps, forms), json.dumps([call])):
+            turns = [turn("user", "1+1"), {"role": "assistant", "content": None, "tool_calls": calls}]
+            (document,) = make_encoder(template)([("", {"messages": turns, "tools": tools})], Tally())
+            text = tokenizer.decode(document.ids)
+            assert text.startswith(f"[{json.dumps(wrapped)}]<|eot|>user:1+1<|eot|>")
+            assert document.ids.tolist().count(tokenizer.convert_tokens_to_ids("<|eot|>")) == 3
+            learned = tokenizer.decode(document.ids[document.loss_mask])
+            assert learned == f"[{json.dumps({'type': 'function', 'function': call})}]<|eot|>{END}"
 
 
 TALK = [turn("user", "a"), turn("assistant", "b")]
@@ -475,7 +494,7 @@ def test_from_rows_to_labels_only_answers_are_predicted(tmp_path, packing):
     documents = said.split(END)[:-1]
     assert len(documents) == 60
     for document in documents:  # so no question is in it, and no answer is cut
-        answers = document.removesuffix("<|im_end|>\n").split("<|im_end|>")
+        answers = document.removesuffix("<|im_end|>\n").split("<|im_end|>\n")
         number = int(answers[0].split()[1].rstrip("."))
         assert set(answers) == {f"answer {number}."}
         assert 1 <= len(answers) <= number % 4 + 1

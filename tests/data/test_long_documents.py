@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from pipeline.config.data_schema import TextDataConfig
+from pipeline.data.documents.records import Tally
 from pipeline.data.long_documents import CONTRACTIONS, LOWER, UPPER, cut_text, find_places
 from pipeline.data.prepared import encoder
 from pipeline.data.prepared.encoder import EncoderSettings, TextEncoder
@@ -185,11 +185,11 @@ def test_the_encoder_cuts_long_texts_alone(tmp_path, monkeypatch):
         TextDataConfig(kind="text", paths=["x"]), tmp_path, 1, core.get_vocab_size(), fast=False, threads=1
     )
     texts = [text for text in nasty_texts(200) if text]
-    whole = TextEncoder(settings)([("", text) for text in texts], Counter())
+    whole = TextEncoder(settings)([("", text) for text in texts], Tally())
     monkeypatch.setattr(encoder, "LONG", 20)
     monkeypatch.setattr(encoder, "PIECE", 5)
     monkeypatch.setattr(encoder, "cut_text", lambda text, places: cut_text(text, places, 5))
-    cut = TextEncoder(settings)([("", text) for text in texts], Counter())
+    cut = TextEncoder(settings)([("", text) for text in texts], Tally())
     for one, other in zip(whole, cut, strict=True):
         np.testing.assert_array_equal(one.ids, other.ids)
         assert one.ids[-1] == 1
@@ -206,8 +206,8 @@ def test_training_on_a_long_text_gives_the_tokenizer_of_its_lines():
 
 PEAK = """
 import resource, sys, pathlib
-from collections import Counter
 from pipeline.config.data_schema import TextDataConfig
+from pipeline.data.documents.records import Tally
 from pipeline.data.prepared.encoder import EncoderSettings, TextEncoder
 from pipeline.data.tokenizer import train_tokenizer
 
@@ -221,7 +221,7 @@ before = peak()
 train_tokenizer([text], 400).save_pretrained(folder)
 trained = peak() - before
 settings = EncoderSettings(TextDataConfig(kind="text", paths=["x"]), folder, 0, 400, fast=False, threads=1)
-TextEncoder(settings)([("", text)], Counter())
+TextEncoder(settings)([("", text)], Tally())
 print(trained // len(text), (peak() - before) // len(text))
 """
 

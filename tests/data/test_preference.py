@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from pipeline.data.documents.records import Tally
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from pipeline.config.data_schema import PreferenceDataConfig
 from pipeline.data import prepare_data
 from pipeline.data.bundle import JoinedDataset
 from pipeline.data.chat_template import BUILT_IN
+from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import CHOSEN, MISMATCHED, REJECTED
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.prepared.preference_encoder import TOO_LONG, PreferenceEncoder
@@ -150,7 +151,7 @@ def test_only_the_judged_turns_count(encoder, tokenizer):
     (document,) = encoder([("rows:1", row)], Tally())
     (_, prompt, length), rejected = document.segments.tolist()
     learned = document.ids[:length][document.loss_mask[:length]]
-    assert tokenizer.decode(learned) == f"{BLUE}<|im_end|>{KIND}<|im_end|>\n{END}"
+    assert tokenizer.decode(learned) == f"{BLUE}<|im_end|>\n{KIND}<|im_end|>\n{END}"
     assert tokenizer.decode(document.ids[:prompt]) == written(BLUE, *before)[0]
     assert (prompt, rejected[0]) == (rejected[1], REJECTED)
 

@@ -30,7 +30,7 @@ def test_it_answers_again_after_a_refusal_and_ends_with_its_owner():
         template.write([good, bad, good])
     first, second = template.write([good, good])
     assert first == second == "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
-    ((start, end),) = template.find_answers([(*good, first)])[0]
+    (((start, end),),) = template.find_answers([(*good, first)])[0]
     assert first[start:end] == "Yes.<|im_end|>\n"
     process = template._process
     template.close()

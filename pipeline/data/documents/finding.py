@@ -106,7 +106,7 @@ def _find_entry(entry: str) -> list[Span]:
 
 
 def _is_description(span: Span) -> bool:
-    """Whether a file of JSON, which a folder holds and nobody named, is no list of rows: settings, an index."""
+    """Return whether a file of JSON that was found in a folder holds no list of rows: settings, an index."""
     if span.kind != "json" or not os.path.isfile(span.path):
         return False
     with open_stream(span.path, span.compression) as stream:

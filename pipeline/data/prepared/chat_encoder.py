@@ -117,6 +117,6 @@ class ChatEncoder:
                     low[number], best[number] = at + 1, each
                 else:
                     high[number] = at
-        for long, each in zip(written, best, strict=True):
-            tally.note(TOO_LONG if each is None else SHORTENED, long.where)
+        for long, shortened in zip(written, best, strict=True):
+            tally.note(TOO_LONG if shortened is None else SHORTENED, long.where)
         return best

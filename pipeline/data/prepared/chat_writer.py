@@ -68,8 +68,8 @@ def _without(written: Written, content: str, spans: Spans, left_out: Spans) -> S
     place = written.text.find(content, start, end)
     if place < 0:
         raise DataError(
-            f"{written.where}: a part of an answer is not to be learned ({DETAIL}), and the chat template does not "
-            "write the answer as it is"
+            f"{written.where}: a part of an answer is not to be learned ({DETAIL}), and the chat template "
+            "does not write the answer as it is"
         )
     # Marks around special tokens count in the text, and not in what the row says.
     places = [at for at, letter in enumerate(content, start=place) if letter not in (BEGIN, END)]

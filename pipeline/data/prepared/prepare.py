@@ -54,7 +54,8 @@ class PreparedSource:
         name: Of the source.
         train: Documents to train on; none for an eval set.
         eval: Documents held out.
-        tally: Counts of what is worth telling, such as `bad records` that were skipped, and the first of each.
+        tally: Counts of what is worth reporting, such as `bad records` that were skipped, and the first of
+            each.
     """
 
     name: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import pickle
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import zstandard
 from pipeline.config.data_schema import SourceConfig
 from pipeline.data.documents.digests import DigestCache
 from pipeline.data.documents.part import Part, find_parts, read_records, read_texts
+from pipeline.data.documents.records import Tally
 from pipeline.errors import DataError
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
@@ -35,17 +35,17 @@ def parts_of(config: SourceConfig, cache: Path, **settings: int) -> list[Part]:
     return find_parts(config, DigestCache(cache), **settings)
 
 
-def read(config: SourceConfig, cache: Path, tally: Counter[str] | None = None, **settings: int) -> list[Any]:
+def read(config: SourceConfig, cache: Path, tally: Tally | None = None, **settings: int) -> list[Any]:
     """(where, record) of all parts, each read after a trip through pickle as in a worker."""
     parts = parts_of(config, cache, **settings)
-    tally = Counter() if tally is None else tally
+    tally = Tally() if tally is None else tally
     return [found for part in parts for found in read_records(pickle.loads(pickle.dumps(part)), tally)]
 
 
-def texts(config: SourceConfig, cache: Path, tally: Counter[str] | None = None, **settings: int) -> list[str]:
+def texts(config: SourceConfig, cache: Path, tally: Tally | None = None, **settings: int) -> list[str]:
     """The texts of all parts."""
     parts = parts_of(config, cache, **settings)
-    tally = Counter() if tally is None else tally
+    tally = Tally() if tally is None else tally
     return [text for part in parts for _, text in read_texts(pickle.loads(pickle.dumps(part)), tally)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import sysconfig
 from pathlib import Path
@@ -94,7 +95,15 @@ def test_no_usable_file(tmp_path):
     assert "the folder" in one_line(tmp_path / "empty")
     assert "the glob" in one_line(tmp_path / "*.txt")
     assert "expected one of .txt .md" in one_line(tmp_path / "a.pdf")
-    assert "write it as .jsonl" in one_line(write(tmp_path / "rows.json", "[]"))
+
+
+def test_a_folder_gives_its_json_lists_and_a_named_file_of_json_is_always_read(tmp_path):
+    write(tmp_path / "rows.json", b"\xef\xbb\xbf \n[{}]")
+    write(tmp_path / "more.json.gz", gzip.compress(b"[]"))
+    write(tmp_path / "settings.json", '{"text": "a"}')
+    assert names(tmp_path) == ["more.json.gz", "rows.json"]
+    assert names(tmp_path / "settings.json") == ["settings.json"]
+    assert names(tmp_path / "*.json") == ["rows.json", "settings.json"]
 
 
 def test_the_standard_library_is_source_and_topics_without_tests():

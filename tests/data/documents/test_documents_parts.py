@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.documents.digests import DigestCache
 from pipeline.data.documents.part import find_parts, no_text, read_records
+from pipeline.data.documents.records import Tally
 from pipeline.errors import DataError
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -176,7 +176,7 @@ def test_a_source_without_text(tmp_path):
         write(tmp_path / name, "")
     message = one_line(source(tmp_path), tmp_path / "cache")
     assert message == f"data.paths: no text in 3 files, all empty (first: {tmp_path}/a.txt)"
-    assert str(no_text(source(tmp_path), Counter({"bad records": 3}))) == (
+    assert str(no_text(source(tmp_path), Tally({"bad records": 3}))) == (
         f"data source web: no document of {tmp_path} has any text; 3 bad records were skipped "
         "(bad_records: error shows the first)"
     )
@@ -194,13 +194,13 @@ def test_a_file_that_changes_after_it_was_found(tmp_path, harm):
         path.unlink()
     expected = "No such file" if harm == "gone" else "changed since its digest was made"
     with pytest.raises(DataError, match=f"a.txt: .*{expected}"):
-        list(read_records(part, Counter()))
+        list(read_records(part, Tally()))
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path):
     path = write(tmp_path / "a.jsonl", line("one") + line("two"))
     [part] = find_parts(source(path), DigestCache(tmp_path / "cache"))
-    records = read_records(part, Counter())
+    records = read_records(part, Tally())
     next(records)
     path.write_text(line("one") + line("three"))
     with pytest.raises(DataError, match="changed since"):

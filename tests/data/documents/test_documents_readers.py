@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
 
 import pyarrow as pa
 import pyarrow.feather
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.documents import streams
 from pipeline.data.documents.readers import read_csv
-from pipeline.data.documents.records import BadRecords
+from pipeline.data.documents.records import BadRecords, Tally
 from pipeline.data.documents.streams import Span
 
 ROWS = [{"text": "one\nline two", "id": 1}, {"text": 'é "quoted", 😀', "id": 2}, {"text": "last", "id": 3}]
@@ -163,10 +162,55 @@ def test_bad_records_are_skipped_and_counted_where_that_is_asked_for(tmp_path):
     write(tmp_path / "b.csv", b'text,id\n3,1\ncaf\xe9,2\n4,1,5\n"5"6,7\n8,9\n"open')
     write(tmp_path / "c.txt", b"\xff")
     write(tmp_path / "d.txt", b"good")
-    tally = Counter()
+    tally = Tally()
     found = texts(source(tmp_path, bad_records="skip"), tmp_path / "cache", tally)
     assert found == ["1", "2", "3", "8", "good"]
     assert tally == {"bad records": 5 + 4 + 1}
+    first = f"{tmp_path}/a.jsonl:2: not UTF-8: byte 0xe9 at byte offset 27; convert the file (iconv -t UTF-8)"
+    assert tally.lines() == [f"bad records: 10 (first: {first} or leave it out)"]
+
+
+JSON_ROWS = [{"text": "one", "n": 1}, {"text": "[two]", "n": None}]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (json.dumps(JSON_ROWS), ": row "),
+        ("\ufeff \n" + json.dumps(JSON_ROWS, indent=2) + "\n", ": row "),
+        ("\n".join(map(json.dumps, JSON_ROWS)), ":"),
+    ],
+    ids=["list", "spaced list", "lines"],
+)
+def test_a_file_of_json_is_a_list_of_rows_or_a_row_a_line(tmp_path, suffix, content, place):
+    path = write(tmp_path / f"rows.json{suffix}", COMPRESS[suffix](content.encode()))
+    found = read(source(path), tmp_path)
+    assert found == [(f"{path}{place}{number}", row) for number, row in enumerate(JSON_ROWS, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"data": []}', ": is one JSON object; expected a list of rows, [...], or an object a line"),
+        ('[{"text": "a"}, {"text" "b"}]', ": row 2: not JSON: Expecting ':' delimiter"),
+        ('[{"text": "a"} {"text": "b"}]', ": row 1: not JSON: expected ',' or ']' behind it, got '{'"),
+        ('[{"text": "a"},', ": row 2: not JSON: Expecting value"),
+        ('[{"text": "a"}', ": row 1: not JSON: expected ',' or ']' behind it, got ''"),
+        ('[{"text": "a"}] [1]', ": there is more text behind the end of its list"),
+        ('[{"text": "a"}, "b"]', ": row 2: is a string; expected an object with fields"),
+    ],
+)
+def test_a_bad_file_of_json(tmp_path, content, message):
+    path = write(tmp_path / "rows.json", content)
+    assert one_line(source(path), tmp_path).startswith(f"{path}{message}")
+
+
+def test_a_bad_row_of_a_json_list_is_skipped_where_that_is_asked_for(tmp_path):
+    path = write(tmp_path / "rows.json", '[{"text": "a"}, 3, {"text": "b"}]')
+    tally = Tally()
+    assert texts(source(path, bad_records="skip"), tmp_path, tally) == ["a", "b"]
+    assert tally == {"bad records": 1}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +250,7 @@ def test_csv_comes_back_as_it_was_written(tmp_path_factory, rows, ending):
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator=ending, quoting=csv.QUOTE_ALL).writerows([["a", "b"], *rows])
     span = Span(str(path), "csv")
-    found = [record for _, record in read_csv(span, BadRecords(False, Counter()), None)]
+    found = [record for _, record in read_csv(span, BadRecords(False, Tally()), None)]
     assert found == [{"a": first, "b": second} for first, second in rows]
 
 
@@ -249,7 +293,7 @@ def test_only_the_wanted_column_of_a_table_is_read(tmp_path):
         path = write(tmp_path / name, FILES[name])
         [part] = parts_of(source(path), tmp_path)
         for wanted, expected in (("text", ["text"]), ("missing", ["text", "id"]), (None, ["text", "id"])):
-            rows = part.pieces[0].read(BadRecords(False, Counter()), wanted)
+            rows = part.pieces[0].read(BadRecords(False, Tally()), wanted)
             assert [list(row) for _, row in rows] == [expected] * 3
 
 
