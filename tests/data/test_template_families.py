@@ -1,4 +1,4 @@
-"""The answers of today's models' own chat templates are those that TRL's marked copies mark, token by token."""
+"""The answers in chat templates of today's models are those that TRL's marked copies mark, token by token."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeline.data.documents.records import Tally
 from pipeline.data.prepared.chat_encoder import ChatEncoder
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.tokenizer import token_ids_end, train_tokenizer
+from pipeline.errors import DataError
 
-found = importlib.util.find_spec("trl")
-assert found is not None and found.submodule_search_locations, "pip install --no-deps trl"
-FOLDER = Path(found.submodule_search_locations[0], "chat_templates")
+(PACKAGE,) = importlib.util.find_spec("trl").submodule_search_locations  # of the dev extra; never imported
+FOLDER = Path(PACKAGE, "chat_templates")
 FAMILIES = sorted(path.name.removesuffix("_training.jinja") for path in FOLDER.glob("*_training.jinja"))
-# What one of the two learns alone: the copy the header of a turn or the line break that ends it; the project the
-# space behind the end of LLaVA's turns, and no end of the document behind the token that ends GLM's.
+# What one of the two learns alone: the copy the header of a turn or the line break that ends it; the project
+# the space behind the end of LLaVA's turns, and no end of the document behind the token that ends GLM's.
 DIFFERENT = {
     "deepseek_r1_distill": r"<｜Assistant｜>|\n",
     "deepseekv3": "<｜Assistant｜>",
@@ -35,8 +35,9 @@ THOUGHTS = r"(?s)<think>.*?</think>\s*"
 MARKER = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>|<\w+_of_\w+>|<\|?turn\|?>|</?s>|<end_of_utterance>")
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 CALL = {"type": "function", "function": {"name": "find_train", "arguments": {"city": "Oslo", "hour": 7}}}
-TOOLS = [{"type": "function", "function": {"name": "find_train", "description": "Find a train", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string", "description": "a city"}}, "required": ["city"]}}}]  # fmt: skip
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"name": "find_train", "description": "Find a train", "parameters": CITY}
+TOOLS = [{"type": "function", "function": TOOL}]
 
 
 def conversations():
@@ -87,8 +88,10 @@ def test_answers_are_those_of_the_marked_copy(make_encoder, family):
         try:
             (theirs,) = marked([(name, row)], Tally())
             (ours,) = own([(name, row)], Tally())
-        except Exception as error:
-            assert "the chat template refuses the conversation" in str(error), name
+        except DataError as refused:
+            message = str(refused)
+            if "the chat template refuses the conversation" not in message:
+                raise
             continue
         compared += 1
         same = ours.ids.tolist() == theirs.ids.tolist()
