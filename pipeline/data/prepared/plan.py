@@ -95,11 +95,17 @@ def plan_tasks(
     return planned
 
 
+# Part of the key of chat and preference data: raise it when a row would get other ids, another loss mask, or
+# another entry in the tally. Text, which has no such entry, keeps its parts then.
+CONVERSATIONS_VERSION = 2
+
+
 def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
     """What decides a document's ids besides its record and the tokenizer."""
     if isinstance(config, PreferenceDataConfig):
         return {
             "kind": "preference",
+            "version": CONVERSATIONS_VERSION,
             "layout": config.layout,
             "unpaired": config.is_unpaired,
             "too_long": config.too_long,
@@ -110,6 +116,7 @@ def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> d
         return {"kind": "text"}
     return {
         "kind": "chat",
+        "version": CONVERSATIONS_VERSION,
         "layout": config.layout,
         "learn_from": config.learn_from,
         "too_long": config.too_long,
