@@ -127,6 +127,7 @@ def read_tools(where: str, record: dict[str, Any]) -> list[Any] | None:
     tools = _parsed(where, "field 'tools'", record.get("tools") or None)
     if isinstance(tools, list):
         tools = [_parsed(where, "an entry of field 'tools'", tool) for tool in tools]
+    tools = without_nulls(tools)  # as of tools that are no JSON
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where}: field 'tools' is a {type_name(tools)}; expected a list of objects")
     return [_wrapped(tool) for tool in tools or []] or None

@@ -31,6 +31,7 @@ CHOSEN, REJECTED, MISMATCHED = 1, 2, 3  # kinds of a segment; 0: there is none
 KIND_NAMES = {CHOSEN: "chosen", REJECTED: "rejected", MISMATCHED: "mismatched"}
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
 LABELS = ("label", "kto_tag")
+LABEL_TEXTS = {"true": True, "1": True, "false": False, "0": False}
 SCORES = (
     ("score_chosen", "score_rejected"),
     ("chosen_score", "rejected_score"),
@@ -173,7 +174,7 @@ def _read_pair(
 def _read_unpaired(
     where: str, record: dict[str, Any], field: str | None, is_plain: bool, unpaired: bool
 ) -> Example:
-    label = next((label for label in LABELS if has_field(record, label)), None)
+    label = next((label for label in LABELS if _has_value(record, label)), None)
     if label is None:
         raise DataError(
             f"{where}: no answers: its fields: {', '.join(map(repr, record))}; expected 'chosen' and "
@@ -184,9 +185,7 @@ def _read_unpaired(
             f"{where}: one answer with a {label!r}, and data.examples is pairs; kto learns from such: set "
             "data.examples: unpaired"
         )
-    if record[label] not in (True, False):
-        raise DataError(f"{where}: field {label!r} is {record[label]!r}; expected true or false")
-    kind = CHOSEN if record[label] else REJECTED
+    kind = CHOSEN if _read_label(where, label, record[label]) else REJECTED
     assert field is not None  # without a pair there is a prompt
     prompt = PROMPTS[field](where, record)
     given = next((name for name in ("completion", "output", "response") if has_field(record, name)), None)
@@ -272,15 +271,38 @@ def _refuse_empty(where: str, side: str, said: Said) -> None:
         raise DataError(f"{where}: the {side} answer is empty")
 
 
+def _has_value(record: dict[str, Any], field: str) -> bool:
+    """Return whether a row has something in a field that holds no text; an empty cell of CSV is nothing."""
+    return record.get(field) not in (None, "")
+
+
+def _read_label(where: str, field: str, value: Any) -> bool:
+    """Return a judgement; of CSV it is text."""
+    label = LABEL_TEXTS.get(value.lower()) if isinstance(value, str) else value
+    if label not in (True, False):
+        raise DataError(f"{where}: field {field!r} is {value!r}; expected true or false")
+    return bool(label)
+
+
+def _read_number(where: str, field: str, value: Any) -> float:
+    """Return a number; of CSV it is text."""
+    try:
+        number = float(value) if isinstance(value, (str, int, float)) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise DataError(f"{where}: field {field!r} is {value!r}; expected a number")
+    return number
+
+
 def _read_margin(where: str, record: dict[str, Any]) -> float | None:
-    pair = next((pair for pair in SCORES if all(has_field(record, side) for side in pair)), None)
-    fields = ("margin",) if has_field(record, "margin") else pair or ()
-    for field in fields:
-        value = record[field]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise DataError(f"{where}: field {field!r} is {value!r}; expected a number")
-    values = [float(record[field]) for field in fields]
-    return (values[0] - values[1] if len(values) == 2 else values[0]) if values else None
+    if _has_value(record, "margin"):
+        return _read_number(where, "margin", record["margin"])
+    pair = next((pair for pair in SCORES if all(_has_value(record, side) for side in pair)), None)
+    if pair is None:
+        return None
+    chosen, rejected = (_read_number(where, side, record[side]) for side in pair)
+    return chosen - rejected
 
 
 # Fields that hold a prompt, in the order in which they are looked for: rows often have several.

@@ -130,7 +130,10 @@ def _object_of_line(line: bytes, where: str, path: str, offset: int) -> dict[str
 
 
 def read_csv(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-    """A row each; the first one names the fields. Quoted fields may hold line breaks."""
+    """A row each; the first one names the fields. Quoted fields may hold line breaks.
+
+    Unless the row's one `field` is wanted, a cell with a conversation's turns as JSON becomes these turns.
+    """
     csv.field_size_limit(sys.maxsize)  # the csv module's limit of 128 KiB holds for the whole process
     with open_stream(span.path, span.compression) as stream:
         damaged: list[str] = []
@@ -145,7 +148,24 @@ def read_csv(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[s
             elif len(row) != len(names):
                 bad.refuse(f"{where}: {len(row)} fields, where the first row names {len(names)}")
             else:
-                yield where, dict(zip(names, row, strict=True))
+                cells = row if field is not None else map(_turns_or_text, row)
+                yield where, dict(zip(names, cells, strict=True))
+
+
+def _turns_or_text(cell: str) -> Any:
+    """Return the turn or the turns that a cell holds as JSON; any other cell as it is.
+
+    A table of text has no lists, so only what is in a cell tells `prompt` of turns from one of text.
+    """
+    if cell[:1] not in ("[", "{"):
+        return cell
+    try:
+        value = json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+    turns = value if isinstance(value, list) else [value]
+    is_turns = all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in turns)
+    return value if turns and is_turns else cell
 
 
 def _field_names(where: str, row: list[str], fault: str | None) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pipeline.data.documents.records import BadRecords, Record
@@ -94,11 +96,56 @@ def _record_batches(stream: BinaryIO, path: str) -> Iterator[pa.RecordBatch]:
 
 
 def records_of(batch: pa.RecordBatch | pa.Table, path: str, first: int) -> Iterator[tuple[str, Record]]:
-    """A dict for each row, with `path: row N` counted from `first`."""
+    """Return a dict for each row, with `path: row N` counted from `first`.
+
+    Raises:
+        DataError: A column of JSON holds something else.
+    """
+    decoders = {column.name: decode for column in batch.schema if (decode := _json_decoder(column.type))}
     for start in range(0, batch.num_rows, ROWS_AT_ONCE):
         rows = batch.slice(start, ROWS_AT_ONCE).to_pylist()
         for number, row in enumerate(rows, start=first + start):
-            yield f"{path}: row {number}", row
+            where = f"{path}: row {number}"
+            for name, decode in decoders.items():
+                try:
+                    row[name] = decode(row[name])
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"{where}: column {name!r} is of JSON, and holds none: {error}") from None
+            yield where, row
+
+
+def _json_decoder(column: pa.DataType) -> Callable[[Any], Any] | None:
+    """Return what makes values out of the JSON text in a column; None if it has none.
+
+    `datasets` stores fields as JSON that have no common type, such as tool calls whose arguments differ.
+    """
+    import pyarrow as pa
+
+    if isinstance(column, pa.BaseExtensionType):
+        return _decode_json if column.extension_name == "arrow.json" else None
+    if pa.types.is_list(column) or pa.types.is_large_list(column) or pa.types.is_fixed_size_list(column):
+        decode = _json_decoder(column.value_type)
+        return None if decode is None else partial(_decode_list, decode)
+    if pa.types.is_struct(column):
+        inside = {each.name: decode for each in column if (decode := _json_decoder(each.type))}
+        return partial(_decode_struct, inside) if inside else None
+    return None
+
+
+def _decode_json(text: str | None) -> Any:
+    return None if text is None else json.loads(text)
+
+
+def _decode_list(decode: Callable[[Any], Any], values: list[Any] | None) -> list[Any] | None:
+    return None if values is None else [decode(value) for value in values]
+
+
+def _decode_struct(
+    inside: dict[str, Callable[[Any], Any]], value: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    return value | {name: decode(value[name]) for name, decode in inside.items()}
 
 
 @contextmanager

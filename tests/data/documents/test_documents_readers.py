@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.feather
@@ -17,6 +18,7 @@ from pipeline.data.documents import streams
 from pipeline.data.documents.readers import read_csv
 from pipeline.data.documents.records import BadRecords, Tally
 from pipeline.data.documents.streams import Span
+from pipeline.errors import DataError
 
 ROWS = [{"text": "one\nline two", "id": 1}, {"text": 'é "quoted", 😀', "id": 2}, {"text": "last", "id": 3}]
 
@@ -307,3 +309,34 @@ def test_topics_of_the_standard_library(tmp_path):
     topics = [record for where, record in found if "topics.py: " in where]
     assert len(topics) > 50
     assert any('The "with" statement' in text for text in topics)
+
+
+def test_a_cell_of_csv_with_turns_is_these_turns_unless_it_is_the_text_that_is_wanted(tmp_path):
+    turns, turn = '[{"role": "user", "content": "a"}]', '{"from": "gpt", "value": "b"}'
+    cells = [turns, turn, "[]", '[{"name": "a"}]', '{"a": 1}', '["role"]', "[role]", '{"role": ']
+    rows = "".join('"' + cell.replace('"', '""') + '"\n' for cell in cells)
+    path = write(tmp_path / "data.csv", "text\n" + rows)
+    found = [record["text"] for _, record in read(source(path), tmp_path)]
+    assert found == [json.loads(turns), json.loads(turn), *cells[2:]]
+    assert texts(source(path), tmp_path) == cells
+
+
+def test_json_in_a_table_is_what_it_stands_for(tmp_path):
+    path = tmp_path / "data.parquet"
+
+    def json_array(*values):
+        return pa.ExtensionArray.from_storage(pa.json_(), pa.array(values, pa.string()))
+
+    lists = pa.ListArray.from_arrays(
+        pa.array([0, None, 4, 4], pa.int32()), json_array('{"c": [1]}', "null", None, '"d"')
+    )
+    structs = pa.StructArray.from_arrays(
+        [lists, pa.array(['"d"', None, "e"])], ["a", "b"], mask=pa.array([False, False, True])
+    )
+    pq.write_table(pa.table({"text": structs}), path)
+    found = [record["text"] for _, record in read(source(path), tmp_path)]
+    assert found == [{"a": [{"c": [1]}, None, None, "d"], "b": '"d"'}, {"a": None, "b": None}, None]
+    pq.write_table(pa.table({"text": json_array("{}", "{")}), path)
+    message = f"{path}: row 2: column 'text' is of JSON, and holds none: Expecting property name"
+    with pytest.raises(DataError, match=re.escape(message)):
+        read(source(path), tmp_path)
