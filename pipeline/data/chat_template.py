@@ -105,8 +105,10 @@ class ChatTemplate:
         self._variables = variables
         self._special_tokens = tuple(special_tokens)
         self._has_marks = MARKS_ANSWERS.search(text) is not None
+        either = "|".join(map(re.escape, special_tokens)) or "(?!)"
+        self._escaped_mark = re.compile(rf"\\+ud800({either})\\+ud801")
         try:
-            self._marked = MarkedTemplate(text, variables)
+            self._marked = MarkedTemplate(text, variables, self._restore_marks)
         except TemplateSyntaxError as error:
             raise DataError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from None
         self._content_is_list = self._takes_content_as_list()
@@ -136,6 +138,8 @@ class ChatTemplate:
             rendered = self._try(turns)
             written.append("" if rendered is None else rendered.text)
         as_object, as_text = written
+        if not as_object:  # refused
+            return "value" in as_text
         return json.dumps(arguments) in as_text and ("value" not in as_object or str(arguments) in as_object)
 
     def _turns(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -189,8 +193,12 @@ class ChatTemplate:
     def _render(self, turns: list[dict[str, Any]], tools: Any = None, prompt: bool = False) -> RenderedTurns:
         return self._marked.render([_with_reasoning(turn) for turn in turns], tools, prompt=prompt)
 
+    def _restore_marks(self, text: str) -> str:
+        """Return a text with the marks around special tokens that Python escapes where it writes a list."""
+        return self._escaped_mark.sub(f"{BEGIN}\\1{END}", text) if "ud800" in text else text
+
     def _write(self, turns: list[dict[str, Any]], tools: Any = None, prompt: bool = False) -> str:
-        return self._write_marked(turns, tools, prompt, marks=False)[0]
+        return self._restore_marks(self._write_marked(turns, tools, prompt, marks=False)[0])
 
     def _write_marked(
         self, turns: list[dict[str, Any]], tools: Any, prompt: bool, marks: bool
@@ -256,8 +264,9 @@ class ChatTemplate:
             if rendered.text == text:
                 turns = [rendered.spans[number] for number in conversation.answers]
                 if self._has_marks:
-                    marks = self._write_marked(given, conversation.tools, False, marks=True)[1]
-                    found = _by_turn(marks, rendered.spans, conversation.answers)
+                    same, marks = self._write_marked(given, conversation.tools, False, marks=True)
+                    if same == text:
+                        found = _by_turn(marks, rendered.spans, conversation.answers)
                 else:
                     found = [self._answer(text, own) for own in turns]
         except (TemplateError, *FAULTS):

@@ -9,13 +9,14 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from pipeline.data.chat_layouts import (
     ASSISTANT,
     UNLEARNED,
     Conversation,
     Turn,
+    common_start,
     has_field,
     read_instruction,
     read_system,
@@ -38,6 +39,7 @@ SCORES = (
     ("chosen_rating", "rejected_rating"),
     ("chosen-rating", "rejected-rating"),
 )
+MARGIN = "margin"
 Said = str | list[Turn]  # plain text, or turns
 
 
@@ -73,7 +75,8 @@ class Example:
     @property
     def key(self) -> bytes:
         """Equal for equal examples, whatever the row, the template and the tokenizer look like."""
-        content = [self.prompt, [[answer.kind, answer.said] for answer in self.answers], self.margin]
+        answers = [[answer.kind, _without_weights(answer.said)] for answer in self.answers]
+        content = [_without_weights(self.prompt), answers, self.margin]
         if self.tools is not None:
             content.append(self.tools)
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
@@ -90,8 +93,7 @@ class Example:
         assert not isinstance(answer.said, str)
         turns = [*self.prompt, *answer.said]
         unlearned = {number: turn[UNLEARNED] for number, turn in enumerate(turns) if UNLEARNED in turn}
-        plain = [{key: value for key, value in turn.items() if key != UNLEARNED} for turn in turns]
-        return Conversation(plain, self.tools, unlearned)
+        return Conversation(_without_weights(turns), self.tools, unlearned)
 
 
 def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> Example:
@@ -208,6 +210,17 @@ def _read_said(where: str, field: str, value: Any) -> Said:
     return read_turns(where, field, [value] if isinstance(value, dict) else value)
 
 
+@overload
+def _without_weights(said: list[Turn]) -> list[Turn]: ...
+@overload
+def _without_weights(said: Said) -> Said: ...
+def _without_weights(said: Said) -> Said:
+    """Return turns without the note of what of them is not learned."""
+    if isinstance(said, str):
+        return said
+    return [{key: value for key, value in turn.items() if key != UNLEARNED} for turn in said]
+
+
 def _as_answer(said: Said) -> list[Turn]:
     return [{"role": ASSISTANT, "content": said}] if isinstance(said, str) else said
 
@@ -224,8 +237,7 @@ def _split_turns(
     where: str, pair: tuple[str, str], chosen: list[Turn], rejected: list[Turn]
 ) -> tuple[list[Turn], list[Turn], list[Turn]]:
     """The turns that both begin with, and what each goes on with."""
-    same = [ours == theirs for ours, theirs in zip(chosen, rejected, strict=False)]
-    count = same.index(False) if False in same else len(same)
+    count = common_start(_without_weights(chosen), _without_weights(rejected))
     if count == len(chosen) == len(rejected):
         raise DataError(f"{where}: the chosen and the rejected answer are the same; nothing is preferred")
     if count == 0 or any(said[count:] and said[count]["role"] != ASSISTANT for said in (chosen, rejected)):
@@ -238,10 +250,7 @@ def _split_turns(
 
 def _split_text(where: str, pair: tuple[str, str], chosen: str, rejected: str) -> tuple[str, str, str]:
     """The text that both begin with, up to a space, and what each goes on with."""
-    count = next(
-        (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
-        min(len(chosen), len(rejected)),
-    )
+    count = common_start(chosen, rejected)
     if count and count < max(len(chosen), len(rejected)) and chosen[count - 1] == " ":
         count -= 1  # a word and the space before it are one token
     if count == 0:
@@ -296,8 +305,8 @@ def _read_number(where: str, field: str, value: Any) -> float:
 
 
 def _read_margin(where: str, record: dict[str, Any]) -> float | None:
-    if _has_value(record, "margin"):
-        return _read_number(where, "margin", record["margin"])
+    if _has_value(record, MARGIN):
+        return _read_number(where, MARGIN, record[MARGIN])
     pair = next((pair for pair in SCORES if all(_has_value(record, side) for side in pair)), None)
     if pair is None:
         return None

@@ -7,7 +7,7 @@ takes up a turn. Between the marks of a turn stands what the template writes for
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,13 @@ class MarkedTemplate:
     Args:
         text: Jinja.
         variables: Further variables that it may read, `bos_token` and the like.
+        clean: Called with what the template writes, before the marks are read.
 
     Raises:
         jinja2.TemplateSyntaxError: The text is no Jinja.
     """
 
-    def __init__(self, text: str, variables: Mapping[str, Any]) -> None:
+    def __init__(self, text: str, variables: Mapping[str, Any], clean: Callable[[str], str] = str) -> None:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         environment = _compile_jinja_template(text).environment
@@ -59,6 +60,7 @@ class MarkedTemplate:
             environment, environment.compile(tree), environment.make_globals({})
         )
         self._variables = dict(variables)
+        self._clean = clean
 
     def render(
         self, turns: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = False
@@ -87,7 +89,7 @@ class MarkedTemplate:
             **self._variables,
             **{_WRITE_MARK: mark},
         )
-        return _read_marks(marked, len(turns))
+        return _read_marks(self._clean(marked), len(turns))
 
 
 class _Marking(NodeTransformer):

@@ -1,4 +1,4 @@
-"""Finds what a row holds and no token shows, whatever the field: the model never sees it."""
+"""Finds the strings of a row that no token shows, whatever their field: the model never sees them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ STRUCTURE = frozenset({"role", "from", "type"})
 def unwritten_fields(record: Any, text: str) -> list[str]:
     """Return the fields of a row whose strings are not, or not wholly, in a text.
 
-    A string counts as written if each of its lines is there, as it is or as JSON has it.
+    A string counts as written if each of its lines is there, as it is or as JSON has it. A string that holds
+    JSON counts as the strings in it, or as the names of its fields where it has no strings.
 
     Args:
         record: The row, as it was read.
@@ -34,8 +35,9 @@ def _strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
         inside = _json_inside(value)
         if inside is None:
             yield name, value
-        else:
-            yield from _strings(inside, name)
+            return
+        found = list(_strings(inside, name))
+        yield from found or ((name, key) for key in _keys(inside))
     elif isinstance(value, list):
         for each in value:
             yield from _strings(each, f"{name}[]")
@@ -45,9 +47,20 @@ def _strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
                 yield from _strings(each, f"{name}.{key}" if name else str(key))
 
 
+def _keys(value: Any) -> Iterator[str]:
+    inside: list[Any] = []
+    if isinstance(value, dict):
+        yield from value
+        inside = list(value.values())
+    elif isinstance(value, list):
+        inside = value
+    for each in inside:
+        yield from _keys(each)
+
+
 def _json_inside(value: str) -> Any:
     """Return the list or object that a string of JSON holds; None for any other string."""
-    if value[:1] not in ("[", "{"):
+    if not value.lstrip().startswith(("[", "{")):
         return None
     try:
         return json.loads(value)
@@ -63,4 +76,11 @@ def _is_there(line: str, text: str) -> bool:
     line = line.strip()
     if line in text:
         return True
-    return any(json.dumps(line, ensure_ascii=is_ascii)[1:-1] in text for is_ascii in (False, True))
+    for is_ascii in (False, True):
+        once = json.dumps(line, ensure_ascii=is_ascii)[1:-1]
+        twice = json.dumps(once, ensure_ascii=is_ascii)[
+            1:-1
+        ]  # arguments that are text in a call that is JSON
+        if once in text or twice in text:
+            return True
+    return False

@@ -17,7 +17,8 @@ from pipeline.data.chat_template import BUILT_IN
 from pipeline.data.documents.records import Tally
 from pipeline.data.packing import pack
 from pipeline.data.prepared import prepare_documents
-from pipeline.data.prepared.chat_encoder import ChatEncoder
+from pipeline.data.prepared.chat_encoder import UNWRITTEN, ChatEncoder
+from pipeline.data.prepared.chat_writer import CALLS_UNWRITTEN
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.tokenizer import token_ids_end, train_tokenizer
 from pipeline.errors import ConfigError, DataError
@@ -370,6 +371,115 @@ def test_tools_and_calls_reach_the_template(tokenizer, make_encoder):
             assert document.ids.tolist().count(tokenizer.convert_tokens_to_ids("<|eot|>")) == 3
             learned = tokenizer.decode(document.ids[document.loss_mask])
             assert learned == f"[{json.dumps({'type': 'function', 'function': call})}]<|eot|>{END}"
+
+
+def test_a_special_token_in_a_list_that_the_template_writes_as_pythons_is_text(tokenizer, make_encoder):
+    template = (
+        "{% for m in messages %}{{ m.role + ':' + m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}={{ call.function.arguments.values() | list }}{% endfor %}"
+        "{{ '<|eot|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    said = ["x<|eot|>", "\\ud800<|eot|>\\ud801"]
+    calls = [{"name": "add", "arguments": {"a": said}}]
+    tally = Tally()
+    document = one(make_encoder(template), [{"role": "assistant", "content": "", "tool_calls": calls}], tally)
+    assert tokenizer.decode(document.ids) == f"assistant:add={[said]}<|eot|>{END}"
+    assert document.ids.tolist().count(tokenizer.convert_tokens_to_ids("<|eot|>")) == 1
+    assert tally["conversations with a special token read as text"] == 1
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"loss_mask": 0}, {"train": False}],
+    ids=str,
+)
+def test_an_answer_that_is_not_to_be_learned_is_context(tokenizer, make_encoder, field):
+    (name,) = field
+    turns = [
+        turn("user", "a"),
+        turn("assistant", "b") | field,
+        turn("user", "c"),
+        turn("assistant", "d") | {name: 1},
+    ]
+    for template, end in (("chatml", "<|im_end|>\n"), ("marked", "<|im_end|>\n"), ("inst", "")):
+        document = one(make_encoder(template), turns)
+        plain = [turn(each["role"], each["content"]) for each in turns]
+        assert document.ids.tolist() == one(make_encoder(template), plain).ids.tolist()
+        assert document.key == one(make_encoder(template), plain).key
+        said = "d" if template != "inst" else " d"
+        assert tokenizer.decode(document.ids[document.loss_mask]) == f"{said}{end}{END}"
+    tally = Tally()
+    assert make_encoder()([("rows:1", {"messages": turns[:2]})], tally) == []
+    assert tally.first == {"conversations dropped: no answer": "rows:1"}
+    with pytest.raises(DataError, match=rf"^rows:1: turn 1 of 'messages' has {name} 0.5; expected 0 or 1"):
+        one(make_encoder(), [turn("assistant", "b") | {name: 0.5}])
+
+
+def test_parts_of_an_answer_are_left_out_of_what_is_learned(tokenizer, make_encoder):
+    def learned(content, *details):
+        names = ("begin_offset", "end_offset", "train")
+        detail = [dict(zip(names, each, strict=True)) for each in details]
+        document = one(make_encoder(), [turn("assistant", content) | {"train_detail": detail}])
+        return tokenizer.decode(document.ids[document.loss_mask])
+
+    # Characters from the first to the last, both included; a space that begins a token goes with its word.
+    assert learned("1234", (0, 1, False)) == f"34<|im_end|>\n{END}"
+    assert learned("1234", (1, 2, False), (3, 3, True)) == f"14<|im_end|>\n{END}"
+    assert learned("1234", (0, 0, False), (3, 3, False)) == f"23<|im_end|>\n{END}"
+    assert learned("1<|eot|>34", (0, 7, False)) == f"34<|im_end|>\n{END}"
+    with pytest.raises(DataError, match=r"rows:1: train_detail is outside of its answer of 4 characters"):
+        learned("1234", (2, 4, False))
+    with pytest.raises(DataError, match="has a train_detail without begin_offset, end_offset and train"):
+        one(make_encoder(), [turn("assistant", "b") | {"train_detail": [{"train": False}]}])
+    cased = BUILT_IN["chatml"].replace("message['content']", "message['content'] | upper")
+    detail = [{"begin_offset": 0, "end_offset": 0, "train": False}]
+    with pytest.raises(DataError, match="does not write the answer as it is"):
+        one(make_encoder(cased), [turn("assistant", "bc") | {"train_detail": detail}])
+
+
+def test_calls_that_the_template_does_not_write_are_not_learned_and_are_counted(tokenizer, make_encoder):
+    calls = [{"function": {"name": "add", "arguments": '{"seconds": 1}'}}]
+    asked = [turn("user", "1"), {"role": "assistant", "content": None, "tool_calls": calls}]
+    tally = Tally()
+    document = one(make_encoder(), [*asked, turn("tool", "2"), turn("assistant", "3")], tally)
+    assert tokenizer.decode(document.ids[document.loss_mask]) == f"3<|im_end|>\n{END}"
+    unwritten = f"{UNWRITTEN}: messages[].tool_calls[].function"
+    assert tally.first == dict.fromkeys(
+        (
+            CALLS_UNWRITTEN,
+            f"{unwritten}.name",
+            f"{unwritten}.arguments",
+        ),
+        "rows:1",
+    )
+
+
+@pytest.mark.parametrize("role", ["function_call", "tool_call"])
+def test_a_turn_of_sharegpt_whose_text_is_a_call(make_encoder, role):
+    call = {"name": "add", "arguments": {"a": 1}}
+    said = [{"from": "human", "value": "1"}, {"from": role, "value": json.dumps(call)}]
+    said += [{"from": "function_response", "value": "2"}, {"from": "gpt", "value": "3"}]
+    turns = [turn("user", "1"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns += [turn("tool", "2"), turn("assistant", "3")]
+    (document,) = make_encoder()([("", {"conversations": said})], Tally())
+    assert document.key == one(make_encoder(), turns).key
+    with pytest.raises(DataError, match="'tool_calls' of turn 1 of 'conversations' is no JSON"):
+        make_encoder()([("rows:1", {"conversations": [{"from": role, "value": "add 1"}]})], Tally())
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ("[1]", "'tool_calls' of turn 1 of 'messages' is a list; expected a list of objects"),
+        ([{"name": "a", "arguments": "[]"}], "is a list; expected an object"),
+        ([{"name": "a", "arguments": "{"}], "'arguments' of a tool call of turn 1 of 'messages' is no JSON"),
+    ],
+)
+def test_calls_that_are_none(make_encoder, calls, message):
+    with pytest.raises(DataError, match=r"^rows:1: ") as refused:
+        one(make_encoder(), [{"role": "assistant", "content": "", "tool_calls": calls}])
+    assert message in str(refused.value)
 
 
 TALK = [turn("user", "a"), turn("assistant", "b")]

@@ -267,6 +267,25 @@ def test_what_does_not_fit_is_dropped_whole_and_counted(make_encoder):
         make_encoder(sequence_length=size - 1, too_long="error")([("rows:1", WHOLE)], Tally())
 
 
+def test_what_no_token_shows_is_counted_with_the_first_place(make_encoder):
+    encoder, tally = make_encoder(), Tally()
+    row = WHOLE | {"source": "web", "tools": [{"name": "add"}], "score_chosen": "2", "score_rejected": "1"}
+    encoder([("rows:1", WHOLE), ("rows:2", row), ("rows:3", row), ("rows:4", ROWS["plain"][0])], tally)
+    what = "examples with a field of which the tokens do not show all"
+    assert tally == {f"{what}: source": 2, f"{what}: tools[].name": 2}
+    assert set(tally.first.values()) == {"rows:2"}
+
+
+def test_a_weight_in_the_prompt_changes_neither_the_prompt_nor_the_key(make_encoder, tokenizer):
+    chosen = [*WHOLE["chosen"], user(KIND), bot(BLUE)]
+    rejected = [*WHOLE["chosen"], user(KIND), bot(GREEN)]
+    (expected,) = make_encoder()([("rows:1", {"chosen": chosen, "rejected": rejected})], Tally())
+    weighted = [chosen[0], chosen[1] | {"weight": 0}, *chosen[2:]]
+    (found,) = make_encoder()([("rows:1", {"chosen": weighted, "rejected": rejected})], Tally())
+    assert sides_of(found, tokenizer) == sides_of(expected, tokenizer)
+    assert found.key == expected.key
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"name": path.stem, "paths": [str(path)]}

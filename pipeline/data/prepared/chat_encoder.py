@@ -24,7 +24,7 @@ class ChatEncoder:
     """Records with a conversation each -> documents.
 
     A conversation that the template refuses is a bad record, as is a row without one. Counted in the tally:
-    SHORTENED, TOO_LONG, NO_ANSWER and ESCAPED.
+    SHORTENED, TOO_LONG, NO_ANSWER, UNWRITTEN and ESCAPED.
 
     Args:
         settings: Of chat data.

@@ -165,7 +165,8 @@ class ConversationWriter:
                 tally.note(CALLS_UNWRITTEN, written.where)
                 learned.append([])
                 continue
-            learned.append(_without(written, turn["content"], spans, left_out) if left_out else spans)
+            is_whole = not left_out or not spans
+            learned.append(spans if is_whole else _without(written, turn["content"], spans, left_out))
         return learned
 
     def write(self, given: Sequence[tuple[str, Conversation]]) -> list[Written]:

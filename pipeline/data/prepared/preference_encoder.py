@@ -13,13 +13,25 @@ import numpy as np
 
 from pipeline.config.data_schema import PreferenceDataConfig
 from pipeline.data.documents.records import Tally
-from pipeline.data.preference_layouts import KIND_NAMES, Answer, Example, read_example
+from pipeline.data.preference_layouts import (
+    KIND_NAMES,
+    LABELS,
+    MARGIN,
+    SCORES,
+    Answer,
+    Example,
+    read_example,
+)
 from pipeline.data.prepared.chat_writer import ConversationWriter, Tokens
 from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
+from pipeline.data.unwritten import unwritten_fields
 from pipeline.errors import ConfigError, DataError
 
 TOO_LONG = "examples dropped: their answers do not fit in a sequence together"
+UNWRITTEN = "examples with a field of which the tokens do not show all"
 ESCAPED = "examples with a special token read as text"
+# Fields that are read as a judgement or a number, also where they are text, as in CSV.
+VALUES = frozenset({*LABELS, *(name for pair in SCORES for name in pair), MARGIN})
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class PreferenceEncoder:
     end-of-document token, behind what the tokenizer begins every text with; a token that is in part the
     answer's is the answer's.
 
-    A row without an example is a bad record. Counted in the tally: TOO_LONG and ESCAPED.
+    A row without an example is a bad record. Counted in the tally: TOO_LONG, UNWRITTEN and ESCAPED.
 
     Args:
         settings: Of preference data.
@@ -73,20 +85,25 @@ class PreferenceEncoder:
         turns = self._write_turns(
             [each for each, is_plain in zip(judged, are_plain, strict=True) if not is_plain], tally
         )
-        tokens = iter([next(plain if is_plain else turns) for is_plain in are_plain])
+        found = iter([next(plain if is_plain else turns) for is_plain in are_plain])
         documents = []
-        for where, example in examples:
-            segments = [next(tokens) for _ in example.answers]
-            document = self._document(where, example, segments)
+        for (where, example), (_, record) in zip(examples, records, strict=True):
+            segments = [next(found) for _ in example.answers]
+            document = self._document(where, example, [tokens for tokens, _ in segments])
             if document is None:
                 tally.note(TOO_LONG, where)
                 continue
             documents.append(document)
+            assert isinstance(record, dict)  # it holds an example
+            texts = {name: value for name, value in record.items() if name not in VALUES}
+            for name in unwritten_fields(texts, "\n".join(text for _, text in segments)):
+                tally.note(f"{UNWRITTEN}: {name}", where)
             if any(map(self._writer.special.search, example.texts())):
                 tally.note(ESCAPED, where)
         return documents
 
-    def _write_plain(self, judged: list[_Judged]) -> Iterator[Tokens]:
+    def _write_plain(self, judged: list[_Judged]) -> Iterator[tuple[Tokens, str]]:
+        """Yield the tokens of each prompt and answer of plain text, and that text."""
         texts, answers_begin = [], []
         for each in judged:
             prompt, said = each.example.prompt, each.answer.said
@@ -95,12 +112,12 @@ class PreferenceEncoder:
             texts.append(prompt + said.removesuffix(self._end_text))
             answers_begin.append(len(prompt))
         encodings = self._writer.plain.encode_batch(texts, add_special_tokens=False)
-        for encoding, begin in zip(encodings, answers_begin, strict=True):
+        for text, encoding, begin in zip(texts, encodings, answers_begin, strict=True):
             ids = [*self._opening, *encoding.ids, self._settings.end_of_document]
             ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
             loss_mask = np.zeros(len(ids), dtype=np.bool_)
             loss_mask[len(self._opening) + int(ends.searchsorted(begin, "right")) :] = True
-            yield np.array(ids, dtype=self._settings.dtype), loss_mask
+            yield (np.array(ids, dtype=self._settings.dtype), loss_mask), text + self._end_text
 
     @cached_property
     def _opening(self) -> list[int]:
@@ -119,7 +136,8 @@ class PreferenceEncoder:
 
         return AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
 
-    def _write_turns(self, judged: list[_Judged], tally: Tally) -> Iterator[Tokens]:
+    def _write_turns(self, judged: list[_Judged], tally: Tally) -> Iterator[tuple[Tokens, str]]:
+        """Yield the tokens of each conversation, and what the template writes."""
         if not judged:
             return
         try:
@@ -139,7 +157,7 @@ class PreferenceEncoder:
         for each, conversation, text, found in zip(judged, conversations, written, answers, strict=True):
             prompt = len(each.example.prompt)
             own = [spans for n, spans in zip(conversation.answers, found, strict=True) if n >= prompt]
-            yield self._writer.tokens(text, [span for spans in own for span in spans])
+            yield self._writer.tokens(text, [span for spans in own for span in spans]), text.said
 
     def _document(self, where: str, example: Example, segments: list[Tokens]) -> Document | None:
         """None: it does not fit."""
