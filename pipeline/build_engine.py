@@ -133,6 +133,7 @@ def model_request(
         sharding=sharding,
         vocab_size=data.vocab_size,
         sequence_length=getattr(config.data, "sequence_length", None),
+        longest=data.longest,
         num_classes=data.num_classes,
         num_channels=data.num_channels,
         end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,

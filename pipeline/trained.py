@@ -142,11 +142,10 @@ def _evaluate(trained: Trained, job: Job, data: DataBundle, length: int | None) 
     if isinstance(objective, BySegment) and objective.has_reference:
         data = with_reference(data, trained.run, job)
     engine = _load(trained, job, data)
-    longest = getattr(getattr(engine.module, "config", None), "max_position_embeddings", None)
-    if length is not None and longest is not None and length > longest:
-        raise ModelError(
-            f"data.sequence_length is {length}, but the model takes {longest} positions; shorten it"
-        )
+    if isinstance(config.model, CausalLMConfig):
+        from pipeline.models.huggingface import check_positions
+
+        check_positions(engine.module.config, length, data.longest)
     loader = build_eval_loader(config, BatchPlan(_micro_batch_size(trained), 1, 1), data, engine)
     if loader is None:
         raise DataError(

@@ -166,7 +166,11 @@ class PreferenceDataConfig(ConversationsConfig):
 
     kind: Literal["preference"]
     sequence_length: int = Field(256, gt=1, le=2**30)
-    """Tokens a sequence, which holds an example whole: both answers, each behind a copy of the prompt."""
+    """Tokens a sequence, which holds an example whole: both answers, each behind a copy of the prompt. It may
+    be longer than the model's positions, which restart at each answer."""
+    answer_length: int | None = Field(None, gt=1, le=2**30)
+    """Most tokens of an answer together with its prompt; `too_long` decides about longer ones. Default: as
+    many as fit in a sequence. Set it to the model's positions where answers may be longer."""
     separate_documents: bool = True
     """Always `true`: answers do not see each other."""
     layout: Literal[

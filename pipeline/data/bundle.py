@@ -39,6 +39,7 @@ class DataBundle:
         fingerprint: Changes when the samples or their order in the data set do; a resumed run can compare it.
         mixture: What `train` consists of, in its order. Empty: one source.
         num_channels: Of the images. Images only.
+        longest: Tokens of the longest text that positions count through. `None`: those of a sequence.
         eval_sets: Further sets to evaluate on, by name, which are no part of `eval/loss`.
         answers: Number of judged answers that are trained on, by kind (see preference_layouts.py). Empty: not
             known.
@@ -53,6 +54,7 @@ class DataBundle:
     fingerprint: str
     mixture: tuple[SourceShare, ...] = ()
     num_channels: int | None = None
+    longest: int | None = None
     eval_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
     answers: Mapping[int, int] = field(default_factory=dict)
 

@@ -43,21 +43,30 @@ class SegmentRows(PieceRows):
         share_rows: Several examples to a row where they fit, else each has one of its own.
         mismatched: Behind each example its prompts once more, with the answers of the next example. Those are
             cut where the row ends. A lone example is left out.
+        answer_length: Tokens after which mismatched answers are cut, their prompt included. `None`: no limit.
 
     Attributes:
+        longest: Tokens of the longest segment. Positions restart after as many in padding, too.
         num_segments: S.
         has_margins: Whether a batch has them.
         mismatched_cut: Answers of other examples that are not whole.
     """
 
     def __init__(
-        self, store: TokenStore, sequence_length: int, end_id: int, *, share_rows: bool, mismatched: bool
+        self,
+        store: TokenStore,
+        sequence_length: int,
+        end_id: int,
+        *,
+        share_rows: bool,
+        mismatched: bool,
+        answer_length: int | None = None,
     ) -> None:
         super().__init__([store], sequence_length, True, end_id)
         examples = _read(store, self._first)
         found, self.mismatched_cut = examples.own(), 0
         if mismatched:
-            further, self.mismatched_cut = examples.mismatched(sequence_length)
+            further, self.mismatched_cut = examples.mismatched(sequence_length, answer_length)
             found = _Found(*map(np.concatenate, zip(found, *further, strict=True)))
             if len(examples.kinds) == 1:  # there is no other's answer
                 found = _Found(*(values[:0] for values in found))
@@ -73,6 +82,8 @@ class SegmentRows(PieceRows):
         self._margins = np.nan_to_num(margins)
         begun = offsets(self._kinds > 0)[self._bounds]
         self.num_segments = int(np.diff(begun).max(initial=1))
+        whole = np.bincount(np.cumsum(self._kinds > 0), self._lengths)
+        self.longest = int(whole.max(initial=1))
 
     def answers(self) -> Counter[int]:
         """Return the number of segments by kind."""
@@ -90,6 +101,7 @@ class SegmentRows(PieceRows):
         batch = self._batch(pair, np.concatenate([placed.places[begins], placed.row_ends]))
         before = offsets(np.bincount(placed.of_row, begins, placed.rows))[:-1]
         number = np.cumsum(begins) - 1 - before[placed.of_row]
+        batch["position_ids"] %= self.longest
         segments = np.full(inputs.shape, -1)
         shift = placed.places - np.cumsum(placed.lengths) + placed.lengths
         taken = np.repeat(shift, placed.lengths) + np.arange(placed.lengths.sum())
@@ -106,8 +118,12 @@ class SegmentRows(PieceRows):
         return batch
 
 
-def agree(datasets: Sequence[SegmentRows]) -> None:
-    """Gives the batches of all the same entries and shapes. Tells which mismatched answers are not whole."""
+def agree(datasets: Sequence[SegmentRows]) -> int | None:
+    """Gives the batches of all the same entries and shapes. Tells which mismatched answers are not whole.
+
+    Returns:
+        Tokens of the longest segment; `None` if there are no data sets.
+    """
     most = max((rows.num_segments for rows in datasets), default=1)
     has_margins = any(rows.has_margins for rows in datasets)
     for rows in datasets:
@@ -118,6 +134,7 @@ def agree(datasets: Sequence[SegmentRows]) -> None:
             "their rows are full; a larger data.sequence_length keeps them whole",
             cut,
         )
+    return max((rows.longest for rows in datasets), default=None)
 
 
 class _Found(NamedTuple):
@@ -152,7 +169,7 @@ class _Examples(NamedTuple):
         there = examples, places
         return _Found(self.starts[there], self.lengths[there], self.kinds[there], examples, places)
 
-    def mismatched(self, size: int) -> tuple[tuple[_Found, _Found], int]:
+    def mismatched(self, size: int, longest: int | None) -> tuple[tuple[_Found, _Found], int]:
         """Prompts, and the answers of the next examples (of the last one: the first); how many are cut.
 
         Each answer has a token at least: examples are prepared so that there is room.
@@ -165,6 +182,8 @@ class _Examples(NamedTuple):
         room = (size - self.lengths.sum(1) - np.where(self.kinds > 0, self.prompts, 0).sum(1)) // counts
         wanted = self.lengths[theirs] - self.prompts[theirs]
         answers = np.minimum(wanted, room[examples])
+        if longest is not None:
+            answers = np.minimum(answers, longest - prompts)
         behind = self.kinds.shape[1] + 2 * places
         ours = _Found(
             self.starts[examples, places], prompts, np.full_like(prompts, MISMATCHED), examples, behind

@@ -33,8 +33,14 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
     def rows(store: TokenStore) -> PackedDataset:
         end_id, size = prepared.tokenizer.eos_token_id, config.sequence_length
         if isinstance(config, PreferenceDataConfig):
-            share_rows = config.packing == "best_fit"
-            return SegmentRows(store, size, end_id, share_rows=share_rows, mismatched=config.is_unpaired)
+            return SegmentRows(
+                store,
+                size,
+                end_id,
+                share_rows=config.packing == "best_fit",
+                mismatched=config.is_unpaired,
+                answer_length=config.answer_length,
+            )
         return pack(store, config.packing, size, config.separate_documents, end_id)
 
     train = {source.name: rows(source.train) for source in prepared.sources}
@@ -43,7 +49,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
     held_out = {source.name: rows(source.eval) for source in prepared.sources}
     further = {source.name: rows(source.eval) for source in prepared.eval_sets}
     everything = [*train.values(), *held_out.values(), *further.values()]
-    agree([each for each in everything if isinstance(each, SegmentRows)])
+    longest = agree([each for each in everything if isinstance(each, SegmentRows)])
     return DataBundle(
         train=join(list(train.values())),
         eval=_usable(held_out, prepared.sources, config) if config.eval_fraction else {},
@@ -53,6 +59,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         vocab_size=prepared.vocab_size,
         num_classes=None,
         fingerprint=prepared.fingerprint,
+        longest=longest,
         mixture=tuple(
             SourceShare(source.name or "", len(train[source.name or ""]), source.weight, source.epochs)
             for source in config.all_sources()
@@ -74,7 +81,17 @@ def _usable(
     """Without those that fill no row, which are named: whole documents are held out, by their hash."""
     usable = {name: dataset for name, dataset in rows.items() if len(dataset)}
     for source in sources:
-        if source.name not in usable:
+        if source.name in usable:
+            continue
+        if isinstance(config, PreferenceDataConfig):
+            log.warning(
+                "no evaluation on %s: %d of its examples are held out (data.eval_fraction %g); a larger "
+                "data.eval_fraction or more examples give some to evaluate on",
+                source.name,
+                source.eval.num_documents,
+                config.eval_fraction,
+            )
+        else:
             log.warning(
                 "no evaluation on %s: %d tokens in %d documents are held out (data.eval_fraction %g), one "
                 "sequence takes %d; a larger data.eval_fraction or more documents give some to evaluate on",
@@ -90,6 +107,13 @@ def _usable(
 def _too_little(prepared: Prepared, config: DocumentsConfig) -> DataError:
     tokens = [source.train.num_tokens for source in prepared.sources]
     documents = [source.train.num_documents for source in prepared.sources]
+    if isinstance(config, PreferenceDataConfig):
+        held_back = sum(source.eval.num_documents for source in prepared.sources)
+        least = "; unpaired answers need two, as each stands beside another's" if config.is_unpaired else ""
+        return DataError(
+            f"data holds {sum(documents)} examples to train on ({held_back} more are held out){least}: add "
+            "examples, or lower data.eval_fraction"
+        )
     held_out = sum(source.eval.num_tokens for source in prepared.sources)
     return DataError(
         f"data holds {sum(tokens)} training tokens in {sum(documents)} documents ({held_out} more tokens are "

@@ -154,4 +154,5 @@ def put_template(draft: Draft, key: str) -> None:
 def put_preferences(draft: Draft, length: int) -> None:
     """What all preference data have: an example lies whole in a sequence, and is a sample by itself."""
     draft.put("data.sequence_length", 2 * length, f"two answers, each of {length} tokens with its prompt")
+    draft.put("data.answer_length", length)
     draft.put("data.packing", "none", "a sample is an example, as there")

@@ -80,6 +80,7 @@ def _make(config: RunConfig) -> nn.Module:
         Unfilled(),
         vocab_size=words,
         sequence_length=getattr(config.data, "sequence_length", None),
+        longest=1 if config.data.kind == "preference" else None,  # known once the answers are prepared
         num_classes=getattr(asked, "num_classes", None) or CLASSES.get(config.data.kind, 1000),
         num_channels=getattr(config.data, "channels", None),
         gives_scores=config.objective.kind == "reward",

@@ -277,12 +277,34 @@ def _check_fit(hf_config: PretrainedConfig, config: CausalLMConfig, request: Mod
     groups = getattr(text_config, "num_key_value_heads", None)
     if heads and groups and heads % groups:
         raise ModelError(f"model.num_heads {heads} is not a multiple of num_key_value_heads {groups}")
-    longest = getattr(text_config, "max_position_embeddings", None)
-    if longest is not None and request.sequence_length is not None and request.sequence_length > longest:
-        raise ModelError(
-            f"data.sequence_length is {request.sequence_length}, but the model takes {longest} positions; "
-            f"shorten it, or raise model.max_sequence_length of a new model"
-        )
+    cure = ", or raise model.max_sequence_length" if is_new else ""
+    check_positions(hf_config, request.sequence_length, request.longest, cure)
+
+
+def check_positions(
+    hf_config: PretrainedConfig, sequence_length: int | None, longest: int | None, cure: str = ""
+) -> None:
+    """Refuse data that the model has too few positions for.
+
+    Args:
+        hf_config: What the model says of itself.
+        sequence_length: Tokens of a sequence. `None`: the data are no text.
+        longest: See DataBundle.
+        cure: What helps besides shorter data.
+
+    Raises:
+        ModelError: a text of the data is longer.
+    """
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    needed = sequence_length if longest is None else longest
+    if positions is None or needed is None or needed <= positions:
+        return
+    if longest is None:
+        given, advice = f"data.sequence_length is {needed}", "shorten it"
+    else:
+        given = f"data: the longest answer has {needed} tokens with its prompt"
+        advice = f"data.answer_length={positions} leaves such examples out and counts them"
+    raise ModelError(f"{given}, but the model takes {positions} positions; {advice}{cure}")
 
 
 def _reason(error: Exception) -> str:

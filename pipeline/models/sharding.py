@@ -146,6 +146,8 @@ class ModelRequest:
     """Entries of the tokenizer."""
     sequence_length: int | None = None
     """Tokens of the longest sequence the data yields."""
+    longest: int | None = None
+    """Tokens of the longest text that positions count through. `None`: those of a sequence."""
     num_classes: int | None = None
     """Classes of the data set."""
     num_channels: int | None = None

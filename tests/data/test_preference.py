@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from support.launch import write_recipe
 
 from pipeline.__main__ import main
 from pipeline.cli import main as train
@@ -261,10 +262,14 @@ def test_what_does_not_fit_is_dropped_whole_and_counted(make_encoder):
     for missing in (0, 1):  # beside it, the prompt and a token of another's answer
         encoder = make_encoder(sequence_length=length + prompt + 1 - missing, examples="unpaired")
         assert len(encoder([("rows:1", alone)], Tally())) == 1 - missing
-    with pytest.raises(
-        ConfigError, match=r"rows:1: the answers, .* tokens, and a sequence \d+; .*too_long: drop"
-    ):
-        make_encoder(sequence_length=size - 1, too_long="error")([("rows:1", WHOLE)], Tally())
+    for key, least in (("sequence_length", size), ("answer_length", length)):
+        with pytest.raises(ConfigError, match=r"rows:1: the answers, each with its prompt") as refused:
+            make_encoder(**{key: least - 1}, too_long="error")([("rows:1", WHOLE)], Tally())
+        assert f"data.{key} is {least - 1:,}; set data.{key}={least}, or data.too_long=drop" in str(
+            refused.value
+        )
+        made = make_encoder(**{key: least}, too_long="error")([("rows:1", WHOLE)], Tally())
+        assert len(made) == 1, "what the line advises works"
 
 
 def test_what_no_token_shows_is_counted_with_the_first_place(make_encoder):
@@ -313,7 +318,9 @@ def segments_of(batch, row):
         found.append((int(kinds[index]), ids, labels, margin))
     padding = segments == -1
     assert (batch["shift_labels"][row][padding] == -100).all()
-    assert batch["position_ids"][row][padding].tolist() == list(range(int(padding.sum())))
+    begun = (batch["position_ids"][row][padding] == 0).nonzero()[:2].flatten().tolist()
+    longest = [*begun, int(padding.sum()), 1][1]
+    assert batch["position_ids"][row][padding].tolist() == [i % longest for i in range(int(padding.sum()))]
     return found
 
 
@@ -465,3 +472,63 @@ def test_answers_of_one_kind_alone_are_an_error_until_the_recipe_says_so(tmp_pat
     assert train([*command, "objective.undesirable_weight=0"]) == 0
     assert train([*command, "objective.undesirable_weight=0", "objective.desirable_weight=0"]) == 2
     assert "so nothing is learned; give one of them a weight above 0" in capsys.readouterr().err
+
+
+POSITIONS = 64
+
+
+def judge(folder, *overrides, kind="dpo", longest=50, **data):
+    """The exit code of a run over rows of 240 tokens, of a model with learned positions for 64 of them."""
+    rows = [
+        {"prompt": f"{i}:", "chosen": "1" * (20 + i), "rejected": "2" * (longest - 4)} for i in range(10, 30)
+    ]
+    write(folder / "pairs.jsonl", rows)
+    data = {"kind": "preference", "paths": [str(folder / "pairs.jsonl")], "sequence_length": 240} | data
+    data |= {"eval_fraction": 0.3, "tokenizer": {"pretrained": str(digits(folder))}}
+    model = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 1, "num_heads": 2, "hidden_size": 16}
+    recipe = write_recipe(
+        folder,
+        max_steps=2,
+        model=model | {"max_sequence_length": POSITIONS},
+        data=data | {"cache_dir": str(folder / "cache")},
+        objective={"kind": kind},
+        run_dir=str(folder / "run"),
+        eval={"every": 2},
+    )
+    return train(["--config", str(recipe), *overrides])
+
+
+@pytest.mark.parametrize(
+    "packing", ["best_fit", "none"]
+)  # in the second, padding is longer than the positions
+def test_a_row_may_be_longer_than_the_positions_which_restart_at_each_answer(tmp_path, packing):
+    assert judge(tmp_path, packing=packing, longest=POSITIONS) == 0
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_an_answer_that_the_positions_do_not_reach_is_refused_and_left_out_as_advised(tmp_path, capsys, kind):
+    assert judge(tmp_path, kind=kind, longest=POSITIONS + 1) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "the longest answer has 65 tokens with its prompt, but the model takes 64 positions" in error
+    assert "data.answer_length=64 leaves such examples out and counts them" in error
+    assert judge(tmp_path, "data.answer_length=64", kind=kind, longest=POSITIONS + 1) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "20 examples dropped" in error
+    assert "data.too_long=error names the first" in error
+    strict = ("data.answer_length=64", "data.too_long=error")
+    assert judge(tmp_path, *strict, kind=kind, longest=POSITIONS + 1) == 2
+    assert "pairs.jsonl:1: the answers, each with" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_answers_of_others_are_cut_at_the_answer_length_too(tmp_path):
+    assert judge(tmp_path, kind="kto", longest=40, answer_length=64) == 0
+
+
+def test_too_few_examples_are_no_lack_of_text(tmp_path):
+    with pytest.raises(
+        DataError, match=r"^data holds 0 examples to train on \(20 more are held out\): add exam"
+    ):
+        prepare(tmp_path, [write(tmp_path / "a.jsonl", pairs(20))], eval_fraction=0.999)
+    with pytest.raises(DataError, match=r"holds 1 examples .*; unpaired answers need two, as each stands"):
+        prepare(tmp_path, [write(tmp_path / "b.jsonl", pairs(1))], eval_fraction=0.0, examples="unpaired")

@@ -162,6 +162,7 @@ def test_losses_of_llama_factory(imported, loss, kind, more):
     assert ("pref_ftx" in made.draft.not_taken) == (kind in ("orpo", "kto"))
     assert made.config.data.kind == "preference"
     assert made.config.data.sequence_length == 2 * 512  # both answers
+    assert made.config.data.answer_length == 512  # which is what has to fit into the model's positions
     assert made.config.optimizer.learning_rate == 1e-4  # not by the width
 
 

@@ -176,5 +176,8 @@ def no_text(source: SourceConfig, tally: Tally) -> DataError:
     left_out = f"; {bad} bad records were skipped (bad_records: error shows the first)" if bad else ""
     dropped = "".join(f"; {count:,} {what}" for what, count in sorted(tally.items()) if what != BAD_RECORDS)
     if dropped:
-        return DataError(f"data source {source.name}: nothing of {given} can be used{dropped}{left_out}")
+        cure = "; data.too_long=error names the first and the length it needs" * ("longer than" in dropped)
+        return DataError(
+            f"data source {source.name}: nothing of {given} can be used{dropped}{left_out}{cure}"
+        )
     return DataError(f"data source {source.name}: no document of {given} has any text{left_out}")

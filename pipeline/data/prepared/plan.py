@@ -111,6 +111,7 @@ def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> d
             "too_long": config.too_long,
             "sequence_length": config.sequence_length,
             "chat_template": hash_of(tokenizer.tokenizer.chat_template),
+            **({} if config.answer_length is None else {"answer_length": config.answer_length}),
         }
     if not isinstance(config, ChatDataConfig):
         return {"kind": "text"}

@@ -27,7 +27,7 @@ from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
 from pipeline.data.unwritten import unwritten_fields
 from pipeline.errors import ConfigError, DataError
 
-TOO_LONG = "examples dropped: their answers do not fit in a sequence together"
+TOO_LONG = "examples dropped: longer than data.sequence_length together, or than data.answer_length alone"
 UNWRITTEN = "examples with a field of which the tokens do not show all"
 ESCAPED = "examples with a special token read as text"
 # Fields that are read as a judgement or a number, also where they are text, as in CSV.
@@ -176,16 +176,20 @@ class PreferenceEncoder:
         if len(segments) == 2 and np.array_equal(segments[0][0], segments[1][0]):
             raise DataError(f"{where}: the chosen and the rejected answer have the same tokens")
         sizes = [len(ids) for ids, _ in segments]
-        room = self._config.sequence_length
-        if self._config.is_unpaired:  # each prompt once more, with a token at least of another's answer
-            room -= sum(int(mask.argmax()) + 1 for mask in masks)
-        if sum(sizes) > room:
-            if self._config.too_long == "drop":
+        config, needed = self._config, sum(sizes)
+        if config.is_unpaired:  # each prompt once more, with a token at least of another's answer
+            needed += sum(int(mask.argmax()) + 1 for mask in masks)
+        limits = [("answer_length", config.answer_length, max(sizes))]
+        limits.append(("sequence_length", config.sequence_length, needed))
+        for key, room, least in limits:
+            if room is None or least <= room:
+                continue
+            if config.too_long == "drop":
                 return None
             raise ConfigError(
                 f"{where}: the answers, each with its prompt, have {' + '.join(map(str, sizes))} tokens, and "
-                f"a sequence {self._config.sequence_length:,}; raise data.sequence_length, or set "
-                "data.too_long: drop"
+                f"data.{key} is {room:,}; set data.{key}={least}, or data.too_long=drop, which leaves the "
+                "example out"
             )
         table = [
             (answer.kind, int(mask.argmax()), size)
