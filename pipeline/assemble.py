@@ -53,7 +53,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     checkpoints = build_store(config, resolved, job, directory)
     checkpoint = chosen(checkpoints, job)  # before anything is built: what is passed over is told first
     engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
-    adapter = adapters.described(config, engine.module, job, open_checkpoint)
+    adapter = adapters.described(config, engine.module, job, open_checkpoint, checkpoint)
     if checkpoint is None:
         resolved = settled(config, resolved, job, with_zeros(data, objective), engine, objective)
     data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint, adapter)
@@ -148,7 +148,8 @@ def with_its_reference(
     folder: str | None = getattr(config.data, "cache_dir", None)
     cache = Path(folder).expanduser() / "reference" if folder is not None else None
     rows = Rows(data, resolved.plan.micro_batch_size, config.loader.num_workers)
-    key = {**config.model.model_dump(mode="json"), **adapter}  # whose base the engine's weights do not show
+    # The engine's weights do not show the adapter's base.
+    key = {**config.model.model_dump(mode="json"), **adapters.lasting(adapter)}
     return compute_reference(rows, engine, objective, directory, cache, job, key)
 
 

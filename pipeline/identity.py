@@ -29,6 +29,8 @@ FINGERPRINT = DECISIVE["data"]
 # What a run that is named by `run_dir` may go on with: further, or at another rate.
 MAY_CHANGE = ("max_steps", "max_epochs", "optimizer", "schedule")
 MAY_NOT_CHANGE = ("optimizer.kind",)  # whose state the checkpoint holds
+# Where an adapter's base lies: digests of its weights and of data and tokenizer are compared instead.
+PLACES = ("model.pretrained", "model.weights", "data.tokenizer.pretrained")
 
 
 def _identity(recipe: Tree, split: Tree) -> Tree:
@@ -48,6 +50,8 @@ class Difference(NamedTuple):
     key: str
     then: Any
     now: Any
+    is_place: bool = False
+    """Whether it is where an adapter's base lies."""
 
     def __str__(self) -> str:
         if self.key == FINGERPRINT:
@@ -74,8 +78,11 @@ def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Differe
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"recipe.yaml or split.json in {path} cannot be read") from None
     now = _identity(yaml.load(recipe_yaml(config), Loader=Loader), json.loads(json.dumps(split)))
-    found = list(_compare(then, now))
-    if any(difference.key.startswith("data.") for difference in found):
+    found = [
+        difference._replace(is_place=config.adapter is not None and difference.key in PLACES)
+        for difference in _compare(then, now)
+    ]
+    if any(difference.key.startswith("data.") and not difference.is_place for difference in found):
         # The data is other for that very reason.
         return [difference for difference in found if difference.key != FINGERPRINT]
     return found
@@ -100,4 +107,5 @@ def _compare(then: Any, now: Any, prefix: str = "") -> Iterator[Difference]:
 
 def may_change(difference: Difference) -> bool:
     """Whether a run that is named by `run_dir` goes on with another value."""
-    return difference.key.partition(".")[0] in MAY_CHANGE and difference.key not in MAY_NOT_CHANGE
+    is_free = difference.key.partition(".")[0] in MAY_CHANGE and difference.key not in MAY_NOT_CHANGE
+    return is_free or difference.is_place

@@ -7,14 +7,16 @@ there still is that base.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
+from pipeline.checkpoint.base_digest import BASE, FILES, digest_of, stamps_of
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.schema import RunConfig
@@ -28,14 +30,21 @@ from pipeline.optional_packages import require
 from pipeline.planning.cutting import EMBEDDINGS, WORDS
 from pipeline.shards import WEIGHT
 
+log = logging.getLogger(__name__)
 KEY = "adapter"  # in the state of a checkpoint
-_FIRST = 1 << 20  # bytes of a tensor that go into the digest
 
 
 def described(
-    config: RunConfig, model: nn.Module, job: Job, open_checkpoint: OpenCheckpoint
+    config: RunConfig,
+    model: nn.Module,
+    job: Job,
+    open_checkpoint: OpenCheckpoint,
+    checkpoint: Manifest | None = None,
 ) -> dict[str, Any]:
     """What a run's checkpoints say of its adapter; nothing of a run without one. Collective.
+
+    Args:
+        checkpoint: The run resumes from it.
 
     Raises:
         ModelError: the base cannot be read.
@@ -44,8 +53,16 @@ def described(
         return {}
     own = next((_computed(layer) for _, layer in adapted(model)), None)
     computed = next(each for each in job.gather_object(own) if each is not None)  # a stage may have none
-    base = job.on_main(lambda: _base(config, open_checkpoint))
-    return {KEY: computed | {"base": base, **_quantised(config.adapter, model)}}
+    known = {} if checkpoint is None else checkpoint.state.get(KEY, {})
+    base = job.on_main(lambda: _base(config, open_checkpoint, known))
+    return {KEY: computed | base | _quantised(config.adapter, model)}
+
+
+def lasting(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `described` says, without what changes if the same base is copied or touched."""
+    return {
+        key: {name: value for name, value in said.items() if name != FILES} for key, said in about.items()
+    }
 
 
 def _quantised(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
@@ -85,29 +102,52 @@ def where(base: Mapping[str, Any]) -> str:
     return str(base.get("weights") or base.get("pretrained") or "the seed")
 
 
-def _base(config: RunConfig, open_checkpoint: OpenCheckpoint) -> dict[str, Any]:
-    """Where it lies, and its digest: of names, shapes and the first MiB of each tensor."""
+def refuse_changed_base(manifest: Manifest, file: WeightFile) -> None:
+    """Refuse weights that are not those an adapter was trained over.
+
+    Raises:
+        CheckpointError: they are others.
+    """
+    about = manifest.state[KEY]
+    if digest_of(file, about) != about[BASE]["digest"]:
+        raise CheckpointError(
+            f"{manifest.folder} is an adapter, and {where(about[BASE])}, its base, holds other weights than "
+            "those it was trained over; bring those back"
+        )
+
+
+def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpoint) -> None:
+    """Refuse a changed base where the run had its own. An adapter is exported where there is none, too.
+
+    Raises:
+        CheckpointError: it holds other weights.
+    """
+    base = manifest.state[KEY][BASE]
+    if not (base["weights"] or base["pretrained"]):
+        return
+    try:
+        file = open_base(base, open_checkpoint)
+    except ModelError as error:
+        log.info("the adapter's base is not compared with the one it was trained over: %s", error)
+        return
+    with closing(file):
+        refuse_changed_base(manifest, file)
+
+
+def _base(config: RunConfig, open_checkpoint: OpenCheckpoint, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where it lies, its digest, and the files that this was found in."""
     model = config.model
     pretrained = getattr(model, "pretrained", None)
     base: dict[str, Any] = {"weights": None, "pretrained": pretrained, "seed": config.seed}
     if model.weights is not None:
         base["weights"] = str(Path(model.weights).expanduser().absolute())
     elif pretrained is None:
-        return base | {"digest": f"drawn from seed {config.seed}"}
+        return {BASE: base | {"digest": f"drawn from seed {config.seed}"}}
     elif (folder := Path(pretrained).expanduser()).is_dir():
         base["pretrained"] = str(folder.absolute())
-    file = open_base(base, open_checkpoint)
-    try:
-        digest = xxhash.xxh3_128()
-        for name in sorted(file.entries):
-            entry = file.entries[name]
-            digest.update(f"{name} {list(entry.shape)} {entry.dtype}".encode())
-            values = file.read(name).flatten()
-            first = values[: _FIRST // values.element_size()].contiguous().view(torch.uint8)
-            digest.update(bytes(first.numpy().data))
-        return base | {"digest": digest.hexdigest()}
-    finally:
-        file.close()
+    with closing(open_base(base, open_checkpoint)) as file:
+        files = stamps_of(file.files)
+        return {BASE: base | {"digest": digest_of(file, known)}, FILES: files}
 
 
 def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> WeightFile:

@@ -20,6 +20,7 @@ import torch
 from pipeline import foreign
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.find import find_checkpoint
+from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import KINDS, weights_of
 from pipeline.checkpoint.shard_file import hash_stretch, opened
@@ -122,6 +123,7 @@ def write_export(
             (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
             most = None if auto_class is None else shard_bytes
             if is_adapter:
+                adapters.refuse_changed_base_if_here(manifest, open_checkpoint)
                 for name in OF_A_MODEL:
                     (partial / name).unlink(missing_ok=True)
                 adapters.write_peft_config(manifest, partial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 class CheckpointWeights:
     """See pipeline.models.weight_files.WeightFile."""
+
+    files: Sequence[Path] = ()
 
     def __init__(self, reader: CheckpointReader):
         self._reader = reader

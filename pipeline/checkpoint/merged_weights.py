@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.adapters import KEY, dtype_of, layers_in, open_base, where
+from pipeline.checkpoint.adapters import KEY, dtype_of, layers_in, open_base, refuse_changed_base, where
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError, PipelineError, one_line
 from pipeline.models.adapter_files import of_peft
 from pipeline.models.adapters import NAME
-from pipeline.models.weight_files import Entry, OpenCheckpoint
+from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile
 from pipeline.models.weights import matched
 from pipeline.optional_packages import require
 from pipeline.shards import WEIGHT, Region
@@ -25,6 +25,8 @@ from pipeline.shards import WEIGHT, Region
 
 class _Drawn:
     """See WeightFile: the first weights of a model of transformers, drawn anew from the run's seed."""
+
+    files: Sequence[Path] = ()
 
     def __init__(self, run: Path, base: Mapping[str, Any]):
         from pipeline.models.huggingface import build_described
@@ -51,11 +53,14 @@ class MergedWeights:
     the base's precision, worked out in fp32.
     """
 
+    files: Sequence[Path] = ()
+
     def __init__(self, manifest: Manifest, open_checkpoint: OpenCheckpoint):
         """Opens both.
 
         Raises:
-            ModelError: the base is not there any more, or is another one.
+            ModelError: the base is not there any more, or lacks a layer.
+            CheckpointError: the base holds other weights than the adapter was trained over.
         """
         self._about = manifest.state[KEY]
         run, base = manifest.folder.parent.parent, self._about["base"]
@@ -66,11 +71,13 @@ class MergedWeights:
         self._whole = {name: shape for name, shape in shapes.items() if of_peft(name).count(".lora_") == 0}
         try:
             if base["weights"] or base["pretrained"]:
-                self._base = open_base(base, open_checkpoint)
+                self._base: WeightFile = open_base(base, open_checkpoint)
             else:
                 self._base = _Drawn(run, base)
         except PipelineError as error:
             raise ModelError(f"{manifest.folder} is an adapter, and its base: {one_line(error)}") from None
+        if not isinstance(self._base, _Drawn):
+            refuse_changed_base(manifest, self._base)
         keys = list(self._base.entries)
         wanted = {f"{layer}.weight" for layer in self._layers.union(self._about.get("quantized", ()))}
         self._keys = matched(keys, wanted | set(self._whole))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.config.yaml_loader import Dumper
 from pipeline.errors import ConfigError
-from pipeline.foreign import is_path
+from pipeline.foreign import CONFIGURATION, is_path, read_plain
 
 # Of two ways to say one thing, the one on the command line takes the place of the other in the file.
 ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
@@ -229,7 +230,7 @@ def load_settings(
         adopt_stated_numbers(file, split)
         if "torch" in split.tree:
             adopt_torch_section(file, split)
-    config = _with_examples(_with_own_tokenizer(validate_recipe(file)))
+    config = _with_examples(_with_own_tokenizer(_refuse_adapter(validate_recipe(file))))
     if not import_paths:
         refuse_code(config, file)
     settings = Settings(config, recipe, split, tuple(overrides))
@@ -248,6 +249,27 @@ def _set_aside_alternatives(tree: Tree, overridden: set[str]) -> None:
             if given in overridden and other not in overridden and get_dotted(tree, given) is not None:
                 section, _, key = other.rpartition(".")
                 (get_dotted(tree, section) if section else tree).pop(key, None)
+
+
+def _refuse_adapter(config: RunConfig) -> RunConfig:
+    """Refuse the folder of an adapter in the place of a model: transformers would load both.
+
+    Raises:
+        ConfigError: `model.pretrained` names one.
+    """
+    given = getattr(config.model, "pretrained", None)
+    path = Path(given or "").expanduser() / "adapter_config.json"
+    if given is None or not path.is_file():
+        return config
+    base = None
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        base = json.loads(read_plain(path, CONFIGURATION)).get("base_model_name_or_path")
+    place = base if isinstance(base, str) and base else "ITS_BASE"
+    raise ConfigError(
+        f"model.pretrained: {given!r} is an adapter (adapter_config.json), no whole model; write "
+        f"model.pretrained={place} and adapter.weights={given} to train it further, or merge it into its "
+        "base and give that"
+    )
 
 
 def _with_own_tokenizer(config: RunConfig) -> RunConfig:

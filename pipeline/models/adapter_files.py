@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,24 @@ class PeftFolder:
             if not any(f".{part}" in f".{name}" for part in PARTS)
         }
 
+    def refuse_missing(self, layers: Iterable[str]) -> None:
+        """Refuse a file that lacks layers of the model that its config lists.
+
+        Raises:
+            ModelError: it does.
+        """
+        own = self.described
+        names = own.get("target_modules")
+        if not isinstance(names, list) or own.get("layers_to_transform") or own.get("exclude_modules"):
+            return  # a pattern, or one with exceptions
+        ends = tuple(f".{name}" for name in names)
+        asked = [layer for layer in layers if f".{layer}".endswith(ends)]
+        if missing := [name for name in asked if f"{PREFIX}{name}.lora_A.weight" not in self.tensors]:
+            raise ModelError(
+                f"adapter.weights: {self.path / WEIGHTS} lacks {listed(missing)}, which target_modules of "
+                f"{CONFIG} asks for; save or fetch the adapter again"
+            )
+
     def refuse_others(self, taken: set[str]) -> None:
         """Raises a ModelError where the folder has adapters of layers that the model gives none."""
         there = self.tensors.keys() - {PREFIX + name for name in self.whole()}
@@ -151,8 +169,15 @@ def _read(path: Path) -> PeftFolder:
     for key, nothing in UNBUILT.items():
         if (value := described.get(key)) and value != nothing:
             raise ModelError(f"{start}: {CONFIG} has {key} {value!r}, which is not built here")
-    file = Safetensors({path / WEIGHTS: None})
+    file = Safetensors({path / WEIGHTS: None}, "adapter.weights")
     try:
-        return PeftFolder(path, described, {name: file.read(name) for name in file.entries})
+        tensors = {name: file.read(name) for name in file.entries}
     finally:
         file.close()
+    for name, values in tensors.items():
+        if not values.isfinite().all():
+            raise ModelError(
+                f"{start}/{WEIGHTS}: {name} holds values that are not finite (NaN or infinite); "
+                "give an adapter from before the loss diverged"
+            )
+    return PeftFolder(path, described, tensors)

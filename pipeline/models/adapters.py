@@ -72,6 +72,8 @@ def add_adapter(
     given = PeftFolder.shared(config.weights, job) if config.weights is not None else None
     config = config if given is None else given.completed(config)
     layers = linears(model)
+    if given is not None:
+        given.refuse_missing(layers)
     targets = targets_of(config, model, layers)
     _refuse_too_large(rank := config.rank or RANK, targets, layers)
     whole = trained_whole(config, model)

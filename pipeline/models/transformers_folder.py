@@ -75,19 +75,14 @@ def check_folder(folder: Path, given: str) -> None:
         given: The recipe's word for the folder.
 
     Raises:
-        ModelError: it has no config.json, it is an adapter for a model elsewhere or in a run's directory
-            and without weights, its index names no plain file of the folder, or a file in it is a pipe or a
-            device.
+        ModelError: it has no config.json, it is in a run's directory and without weights, its index names
+            no plain file of the folder, or a file in it is a pipe or a device.
     """
     start = f"model.pretrained: {given!r}:"
     if problem := next(unsafe_files(folder), None):
         raise ModelError(f"{start} {problem}; remove or replace it")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{start} the folder has no config.json")
-    if (folder / "adapter_config.json").exists():
-        raise ModelError(
-            f"{start} is an adapter (adapter_config.json); merge it into its model and give that"
-        )
     run = folder.absolute().parent
     if (run / "checkpoints").is_dir() and not any(folder.glob("*.safetensors*")):
         raise ModelError(

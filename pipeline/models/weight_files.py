@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +48,8 @@ class WeightFile(Protocol):
     """Weights by name."""
 
     entries: Mapping[str, Entry]
+    files: Sequence[Path]
+    """Those whose content decides all values; empty where that is not known."""
 
     def read(self, name: str) -> Tensor:
         """The values, on the CPU, in the file's shape and dtype."""
@@ -56,8 +58,8 @@ class WeightFile(Protocol):
     def close(self) -> None: ...
 
 
-def refusal(path: Path, what: str) -> ModelError:
-    return ModelError(f"model.weights: {path} {what}")
+def refusal(path: Path, what: str, key: str = "model.weights") -> ModelError:
+    return ModelError(f"{key}: {path} {what}")
 
 
 def _checked(path: Path, there: list[str], expected: list[str] | None) -> list[str]:
@@ -71,7 +73,9 @@ def _checked(path: Path, there: list[str], expected: list[str] | None) -> list[s
 class Safetensors:
     """One file or several; values are mapped or read when asked for."""
 
-    def __init__(self, files: dict[Path, list[str] | None]):
+    def __init__(self, files: dict[Path, list[str] | None], key: str = "model.weights"):
+        self.files: Sequence[Path] = list(files)
+        self._key = key
         entries: dict[str, Entry] = {}
         self._places: dict[str, tuple[Path, Any]] = {}
         self._stack = ExitStack()
@@ -84,7 +88,8 @@ class Safetensors:
                     entries[name] = Entry(tuple(about.get_shape()), _TYPES.get(dtype, dtype))
                     self._places[name] = path, file
             except (SafetensorError, OSError) as error:
-                raise refusal(path, f"cannot be read as safetensors: {_first_sentence(error)}") from None
+                what = f"cannot be read as safetensors: {_first_sentence(error)}"
+                raise refusal(path, what, key) from None
         self.entries: Mapping[str, Entry] = entries
 
     def read(self, name: str) -> Tensor:
@@ -92,7 +97,7 @@ class Safetensors:
         try:
             values: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise refusal(path, f"cannot be read: {name}: {_first_sentence(error)}") from None
+            raise refusal(path, f"cannot be read: {name}: {_first_sentence(error)}", self._key) from None
         return values
 
     def close(self) -> None:
@@ -103,6 +108,7 @@ class Pickles:
     """Mapped, not read, where the file is of the kind that torch writes since 1.6."""
 
     def __init__(self, files: dict[Path, list[str] | None]):
+        self.files: Sequence[Path] = list(files)
         self._tensors: dict[str, Tensor] = {}
         for path, expected in files.items():
             found = _tensors_of(_unpickled(path), path)

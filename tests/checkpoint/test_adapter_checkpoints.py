@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,11 +14,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.base_model import write_base_model
+from support.checkpoints import flip_a_bit
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 import pipeline
+from pipeline.__main__ import main
+from pipeline.checkpoint import base_digest
+from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import read_manifest
-from pipeline.errors import CheckpointError, ModelError
+from pipeline.errors import CheckpointError, ConfigError, ModelError
+from pipeline.models.weight_files import open_weights
 
 IDS = torch.arange(1, 25)[None]
 TEXT = "The sky is blue and the grass is green, snow is white. " * 40
@@ -143,20 +152,125 @@ SIZES = {
 }
 
 
-def test_a_base_that_is_another_one_now_is_refused(tmp_path, base):
-    own = tmp_path / "base"
-    own.mkdir()
+def copied(base: Path, folder: Path) -> Path:
+    folder.mkdir()
     for file in base.iterdir():
-        (own / file.name).write_bytes(file.read_bytes())
-    given = {"pretrained": str(own)}
-    trained(settings(tmp_path, "run", given, {"rank": 2}, own, steps=2))
-    weights = load_file(own / "model.safetensors")
-    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
-    save_file(weights, own / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"its adapter was trained over other weights than .*bring back"
-    ):
-        trained(settings(tmp_path, "run", given, {"rank": 2}, own, steps=3))
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def aged(file: Path, seconds: int) -> None:
+    """Set the time of its last change so far back."""
+    then = time.time_ns() - seconds * 10**9
+    os.utime(file, ns=(then, then))
+
+
+def test_a_base_whose_last_byte_changed_is_refused_everywhere(tmp_path, capsys):
+    """The changed value lies behind the first MiB of its tensor."""
+    own = write_base_model(tmp_path / "base", hidden_size=512)
+    file = own / "model.safetensors"
+    name, values = max(load_file(file).items(), key=lambda item: item[1].numel())
+    assert values.nbytes > 1 << 20
+    given, run = {"pretrained": str(own)}, tmp_path / "run"
+    adapter = {"rank": 2, "targets": ["model.layers.0.self_attn.q_proj"]}
+    trained(settings(tmp_path, "run", given, adapter, own, steps=1))
+    pipeline.export(run, tmp_path / "before")
+    weights = load_file(file)
+    weights[name].view(-1)[-1] += 1.0
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"was trained over other weights than .*bring back"):
+        trained(settings(tmp_path, "run", given, adapter, own, steps=2))
+    changed = rf"is an adapter, and {own}, its base, holds other weights than those it was trained over"
+    for merge in (False, True):
+        with pytest.raises(CheckpointError, match=changed):
+            pipeline.export(run, tmp_path / "after", merge=merge)
+    assert not (tmp_path / "after").exists()
+    new = settings(tmp_path, "new", {"architecture": "llama", **SIZES, "weights": str(run)}, None, own)
+    with pytest.raises(CheckpointError, match=changed):
+        trained(new)
+    for command in (["evaluate", str(run)], ["generate", str(run), "--prompt", "a"]):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert "holds other weights than those it was trained over" in capsys.readouterr().err
+
+
+def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monkeypatch):
+    own = copied(base, tmp_path / "base")
+    trained(settings(tmp_path, "run", {"pretrained": str(own)}, {"rank": 2}, own, steps=1))
+    own.rename(tmp_path / "moved")
+    moved = {"pretrained": str(tmp_path / "moved")}
+    monkeypatch.setattr(base_digest, "_QUIET_SECONDS", 0.0)
+    capsys.readouterr()
+    trained(settings(tmp_path, "run", moved, {"rank": 2}, tmp_path / "moved", steps=3))
+    assert (
+        "reading all weights of the adapter's base to detect changes: 0.0 of 0.0 GB"
+        in capsys.readouterr().err
+    )
+    pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    (tmp_path / "moved").rename(tmp_path / "gone")
+    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+
+
+def test_files_that_did_not_change_are_not_read_again(tmp_path, base):
+    """Content that changed without another size, time or inode goes unnoticed."""
+    own = copied(base, tmp_path / "base")
+    file = own / "model.safetensors"
+    aged(file, 60)
+    trained(settings(tmp_path, "run", {"pretrained": str(own)}, {"rank": 2}, base, steps=1))
+    stat = file.stat()
+    flip_a_bit(file)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    pipeline.export(tmp_path / "run", tmp_path / "unnoticed", merge=True)
+    trained(settings(tmp_path, "run", {"pretrained": str(own)}, {"rank": 2}, base, steps=2))
+    aged(file, 30)
+    with pytest.raises(CheckpointError, match="holds other weights"):
+        pipeline.export(tmp_path / "run", tmp_path / "noticed", merge=True)
+
+
+def test_a_base_known_by_an_older_release_is_still_known(tmp_path, base):
+    given = {"pretrained": str(base)}
+    trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=1))
+    about = read_manifest(tmp_path / "run" / "checkpoints" / "step-00000001").state["adapter"]
+    with closing(open_weights(base, open_checkpoint)) as file:
+        digest = base_digest.digest_of(file, {"base": {"digest": "an older release's"}})
+        assert digest != about["base"]["digest"]
+        assert base_digest.digest_of(file, {"base": {"digest": digest}}) == digest
+
+
+@pytest.mark.parametrize("wrong", ["lacks a layer", "not a number", "cut short"])
+def test_a_damaged_adapter_is_named(tmp_path, base, wrong):
+    given = {"pretrained": str(base)}
+    trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=1))
+    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    config = tmp_path / "adapter" / "adapter_config.json"
+    about = json.loads(config.read_text())
+    about["target_modules"] = sorted({name.rpartition(".")[2] for name in about["target_modules"]})
+    config.write_text(json.dumps(about))  # as peft itself is usually told
+    weights = load_file(file)
+    layer = "base_model.model.model.layers.1.self_attn.q_proj"
+    match = "cannot be read as safetensors"
+    if wrong == "lacks a layer":
+        weights = {name: values for name, values in weights.items() if not name.startswith(layer)}
+        match = r"lacks model\.layers\.1\.self_attn\.q_proj, which target_modules of adapter_config"
+    if wrong == "not a number":
+        weights[f"{layer}.lora_A.weight"][0, 0] = math.nan
+        match = rf"{layer}\.lora_A\.weight holds values that are not finite"
+    save_file(weights, file, {"format": "pt"})
+    if wrong == "cut short":
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=rf"^adapter\.weights: {file}:? {match}"):
+        trained(settings(tmp_path, "other", given, {"weights": str(tmp_path / "adapter")}, base))
+
+
+def test_an_adapter_in_the_place_of_a_model_says_what_to_write(tmp_path, base):
+    trained(settings(tmp_path, "run", {"pretrained": str(base)}, {"rank": 2}, base, steps=1))
+    adapter = tmp_path / "adapter"
+    pipeline.export(tmp_path / "run", adapter)
+    advice = f"write model.pretrained={base} and adapter.weights={adapter} to train it further"
+    with pytest.raises(ConfigError, match=f"is an adapter .*; {advice}"):
+        settings(tmp_path, "other", {"pretrained": str(adapter)}, None, base)
+    trained(settings(tmp_path, "other", {"pretrained": str(base)}, {"weights": str(adapter)}, base))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path, base):
