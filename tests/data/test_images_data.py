@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -216,21 +218,62 @@ def test_a_damaged_image_is_named(folder, content):
         dataset[damaged]
 
 
-@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK", "P", "1", "I;16"])
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK", "P", "1", "I;16", "I", "F"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_kind_of_pixel_is_read(mode, channels):
     grey = picture(3, mode="L")
-    if mode == "I;16":
-        image = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    wide = {"I;16": (np.uint16, 257), "I": (np.int32, 257), "F": (np.float32, 1 / 255)}
+    if mode in wide:
+        kind, step = wide[mode]
+        image = Image.fromarray((np.asarray(grey).astype(kind) * step).astype(kind))
+        assert image.mode == mode
     else:
         colour = grey.convert("RGB")
         image = colour.quantize(256) if mode == "P" else colour.convert(mode)
-    pixels = decode_image(encode(image, "TIFF" if mode == "CMYK" else "PNG"), "it", 10, channels)
+    pixels = decode_image(encode(image, "TIFF" if mode in ("CMYK", "I", "F") else "PNG"), "it", 10, channels)
     assert pixels.shape == (channels, 10, 10)
     assert (pixels.min() >= 0) & (pixels.max() <= 1)
     if mode != "1":
         expected = torch.from_numpy(np.asarray(grey)[:, 1:11] / 255.0).float()
         assert (pixels - expected).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_floats_from_0_to_1_are_black_to_white(channels):
+    file = Path(__file__).parent / "images" / "float32.tif"
+    pixels = decode_image(file.read_bytes(), "it", 64, channels)
+    given = torch.from_numpy(np.asarray(Image.open(file)).copy())
+    assert (pixels.min(), pixels.max()) == (0, 1)
+    assert (pixels - given).abs().max() <= 0.5001 / 255
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.full((4, 4), 255.0, np.float32), "of mode F with values from 255 to 255; expected 0 to 1: scale"),
+        (
+            np.full((4, 4), np.nan, np.float32),
+            "of mode F with values from nan to nan; expected 0 to 1: scale",
+        ),
+        (np.full((4, 4), 70_000, np.int32), "of mode I with values from 70000 to 70000; expected 0 to 65535"),
+        (None, "of mode LAB; save it as RGB or as grey"),
+    ],
+)
+def test_pixels_without_a_rule_are_refused_by_name(values, message):
+    image = Image.new("LAB", (4, 4)) if values is None else Image.fromarray(values)
+    with pytest.raises(DataError, match=f"^dark.tif: an image {message}"):
+        decode_image(encode(image, "TIFF"), "dark.tif", 4, 3)
+
+
+def test_images_of_one_colour_are_counted(folder, caplog):
+    caplog.set_level(logging.WARNING)
+    prepare(folder, eval_fraction=0)
+    assert "one colour" not in caplog.text
+    for name, level in (("3.png", 0), ("5.png", 200)):
+        (folder / "bee" / name).write_bytes(encode(Image.new("L", (12, 10), level)))
+    prepare(folder, eval_fraction=0)
+    assert "2 of 60 images that were looked at are of one colour" in caplog.text
+    assert f"the first: {folder}/bee/3.png" in caplog.text
 
 
 def test_the_camera_was_held_sideways():

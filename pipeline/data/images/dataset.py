@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 READERS = 16  # threads that read the ends of files: over a network each one waits
+# Modes of Pillow's that it converts without clipping. Alpha is dropped; a palette gives its colours.
+EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
+LOOKED_AT = 200  # images decoded before training, to tell of those that are of one colour
+FLAT = 1.5 / 255  # pixels of one colour differ by a rounding at the most
 CHUNK = 256  # files a thread takes at once
 log = logging.getLogger(__name__)
 
@@ -93,7 +97,7 @@ class ImageDataset(Dataset[Batch]):
 
 
 def prepare_images(config: ImagesDataConfig) -> DataBundle:
-    """Finds the images and divides them; none is decoded yet.
+    """Finds the images and divides them; only a few are decoded yet, to tell of those of one colour.
 
     Raises:
         DataError: a folder, dataset, class or augmentation is not there or does not fit; too few images.
@@ -119,8 +123,10 @@ def prepare_images(config: ImagesDataConfig) -> DataBundle:
             len(images.labels),
             config.eval_fraction,
         )
+    train = ImageDataset(images, train_rows, config, augmentation)
+    _tell_of_flat(train)
     return DataBundle(
-        train=ImageDataset(images, train_rows, config, augmentation),
+        train=train,
         eval={"images": ImageDataset(held_out, eval_rows, config, None)} if len(eval_rows) else {},
         collate=collate_items,
         tokenizer=None,
@@ -197,21 +203,61 @@ def decode_image(encoded: bytes, where: str, image_size: int, channels: int) -> 
             image: Image.Image = Image.open(io.BytesIO(encoded))
             # A JPEG of far more pixels is decoded at half, a quarter or an eighth: several times faster.
             image.draft(mode, (2 * image_size, 2 * image_size))
-            image = _eight_bits(ImageOps.exif_transpose(image)).convert(mode)
+            image = _eight_bits(ImageOps.exif_transpose(image), where).convert(mode)
             image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR)
+    except DataError:
+        raise
     except Exception as error:  # Pillow's decoders raise what they like
         raise DataError(f"{where}: not a readable image ({describe(error)}); repair or remove it") from error
     array = np.asarray(image, dtype=np.float32).reshape(image_size, image_size, channels)
     return torch.from_numpy(array / 255.0).permute(2, 0, 1).contiguous()
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Pillow clips 16-bit grey at 255 instead of scaling it."""
-    if not image.mode.startswith("I"):
+def _eight_bits(image: Image.Image, where: str) -> Image.Image:
+    """Return the image in 8 bits a channel: Pillow clips other modes at 255 instead of scaling them.
+
+    Raises:
+        DataError: its mode has no rule, or its values lie outside of what the rule covers.
+    """
+    if image.mode in EIGHT_BITS:
         return image
     from PIL import Image
 
-    return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    most = 1.0 if image.mode == "F" else 65535 if image.mode.startswith("I") else None
+    if most is None:
+        raise DataError(f"{where}: an image of mode {image.mode}; save it as RGB or as grey (L)")
+    values = np.asarray(image).astype(np.float64)
+    low, high = float(values.min()), float(values.max())
+    if not 0 <= low <= high <= most:  # nor a NaN
+        raise DataError(
+            f"{where}: an image of mode {image.mode} with values from {low:g} to {high:g}; expected 0 to "
+            f"{most:g}: scale them to that, or save it in 8 bits a channel"
+        )
+    levels = values.astype(np.int64) >> 8 if most > 1 else np.rint(values * 255)
+    return Image.fromarray(levels.astype(np.uint8))
+
+
+def _tell_of_flat(dataset: ImageDataset) -> None:
+    """Warn of images that are of one colour, such as all black, among some from all over the data."""
+    looked_at = range(0, len(dataset), -(-len(dataset) // LOOKED_AT))
+
+    def spread(index: int) -> float:
+        try:
+            pixels = dataset.pixels(index)
+        except DataError:  # raised again when a sample asks for it
+            return 1.0
+        return float((pixels.amax((1, 2)) - pixels.amin((1, 2))).max())
+
+    with ThreadPoolExecutor(READERS) as pool:
+        flat = [i for i, far in zip(looked_at, pool.map(spread, looked_at), strict=True) if far < FLAT]
+    if flat:
+        log.warning(
+            "%d of %d images that were looked at are of one colour, so nothing can be learned from them; the "
+            "first: %s",
+            len(flat),
+            len(looked_at),
+            dataset.images.where(int(dataset.rows[flat[0]])),
+        )
 
 
 def describe(error: Exception) -> str:
