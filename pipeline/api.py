@@ -228,7 +228,7 @@ class Run:
             return generate_text(engine, tokenizer, prompt, settings, asks=self._asks)
 
     def sample(self) -> str | None:
-        """What the model writes for the recipe's section `sample`; kept in summary.json.
+        """The prompt of the section `sample` and what the model writes after it; in summary.json, too.
 
         Returns:
             None: it asks for nothing, or the model writes no text.
@@ -237,7 +237,8 @@ class Run:
         if tokenizer is not None and config.sample.max_new_tokens:
             engine = self._parts.engine
             with self._explained(partial(of_generation, config.sample.max_new_tokens)):
-                self._sample = sample_text(engine, tokenizer, config.sample, config.seed, asks=self._asks)
+                sample = sample_text(engine, self._data, config)
+                self._sample = None if sample is None else sample.prompt + sample.text
         return self._sample
 
     def save(self) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +42,7 @@ from pipeline.reference_logps import Rows, compute_reference, with_reference, wi
 from pipeline.replica_check import ReplicaCheck
 from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
-from pipeline.sampling import asks_in_template, build_sampler
+from pipeline.sampling import build_sampler
 from pipeline.sinks import Sinks, build_sinks
 from pipeline.watchers.build import build_watchers
 
@@ -105,7 +105,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         adapter=adapter,
         histograms=HistogramMeter(engine, job, every) if (every := config.wandb.histograms_every) else None,
         adds_noise=config.model.neftune_alpha is not None,
-        tell_sample=writer_of_samples(config, data, engine, sinks),
+        tell_sample=build_sampler(engine, data, config, sinks.tell),
     )
 
 
@@ -216,14 +216,6 @@ def build_safeguard(config: RunConfig, sinks: Sinks, remembered: Mapping[str, An
     safeguard = Safeguard(config.watch, config.log.every, sinks.tell)
     safeguard.load_state_dict(remembered.get("safeguard", {}))
     return safeguard
-
-
-def writer_of_samples(
-    config: RunConfig, data: DataBundle, engine: Engine, sinks: Sinks
-) -> Callable[[int], None] | None:
-    """See build_sampler."""
-    asks = asks_in_template(config.data, data.tokenizer)
-    return build_sampler(engine, data.tokenizer, config.sample, config.seed, sinks.tell, asks=asks)
 
 
 def described(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> dict[str, Any]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config.data_schema import ConversationsConfig, DataConfig
-from pipeline.config.schema import SampleConfig
+from pipeline.config.schema import RunConfig
+from pipeline.data.batches import IGNORE_INDEX
+from pipeline.data.bundle import DataBundle
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ModelError
 from pipeline.events import SAMPLE, Event
 from pipeline.models.generation import Generates, GenerationSettings, longest_sequence
 
 TEMPERATURE = 0.8
+CODE, QUESTION = "def ", "Hello!"  # asked where neither the recipe nor the data have a prompt
 
 
 def asks_in_template(data: DataConfig, tokenizer: Any) -> bool:
@@ -21,47 +24,58 @@ def asks_in_template(data: DataConfig, tokenizer: Any) -> bool:
     return isinstance(data, ConversationsConfig) and bool(tokenizer and tokenizer.chat_template)
 
 
-def sample_text(
-    writer: Generates, tokenizer: Any, config: SampleConfig, seed: int, *, asks: bool
-) -> str | None:
-    """The prompt, and what the model writes after it, the same on every rank; None for a model that cannot
+class Sample(NamedTuple):
+    """A prompt, and what the model wrote after it."""
+
+    prompt: str
+    text: str
+
+
+def sample_text(writer: Generates, data: DataBundle, config: RunConfig) -> Sample | None:
+    """What the recipe's section `sample` asks for, the same on every rank; None for a model that cannot
     generate. Collective.
 
-    Args:
-        asks: The prompt is a question in the tokenizer's chat template.
+    Without a prompt in the recipe, conversations and preferences give their first held-out prompt.
     """
     if not hasattr(writer.module, "generate"):
         return None
-    prompt = _prompt_ids(tokenizer, config.prompt, asks)
-    settings = GenerationSettings(config.max_new_tokens, TEMPERATURE, seed=seed)
-    return str(tokenizer.decode(_write(writer, prompt, settings), skip_special_tokens=True))
+    tokenizer: Any = data.tokenizer
+    is_spoken, prompt = isinstance(config.data, ConversationsConfig), config.sample.prompt
+    ids = _held_out_prompt(data) if prompt is None and is_spoken else None
+    if ids is None:
+        default = QUESTION if is_spoken else CODE
+        asks = asks_in_template(config.data, tokenizer)
+        ids = _prompt_ids(tokenizer, default if prompt is None else prompt, asks)
+    settings = GenerationSettings(config.sample.max_new_tokens, TEMPERATURE, seed=config.seed)
+    return _write(writer, tokenizer, ids, settings)
+
+
+def _held_out_prompt(data: DataBundle) -> list[int] | None:
+    """Return the ids before the first answer of the first row, a training row where none is held out.
+
+    Returns:
+        `None`: everything counts in the loss, so that no answer is to be seen.
+    """
+    dataset: Any = next(iter({**data.eval, **data.eval_sets}.values()), data.train)
+    row = dataset[0]
+    begin = int((row["shift_labels"] != IGNORE_INDEX).int().argmax()) + 1
+    return row["input_ids"][:begin].tolist() if begin > 1 else None
 
 
 def build_sampler(
-    writer: Generates,
-    tokenizer: Any,
-    config: SampleConfig,
-    seed: int,
-    tell: Callable[[int, Event], None],
-    *,
-    asks: bool,
+    writer: Generates, data: DataBundle, config: RunConfig, tell: Callable[[int, Event], None]
 ) -> Callable[[int], None] | None:
-    """What has the model write after the evaluation of a step, and tells it; None: it is not asked for.
-
-    Args:
-        tokenizer: None of a model that writes no text.
+    """What has the model write after the evaluation of a step, and tells it; None: it is not asked for, or
+    the model writes no text.
     """
-    if tokenizer is None or not config.every_eval or not config.max_new_tokens:
+    if data.tokenizer is None or not config.sample.every_eval or not config.sample.max_new_tokens:
         return None
 
     def tell_sample(step: int) -> None:
-        text = sample_text(writer, tokenizer, config, seed, asks=asks)
-        if text is not None:
-            fields = {"prompt": config.prompt, "text": text}
-            tell(
-                step,
-                Event(SAMPLE, f"step {step}: the model wrote {text[:200]!r}", level="info", fields=fields),
-            )
+        sample = sample_text(writer, data, config)
+        if sample is not None:
+            message = f"step {step}: the model wrote {sample.text[:200]!r}"
+            tell(step, Event(SAMPLE, message, level="info", fields=sample._asdict()))
 
     return tell_sample
 
@@ -78,9 +92,7 @@ def generate_text(
     longest = longest_sequence(writer.module)
     if longest is not None and len(ids) >= longest:
         raise ModelError(f"the prompt has {len(ids):,} tokens, and the model sees {longest:,}: shorten it")
-    # As part of the whole: a token by itself may lose a space, or be half of a character.
-    whole = tokenizer.decode(_write(writer, ids, settings), skip_special_tokens=True)
-    text = str(whole[len(tokenizer.decode(ids, skip_special_tokens=True)) :])
+    text = _write(writer, tokenizer, ids, settings).text
     return text.strip() if asks else prompt + text
 
 
@@ -99,8 +111,8 @@ def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
     return ids or [tokenizer.eos_token_id]  # what stands between documents
 
 
-def _write(writer: Generates, prompt: Sequence[int], settings: GenerationSettings) -> list[int]:
-    """The ids of the prompt and of what the model writes after it, up to its end or as far as it can see.
+def _write(writer: Generates, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings) -> Sample:
+    """The prompt and what the model writes after it, up to its end or as far as it can see.
 
     Args:
         prompt: Of one that the model has no positions for, the end is read.
@@ -110,4 +122,8 @@ def _write(writer: Generates, prompt: Sequence[int], settings: GenerationSetting
         prompt = prompt[-max(1, longest - 1) :]
         fits = max(1, min(settings.max_new_tokens, longest - len(prompt)))
         settings = replace(settings, max_new_tokens=fits)
-    return [*prompt, *writer.generate([prompt], settings)[0]]
+    ids = [*prompt, *writer.generate([prompt], settings)[0]]
+    # As part of the whole: a token by itself may lose a space, or be half of a character.
+    whole = str(tokenizer.decode(ids, skip_special_tokens=True))
+    begin = str(tokenizer.decode(prompt, skip_special_tokens=True))
+    return Sample(begin, whole[len(begin) :])

@@ -188,8 +188,9 @@ class CheckpointConfig(Closed):
 class SampleConfig(Closed):
     """Text the trained language model writes at the end of the run."""
 
-    prompt: str = "def "
-    """What it goes on from; a question, where `data.kind` is `chat`."""
+    prompt: str | None = None
+    """Text that the model continues; a question in the chat template, where `data.kind` is `chat` or
+    `preference`. Default: `def `; with those kinds the first held-out prompt."""
     max_new_tokens: int = Field(48, ge=0, le=2**20)
     """Tokens it writes; 0: none."""
     every_eval: bool = False
