@@ -14,6 +14,7 @@ from pipeline.data.documents.records import Record, type_name
 from pipeline.errors import DataError
 
 Turn = dict[str, Any]
+Spans = list[tuple[int, int]]  # stretches of a text: (start, end) in characters
 
 ASSISTANT = "assistant"
 ROLES = {
@@ -55,7 +56,7 @@ class Conversation:
 
     turns: list[Turn]
     tools: list[Any] | None = None
-    unlearned: dict[int, list[tuple[int, int]] | None] = field(default_factory=dict)
+    unlearned: dict[int, Spans | None] = field(default_factory=dict)
 
     @property
     def answers(self) -> list[int]:

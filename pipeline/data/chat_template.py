@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import ConversationsConfig
-from pipeline.data.chat_layouts import ASSISTANT, Conversation, common_start
+from pipeline.data.chat_layouts import ASSISTANT, Conversation, Spans, common_start
 from pipeline.errors import ConfigError, DataError
 from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
     from pipeline.data.template_turns import RenderedTurns
-
-Spans = list[tuple[int, int]]
 
 BUILT_IN = {
     "chatml": "{% for message in messages %}"

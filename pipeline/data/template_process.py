@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.chat_layouts import Conversation
-from pipeline.data.chat_template import ChatTemplate, Spans
+from pipeline.data.chat_layouts import Conversation, Spans
+from pipeline.data.chat_template import ChatTemplate
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.optional_packages import require
 

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Template, nodes
 from jinja2.visitor import NodeTransformer
 
-from pipeline.data.chat_template import Spans
+from pipeline.data.chat_layouts import Spans
 
 # Halves of a surrogate pair cannot stand in valid text, so no conversation holds these.
 OPEN, CLOSE, TURN, TURN_END = "\ud802", "\ud803", "\ud804", "\ud805"

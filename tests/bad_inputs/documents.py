@@ -99,7 +99,12 @@ FILES = [
         "not UTF-8: byte 0xe9 at byte offset 3",
     ),
     file("a PDF", "a.pdf", "%PDF", "cannot be read, by its suffix"),
-    file("rows in a .json file", "a.json", "[]", "write it as .jsonl"),
+    file("a .json file of no rows", "a.json", "[]", "has any text"),
+    file(
+        "a .json file of one object", "a.json", '{"data": []}', "a.json: is one JSON object; expected a list"
+    ),
+    file("a .json file cut short", "a.json", '[{"text": "a"}, {"te', "a.json: row 2: not JSON"),
+    file("a .json file of deep JSON", "a.json", "[" * 100_000, "a.json: row 1: not JSON"),
     file("a line of JSON cut off", "a.jsonl", GOOD + '{"text": "un', ":3: not a line of JSON"),
     file(
         "a line of JSON that is a list", "a.jsonl", GOOD + '["text"]\n', ":3: is a list; expected an object"

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.data_schema import ConversationsConfig
-from pipeline.data.chat_layouts import DETAIL, Conversation
-from pipeline.data.chat_template import BEGIN, END, Spans, find_template
+from pipeline.data.chat_layouts import DETAIL, Conversation, Spans
+from pipeline.data.chat_template import BEGIN, END, find_template
 from pipeline.data.documents.records import Tally
 from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
 from pipeline.data.template_process import TemplateProcess
