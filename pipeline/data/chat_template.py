@@ -33,6 +33,7 @@ BEGIN, END = "\ud800", "\ud801"  # around a special token in what somebody said
 # The first of these in a generation prompt belongs to the answer: whether the model thinks is its own choice.
 THINKING = re.compile(r"<think>|<thinking>|<thought>|<reasoning>|\[THINK\]")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of the same
+LONGEST_PROBE = 1 << 20  # characters for a question or two: longer text takes seconds to search
 _QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
 _ANSWER: dict[str, Any] = {"role": ASSISTANT, "content": "!"}
 # Whatever goes wrong in a template is a fault of the template's.
@@ -180,16 +181,23 @@ class ChatTemplate:
         return next((token for token in self._special_tokens if opening.startswith(token)), None)
 
     def _try(self, turns: list[dict[str, Any]], prompt: bool = False) -> RenderedTurns | None:
-        """Return what the template makes of a conversation; None where it refuses it."""
+        """Return what the template makes of a short conversation; None if it refuses or writes too much."""
         from jinja2 import TemplateError
 
         try:
-            return self._render(turns, prompt=prompt)
+            return self._render(turns, prompt=prompt, longest=LONGEST_PROBE)
         except (TemplateError, *FAULTS):
             return None
 
-    def _render(self, turns: list[dict[str, Any]], tools: Any = None, prompt: bool = False) -> RenderedTurns:
-        return self._marked.render([_with_reasoning(turn) for turn in turns], tools, prompt=prompt)
+    def _render(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Any = None,
+        prompt: bool = False,
+        longest: int | None = None,
+    ) -> RenderedTurns:
+        given = [_with_reasoning(turn) for turn in turns]
+        return self._marked.render(given, tools, prompt=prompt, longest=longest)
 
     def _restore_marks(self, text: str) -> str:
         """Return a text with the marks around special tokens that Python escapes where it writes a list."""

@@ -63,7 +63,12 @@ class MarkedTemplate:
         self._clean = clean
 
     def render(
-        self, turns: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = False
+        self,
+        turns: Sequence[dict[str, Any]],
+        tools: Any = None,
+        *,
+        prompt: bool = False,
+        longest: int | None = None,
     ) -> RenderedTurns:
         """Return the text of a conversation and the place of each turn in it.
 
@@ -71,8 +76,10 @@ class MarkedTemplate:
             turns: Messages as transformers gives them to a template.
             tools: What the assistant may call.
             prompt: Whether to end with the generation prompt.
+            longest: Number of characters that the template may write; None: any.
 
         Raises:
+            ValueError: The template writes more.
             jinja2.TemplateError: The template refuses the conversation.
         """
         numbers = {id(turn): number for number, turn in enumerate(turns)}
@@ -89,6 +96,8 @@ class MarkedTemplate:
             **self._variables,
             **{_WRITE_MARK: mark},
         )
+        if longest is not None and len(marked) > longest:
+            raise ValueError(f"the template writes {len(marked):,} characters")
         return _read_marks(self._clean(marked), len(turns))
 
 
