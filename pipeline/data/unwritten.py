@@ -69,7 +69,7 @@ def _json_inside(value: str) -> Any:
 
 
 def _is_written(value: str, text: str) -> bool:
-    return all(_is_there(line, text) for line in value.splitlines())
+    return value.strip() in text or all(_is_there(line, text) for line in value.splitlines())
 
 
 def _is_there(line: str, text: str) -> bool:
@@ -77,10 +77,13 @@ def _is_there(line: str, text: str) -> bool:
     if line in text:
         return True
     for is_ascii in (False, True):
-        once = json.dumps(line, ensure_ascii=is_ascii)[1:-1]
-        twice = json.dumps(once, ensure_ascii=is_ascii)[
-            1:-1
-        ]  # arguments that are text in a call that is JSON
-        if once in text or twice in text:
+        once = _escaped(line, is_ascii)
+        if (
+            once in text or _escaped(once, is_ascii) in text
+        ):  # twice: arguments as text in a call
             return True
     return False
+
+
+def _escaped(line: str, is_ascii: bool) -> str:
+    return json.dumps(line, ensure_ascii=is_ascii)[1:-1]
