@@ -78,9 +78,7 @@ def _is_there(line: str, text: str) -> bool:
         return True
     for is_ascii in (False, True):
         once = _escaped(line, is_ascii)
-        if (
-            once in text or _escaped(once, is_ascii) in text
-        ):  # twice: arguments as text in a call
+        if once in text or _escaped(once, is_ascii) in text:  # twice: arguments as text in a call
             return True
     return False
 
