@@ -1,4 +1,4 @@
-"""Finds the strings of a row that no token shows, whatever their field: the model never sees them."""
+"""Finds what no token shows of a row: strings in any field, and numbers in unknown fields of turns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.data.chat_layouts import WEIGHTS
+
 # Fields whose value says what something is. They choose how the rest is written.
 STRUCTURE = frozenset({"role", "from", "type"})
 
 
 def unwritten_fields(record: Any, text: str) -> list[str]:
-    """Return the fields of a row whose strings are not, or not wholly, in a text.
+    """Return the fields of a row whose strings are not, or not wholly, in a text, and turns' unknown numbers.
 
     A string counts as written if each of its lines is there, as it is or as JSON has it. A string that holds
     JSON counts as the strings in it, or as the names of its fields where it has no strings.
@@ -25,12 +27,13 @@ def unwritten_fields(record: Any, text: str) -> list[str]:
     """
     found: dict[str, None] = {}
     for name, value in _strings(record, ""):
-        if name not in found and not _is_written(value, text):
+        if name not in found and (value is None or not _is_written(value, text)):
             found[name] = None
     return list(found)
 
 
-def _strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
+    """Yield field and string; None is a number, or true or false, in a field of a turn that nothing reads."""
     if isinstance(value, str):
         inside = _json_inside(value)
         if inside is None:
@@ -42,9 +45,13 @@ def _strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
         for each in value:
             yield from _strings(each, f"{name}[]")
     elif isinstance(value, dict):
+        is_turn = name.endswith("[]") and "." not in name and ("role" in value or "from" in value)
         for key, each in value.items():
-            if key not in STRUCTURE or not isinstance(each, str):
-                yield from _strings(each, f"{name}.{key}" if name else str(key))
+            place = f"{name}.{key}" if name else str(key)
+            if is_turn and isinstance(each, int | float) and key not in WEIGHTS:
+                yield place, None
+            elif key not in STRUCTURE or not isinstance(each, str):
+                yield from _strings(each, place)
 
 
 def _keys(value: Any) -> Iterator[str]:

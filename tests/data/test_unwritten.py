@@ -237,3 +237,10 @@ def test_no_string_of_a_pair_is_lost_silently(tokenizer, encoders, template, lay
 )
 def test_what_counts_as_written(row, text, expected):
     assert unwritten_fields(row, text) == expected
+
+
+def test_a_number_in_an_unknown_field_of_a_turn_is_named():
+    call = {"name": "add", "arguments": {"role": "sum", "value": 0}}
+    turn = {"role": "assistant", "content": "0", "weight": 0, "wieght": 0, "train": False, "masked": True}
+    row = {"messages": [turn, turn | {"tool_calls": [call]}], "tools": [{"type": "function", "strict": True}]}
+    assert unwritten_fields(row, "assistant 0 add sum") == ["messages[].wieght", "messages[].masked"]
