@@ -165,7 +165,7 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     zero = filled.setdefault("zero_optimization", {"stage": 0})
     if zero.get("stage"):
         zero.setdefault("overlap_comm", "auto")
-    if zero.get("stage") in (1, 2):  # behind a bias of 10 numbers fast kernels could read nothing else
+    if zero.get("stage") in (1, 2):  # vectorised kernels need multiples of 16 bytes
         zero.setdefault("parameter_alignment", True)
     if zero.get("stage") == 3:  # DeepSpeed's own are as large as most models
         zero.setdefault("sub_group_size", "auto")

@@ -159,8 +159,8 @@ PATCHES = (
     ),
     Patch(
         "F.linear of compiled blocks under ZeRO 3",
-        "its backward looks for the weight's ds_id; torch 2.11 makes a guard of it, so that each block is "
-        "compiled by itself, and the ninth not any more",
+        "its backward looks for the weight's ds_id; torch 2.11 makes a guard of it, so that each block gets "
+        "a graph of its own, up to the limit of eight",
         {
             f"{_INIT}:InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear": "c4e68042b854",
             f"{_ZERO}.linear:zero3_linear_wrap": "c442a889c33a",

@@ -207,10 +207,8 @@ class Classification(Caller):
             )
         check_labels(batch, name, logits.shape[-1])
         self._check_scores(logits)
-        if self._are_probabilities:
-            logits = logits.clamp_min(
-                torch.finfo(logits.dtype).tiny
-            ).log()  # of which the softmax is the same
+        if self._are_probabilities:  # the softmax of their logarithm gives them back
+            logits = logits.clamp_min(torch.finfo(logits.dtype).tiny).log()
         loss_sum = F.cross_entropy(
             logits.flatten(0, -2),
             labels.flatten(),

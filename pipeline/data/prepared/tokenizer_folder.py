@@ -109,7 +109,7 @@ def _template(config: ConversationsConfig, own: str | dict[str, str] | None) -> 
 
 
 def _tell_unknown_markers(config: ConversationsConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Warn of markers that the recipe's template writes and the tokenizer takes apart.
+    """Warn of markers that the recipe's template writes and the tokenizer splits into several tokens.
 
     A tokenizer's own template is as its model was trained with it.
     """
@@ -122,9 +122,9 @@ def _tell_unknown_markers(config: ConversationsConfig, tokenizer: PreTrainedToke
     unknown = [marker for marker, count in pieces.items() if count > 1]
     if unknown:
         _warn_once(
-            f"data.chat_template: {config.chat_template} writes {' and '.join(unknown)}, which the tokenizer "
-            f"({config.tokenizer.pretrained}) has not as tokens: the first becomes {pieces[unknown[0]]} "
-            "ordinary ones; give a template with the tokenizer's own markers, or add these to its folder "
+            f"data.chat_template: {config.chat_template} writes {' and '.join(unknown)}, no token of the "
+            f"tokenizer ({config.tokenizer.pretrained}), which splits the first into {pieces[unknown[0]]} "
+            "tokens; give a template with the tokenizer's own markers, or add these to its folder "
             "(add_special_tokens, save_pretrained) and set model.grow_vocabulary=true"
         )
 
