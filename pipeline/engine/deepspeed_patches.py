@@ -1,14 +1,15 @@
 """Every change to DeepSpeed's internals: what is wrong there, the version it was seen in, and what is done.
 
-`check_patches` compares the source of what is changed with that version's; `python -m
+`check_patches` compares the sources that a run's split uses with that version's; `python -m
 pipeline.engine.deepspeed_patches` prints the digests of the installed one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -21,6 +22,7 @@ from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 
+from pipeline.config.loading import get_dotted
 from pipeline.engine.source_digest import at, digest, undecorated
 from pipeline.errors import ConfigError
 from pipeline.optim import at_rest
@@ -30,8 +32,10 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _STAGE_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _INIT = "deepspeed.runtime.zero.partition_parameters"
+_MODULE_INIT = f"{_INIT}:InsertPostInitMethodToModuleSubClasses"
 _LAYERS = "deepspeed.module_inject.layers"
 _FP16 = "deepspeed.runtime.fp16"
+_UNFUSED = f"{_FP16}.unfused_optimizer:FP16_UnfusedOptimizer"
 _ZERO = "deepspeed.runtime.zero"
 _SWAP = "deepspeed.runtime.swap_tensor"
 _SWAPPER = f"{_SWAP}.partitioned_optimizer_swapper"
@@ -45,63 +49,74 @@ _DIRECT_ALIGNMENT = 512  # bytes; what O_DIRECT asks of an address
 
 @dataclass(frozen=True)
 class Patch:
-    """One change, and where in DeepSpeed what it changes stands."""
+    """One change to DeepSpeed, and the sources that it relies on."""
 
     name: str
     wrong: str
-    sources: dict[str, str]
-    """module:object -> digest of its source in SEEN_IN."""
+    sources: dict[tuple[str, ...], dict[str, str]]
+    """Features of a run that uses the sources, as `features` names them -> module:object -> digest of its
+    source in SEEN_IN."""
 
 
 PATCHES = (
     Patch(
         "no all-reduce over shared memory on a CPU",
         "init_distributed compiles it for a minute, for inference alone; a stale lock of it hangs every run",
-        {"deepspeed.comm.torch:build_shm_op": "5ee7daeb8dd5"},
+        {("CPU",): {"deepspeed.comm.torch:build_shm_op": "5ee7daeb8dd5"}},
     ),
     Patch(
         "fp16 on a CPU",
         "the accelerator asks for instructions that torch does not need",
-        {"deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported": "a07e48849d21"},
+        {
+            ("CPU",): {
+                "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported": "a07e48849d21"
+            }
+        },
     ),
     Patch(
         "first update at stage 0 in half precision",
         "the optimizer's state is allocated by a step with zero gradients that counts: the first real update "
         "of Adam is 0.735 of what it should be, and weights decay once too often",
         {
-            f"{_FP16}.unfused_optimizer:FP16_UnfusedOptimizer.initialize_optimizer_states": "4b974de4ee9d",
-            f"{_FP16}.fused_optimizer:FP16_Optimizer.initialize_optimizer_states": "00728394ec1c",
+            ("ZeRO 0", "half precision"): {
+                f"{_UNFUSED}.initialize_optimizer_states": "4b974de4ee9d",
+                f"{_FP16}.fused_optimizer:FP16_Optimizer.initialize_optimizer_states": "00728394ec1c",
+            }
         },
     ),
     Patch(
         "norm, clipping and guard on the device",
         "a step reads flags on the host, one a parameter at stage 0 (engine/guard.py takes their place)",
         {
-            f"{_FP16}.unfused_optimizer:FP16_UnfusedOptimizer.step": "c8a7c52aeb92",
-            f"{_STAGE_2}.step": "ef476af48134",
-            f"{_STAGE_3}._get_norm_groups": "e3d6efe8d05e",
+            ("ZeRO 0", "half precision"): {f"{_UNFUSED}.step": "c8a7c52aeb92"},
+            ("ZeRO 1 or 2",): {f"{_STAGE_2}.step": "ef476af48134"},
+            ("ZeRO 3",): {f"{_STAGE_3}._get_norm_groups": "e3d6efe8d05e"},
         },
     ),
     Patch(
         "loss scale at stage 0 in fp16",
         "backward does not multiply the loss by it, step divides the gradients by it: they vanish beside eps",
-        {f"{_ENGINE}.backward": "be188e5b297b"},
+        {("ZeRO 0", "fp16"): {f"{_ENGINE}.backward": "be188e5b297b"}},
     ),
     Patch(
         "smallest loss scale",
         "an overflow there raises a bare exception in place of a skipped step",
-        {"deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale": "6341120e8b55"},
+        {("fp16",): {"deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale": "6341120e8b55"}},
     ),
     Patch(
         "sequence-parallel scale",
         "gradients are divided by the data-parallel ranks alone at stages 0 to 2, and at stage 3 without "
         "reduce_scatter, but by all ranks in stage 3's reduce_scatter_coalesced",
         {
-            f"{_ENGINE}._reduce_non_expert_gradients": "4d55928c8bb3",
-            f"{_STAGE_2}.gradient_reduction_w_predivide": "2253b6f33247",
-            f"{_STAGE_2}.average_tensor": "fa76f4ed7336",
-            f"{_STAGE_3}._DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads": "be5541e5d9e9",
-            f"{_STAGE_3}.allreduce_bucket": "0ee65733ed74",
+            ("sequence parallelism",): {f"{_ENGINE}._reduce_non_expert_gradients": "4d55928c8bb3"},
+            ("sequence parallelism", "ZeRO 1 or 2"): {
+                f"{_STAGE_2}.gradient_reduction_w_predivide": "2253b6f33247",
+                f"{_STAGE_2}.average_tensor": "fa76f4ed7336",
+            },
+            ("sequence parallelism", "ZeRO 3"): {
+                f"{_STAGE_3}._DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads": "be5541e5d9e9",
+                f"{_STAGE_3}.allreduce_bucket": "0ee65733ed74",
+            },
         },
     ),
     Patch(
@@ -109,42 +124,58 @@ PATCHES = (
         "they are read back past the page cache into a buffer; where their place there is no multiple of 512 "
         "bytes the read fails without a word: on two ranks any odd number of rows does it",
         {
-            f"{_SWAPPER}:PartitionedOptimizerSwapper.swap_out_gradients": "a20b87ce7d42",
-            f"{_PIPELINED}:PipelinedOptimizerSwapper.swap_out_gradients": "a20b87ce7d42",
-            f"{_SWAP}.optimizer_utils:OptimizerStateSwapInfo": "71fdc9201362",
+            ("an optimizer on NVMe",): {
+                f"{_SWAPPER}:PartitionedOptimizerSwapper.swap_out_gradients": "a20b87ce7d42",
+                f"{_PIPELINED}:PipelinedOptimizerSwapper.swap_out_gradients": "a20b87ce7d42",
+                f"{_SWAP}.optimizer_utils:OptimizerStateSwapInfo": "71fdc9201362",
+            }
         },
     ),
     Patch(
         "autocast that the engine was not told of",
         "the engine's forward ends it on a GPU; telling it by the configuration would cast parameters too",
-        {f"{_ENGINE}.torch_autocast_enabled": "3f4de9fcc3e8"},
+        {("half precision",): {f"{_ENGINE}.torch_autocast_enabled": "3f4de9fcc3e8"}},
     ),
     Patch(
         "weights tied over stages",
         "their first broadcast is recorded by autograd, and backward would find it on its way",
-        {"deepspeed.runtime.pipe.module:PipelineModule._synchronize_tied_weights": "fdcd7b76e832"},
+        {
+            ("pipeline stages",): {
+                "deepspeed.runtime.pipe.module:PipelineModule._synchronize_tied_weights": "fdcd7b76e832"
+            }
+        },
     ),
     Patch(
         "a stage in bf16 that counts no gradient",
         "all of its own are frozen, or it has a tied copy alone: the optimizer stacks the norms of nothing, "
         "which torch refuses",
         {
-            "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.get_grads_for_norm": "95f31cf85b62",
-            "deepspeed.runtime.utils:get_global_norm_of_tensors": "edfb52ce6dad",
+            ("pipeline stages", "bf16"): {
+                "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.get_grads_for_norm": "95f31cf85b62",
+                "deepspeed.runtime.utils:get_global_norm_of_tensors": "edfb52ce6dad",
+            }
         },
     ),
     Patch(
         "forwards over whole parameters under ZeRO 3",
         "its hooks shard again whatever they find whole, and cannot be switched off to generate",
-        {f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module": "afa5ca111398"},
+        {
+            ("ZeRO 3",): {
+                f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module": "afa5ca111398"
+            }
+        },
     ),
     Patch(
         "a model after its engine",
         "a module variable and a cache around a method keep it after ZeRO 3, the last outputs after stages",
         {
-            f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload.setup_zero_stage3_hooks": "99164d6bdaec",
-            _RELEASED: "3bd14567772c",
-            "deepspeed.runtime.pipe.engine:PipelineEngine._exec_forward_pass": "5ef55ee6b8c4",
+            ("ZeRO 3",): {
+                f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload.setup_zero_stage3_hooks": "99164d6bdaec",
+                _RELEASED: "3bd14567772c",
+            },
+            ("pipeline stages",): {
+                "deepspeed.runtime.pipe.engine:PipelineEngine._exec_forward_pass": "5ef55ee6b8c4"
+            },
         },
     ),
     Patch(
@@ -152,9 +183,11 @@ PATCHES = (
         "zero.Init draws on the device in the run's precision, so that a model in shards starts from other "
         "weights (engine/zero3.py, whose class takes these places)",
         {
-            f"{_INIT}:Init._post_init_method": "d58c68ed7a75",
-            f"{_INIT}:Init._zero_init_param": "edd5e8cd81b3",
-            f"{_INIT}:InsertPostInitMethodToModuleSubClasses._add_tensor_creation_wrappers": "69736fd61147",
+            ("ZeRO 3",): {
+                f"{_INIT}:Init._post_init_method": "d58c68ed7a75",
+                f"{_INIT}:Init._zero_init_param": "edd5e8cd81b3",
+                f"{_MODULE_INIT}._add_tensor_creation_wrappers": "69736fd61147",
+            }
         },
     ),
     Patch(
@@ -162,8 +195,10 @@ PATCHES = (
         "its backward looks for the weight's ds_id; torch 2.11 makes a guard of it, so that each block gets "
         "a graph of its own, up to the limit of eight",
         {
-            f"{_INIT}:InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear": "c4e68042b854",
-            f"{_ZERO}.linear:zero3_linear_wrap": "c442a889c33a",
+            ("ZeRO 3",): {
+                f"{_MODULE_INIT}._enable_mem_efficient_linear": "c4e68042b854",
+                f"{_ZERO}.linear:zero3_linear_wrap": "c442a889c33a",
+            }
         },
     ),
     Patch(
@@ -171,28 +206,62 @@ PATCHES = (
         "AutoTP cuts what lies whole on every rank, when the engine is made (engine/tensor_sharding.py, "
         "which calls the cut by itself, before there are values)",
         {
-            "deepspeed.runtime.engine:DeepSpeedEngine._configure_tensor_parallel": "8c001254e2ae",
-            "deepspeed.runtime.engine:DeepSpeedEngine._apply_autotp_partitioning": "1fa67eabb70d",
-            f"{_LAYERS}:TensorParallel_Layer.move": "97f65560c4e6",
-            "deepspeed.module_inject.auto_tp:AutoTP._slice_embedding": "cb0f0216b891",
+            ("tensor parallelism",): {
+                "deepspeed.runtime.engine:DeepSpeedEngine._configure_tensor_parallel": "8c001254e2ae",
+                "deepspeed.runtime.engine:DeepSpeedEngine._apply_autotp_partitioning": "1fa67eabb70d",
+                f"{_LAYERS}:TensorParallel_Layer.move": "97f65560c4e6",
+                "deepspeed.module_inject.auto_tp:AutoTP._slice_embedding": "cb0f0216b891",
+            }
         },
     ),
 )
 
 
-def check_patches() -> None:
-    """Before anything is built.
+def check_patches(config: Mapping[str, Any]) -> None:
+    """Compare the sources that this run's patches rely on, before anything is built.
+
+    Args:
+        config: The DeepSpeed configuration of the run.
 
     Raises:
-        ConfigError: the installed DeepSpeed differs where one of them applies.
+        ConfigError: the installed DeepSpeed differs where the run uses it.
     """
+    used = features(config)
     for patch in PATCHES:
-        for place, expected in patch.sources.items():
-            if digest(place) != expected:
+        for needed, sources in patch.sources.items():
+            changed = [
+                place for place, old in sources.items() if used.issuperset(needed) and digest(place) != old
+            ]
+            if changed:
                 raise ConfigError(
-                    f"DeepSpeed {deepspeed.__version__}: {place.partition(':')[2]} is not what it is in "
-                    f'{SEEN_IN}, so that "{patch.name}" cannot be corrected; install deepspeed=={SEEN_IN}'
+                    f"DeepSpeed {deepspeed.__version__}: {changed[0].partition(':')[2]}, which a run with "
+                    f"{' and '.join(needed)} uses, is not what it is in {SEEN_IN}, so that "
+                    f'"{patch.name}" cannot be corrected; install deepspeed=={SEEN_IN}'
                 )
+
+
+def features(config: Mapping[str, Any]) -> set[str]:
+    """Return the features of DeepSpeed that a run uses, by the names that Patch.sources has.
+
+    Args:
+        config: The DeepSpeed configuration of the run.
+    """
+    stage = get_dotted(config, "zero_optimization.stage") or 0
+    halves = {name for name in ("bf16", "fp16") if get_dotted(config, f"{name}.enabled") is True}
+    degrees = {
+        "tensor parallelism": "tensor_parallel.autotp_size",
+        "pipeline stages": "pipeline.stages",
+        "sequence parallelism": "sequence_parallel_size",
+    }
+    used = {name for name, key in degrees.items() if (get_dotted(config, key) or 1) > 1}
+    used |= halves | {"ZeRO 1 or 2" if stage in (1, 2) else f"ZeRO {stage}"}
+    if halves:
+        used.add("half precision")
+    if deepspeed.accelerator.get_accelerator().device_name() == "cpu":
+        used.add("CPU")
+    if get_dotted(config, "zero_optimization.offload_optimizer.device") == "nvme":
+        used.add("an optimizer on NVMe")
+    return used
 
 
 def prepare_for_cpu() -> None:
@@ -314,11 +383,12 @@ def forget_model(engine: Any) -> None:
     own = set(engine.module.modules())
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [each for each in stack if each not in own]
-    undecorated(at(_RELEASED)).cache_clear()  # another engine's is computed again
+    if engine.zero_optimization_stage() == 3:
+        undecorated(at(_RELEASED)).cache_clear()  # another engine's is computed again
     engine.loss = engine.pipe_buffers = None  # autograd's graph leads to the model
 
 
 if __name__ == "__main__":
     for each in PATCHES:
-        for where in each.sources:
+        for where in chain.from_iterable(each.sources.values()):
             print(f'"{where}": "{digest(where)}",')

@@ -17,10 +17,11 @@ def check_configuration(config: dict[str, Any]) -> None:
     """Lets the installed DeepSpeed look at every value; a newer one may refuse what config/ knows nothing of.
 
     Raises:
-        ConfigError: DeepSpeed refuses one, or is not the version that deepspeed_patches knows.
+        ConfigError: DeepSpeed refuses one, or differs from the version that deepspeed_patches knows where
+            this configuration uses it.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    check_patches()
+    check_patches(config)
     config = copy.deepcopy(config)
     config.pop("train_batch_size", None)  # it would be held to the ranks, who may not have met yet
     try:

@@ -44,18 +44,63 @@ def batches(data):
     return [collate_items([data.train[i], data.train[i + 1]]) for i in (0, 2)]
 
 
-@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.name)
-def test_another_source_is_refused_by_name(monkeypatch, patch):
-    patches.check_patches()
-    place = next(iter(patch.sources))
-    monkeypatch.setitem(patch.sources, place, "0" * 12)
+CONFIGURATIONS = {
+    "ZeRO 0": {},
+    "ZeRO 1 or 2": {"zero_optimization": {"stage": 1}},
+    "ZeRO 3": {"zero_optimization": {"stage": 3}},
+    "half precision": {"bf16": {"enabled": True}},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True}},
+    "tensor parallelism": {"tensor_parallel": {"autotp_size": 2}},
+    "pipeline stages": {"pipeline": {"stages": 2}},
+    "sequence parallelism": {"sequence_parallel_size": 2},
+    "an optimizer on NVMe": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+    },
+}
+"""Feature -> a configuration that has it; every run of these tests has CPU."""
+USES = [
+    pytest.param(patch, needed, id=f"{patch.name}, {' and '.join(needed)}")
+    for patch in patches.PATCHES
+    for needed in patch.sources
+]
+
+
+def configured(names):
+    config = {"train_micro_batch_size_per_gpu": 1}
+    for name in names:
+        config |= CONFIGURATIONS.get(name, {})
+    return config
+
+
+@pytest.mark.parametrize(("patch", "needed"), USES)
+def test_another_source_is_refused_by_name_where_the_run_uses_it(monkeypatch, patch, needed):
+    config = configured(needed)
+    patches.check_patches(config)
+    place = next(iter(patch.sources[needed]))
+    monkeypatch.setitem(patch.sources[needed], place, "0" * 12)
     with pytest.raises(ConfigError) as error:
-        check_configuration({"train_micro_batch_size_per_gpu": 1})
+        check_configuration(config)
     assert patch.name in str(error.value)
+    assert all(name in str(error.value) for name in needed)
     assert "DeepSpeed 0.19" in str(error.value)
     assert place.rpartition(":")[2] in str(error.value)
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("patch", "needed"), [use for use in USES if use.values[1] != ("CPU",)])
+def test_another_source_that_the_run_does_not_use_is_no_error(monkeypatch, patch, needed):
+    for place in patch.sources[needed]:
+        monkeypatch.setitem(patch.sources[needed], place, "0" * 12)
+    others = {
+        name: config
+        for name, config in CONFIGURATIONS.items()
+        if not patches.features(configured([name])).issuperset(needed)
+    }
+    assert others
+    for name in others:
+        patches.check_patches(configured([name]))
 
 
 def linear_nodes(graph):
