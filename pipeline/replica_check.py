@@ -1,6 +1,7 @@
 """Ranks that hold the same compare digests of it: one whose differs has a broken memory or device.
 
 Of a rank that computes wrong numbers nothing else is seen: no error, and a loss that looks like any other.
+engine/replicas.py says what is compared and what is not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pipeline.config.watching_schema import WatchConfig
 from pipeline.distributed.agent import read_agent, why_none_leaves
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.signals import ignore_stop_signals
-from pipeline.engine.replicas import KINDS, Replicas
+from pipeline.engine.replicas import HISTORY, KINDS, Replicas
 from pipeline.events import CORRUPTION, Event
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class ReplicaCheck:
         self._every = every if self._groups else 0
         if job.ranks.is_main_process:
             self._warn(sorted({processor for _, processor in alike}))
-        self._begun: Tensor | None = None
+        self._is_compared = False
         self._coming: tuple[int, Tensor, torch.cuda.Event | None] | None = None
         self.good_until = start
         """A step after which all were equal: what was saved up to it can be trusted."""
@@ -75,11 +76,9 @@ class ReplicaCheck:
 
     def begin(self, step: int) -> None:
         """Before a step; `step` were done."""
-        self._begun = None
-        if self._every and step % self._every == 0:
-            self._begun = torch.zeros(2, dtype=torch.int64, device=self._job.device)
-            if self._replicas is not None:
-                self._begun = self._replicas.begin()
+        self._is_compared = self._every > 0 and step % self._every == 0
+        if self._every and self._replicas is not None:
+            self._replicas.begin(self._is_compared)
 
     def end(self, step: int) -> Event | None:
         """After that step.
@@ -87,13 +86,17 @@ class ReplicaCheck:
         Returns:
             What differs, the same on all ranks. On a GPU it is of the step before: nothing waits for it.
         """
-        found = self._read() if self._job.device.type == "cuda" else None
-        if self._begun is not None:
-            own = self._begun.new_zeros(()) if self._replicas is None else self._replicas.end()
-            table = self._begun.new_zeros(self._job.ranks.world_size, len(KINDS))
-            table[self._job.ranks.rank] = torch.cat([self._begun, own[None]])
+        is_gpu = self._job.device.type == "cuda"
+        found = self._read() if is_gpu else None
+        own = self._replicas.end() if self._every and self._replicas is not None else None
+        if self._is_compared:
+            table = torch.zeros(
+                self._job.ranks.world_size, len(KINDS), dtype=torch.int64, device=self._job.device
+            )
+            if own is not None:
+                table[self._job.ranks.rank] = own
             self._send(step, self._job.all_reduce_sum(table))
-        return found if self._job.device.type == "cuda" else self._read()
+        return found if is_gpu else self._read()
 
     @property
     def stops(self) -> bool:
@@ -134,11 +137,14 @@ class ReplicaCheck:
             for number, kind in enumerate(KINDS):
                 values = [table[rank][number] for rank in group]
                 if len(set(values)) > 1:
-                    return self._event(step, kind, group, values)
+                    when = f"of step {step + 1 if kind == 'gradients' else step}"
+                    if number == HISTORY:
+                        when = f"between steps {self.good_until} and {step}"
+                    return self._event(f"{kind} {when}", kind, group, values)
         self.good_until = step
         return None
 
-    def _event(self, step: int, kind: str, group: Sequence[int], values: Sequence[int]) -> Event:
+    def _event(self, what: str, kind: str, group: Sequence[int], values: Sequence[int]) -> Event:
         common, times = Counter(values).most_common(1)[0]
         wrong = [rank for rank, value in zip(group, values, strict=True) if value != common]
         if 2 * times <= len(group):  # no majority
@@ -152,7 +158,7 @@ class ReplicaCheck:
             who += f"; {self._try_to_leave(wrong, fields, which_is_known=len(wrong) < len(group))}"
         return Event(
             CORRUPTION,
-            f"the {kind} of step {step} should be the same on {len(group)} ranks, bit by bit, and {who}",
+            f"the {what} should be the same on {len(group)} ranks, bit by bit, and {who}",
             ADVICE,
             level="error",
             fields=fields,

@@ -12,6 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -31,6 +32,7 @@ from pipeline.engine.deepspeed_patches import (
     go_on_at_the_minimum,
     prepare_for_cpu,
 )
+from pipeline.engine.deepspeed_state import rewritten_weights
 from pipeline.engine.gradients import gradients_shown
 from pipeline.engine.interface import Limits
 from pipeline.engine.parallel_state import EngineGroups
@@ -132,6 +134,17 @@ class DeepSpeedBase(ABC):
         self._stepped = [self._optimizer, *([] if other is None else [other])]
         self._gate = StepGate(self.module, *self._stepped)
         self._refusal = Refusal(self._job, self.module)
+
+    def _compare_replicas(self, key: int, is_sharded: bool) -> None:
+        """Have replicas compared; see Replicas."""
+        self.replicas = Replicas(
+            key,
+            self.module.parameters,
+            self._optimizer,
+            self.device,
+            is_sharded=is_sharded,
+            rewritten=partial(rewritten_weights, self._zero_optimizer),
+        )
 
     def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """See Engine.divide. DeepSpeed reads these numbers where it counts to the next update."""

@@ -40,7 +40,6 @@ from pipeline.engine.interface import (
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parallel_state import forget_parameter_groups, parallel_state
 from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
-from pipeline.engine.replicas import Replicas
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import State
 from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts
@@ -131,9 +130,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         self._watch: GradientWatch | None = GradientWatch(self.module.named_parameters())
         self._groups.keep()
         if split.zero_stage < 3 and job.ranks.world_size > split.tensor_parallel:
-            stepped = self._optimizer if split.zero_stage == 0 else None
-            key = job.ranks.rank % split.tensor_parallel
-            self.replicas = Replicas(key, self.module.parameters, stepped, self.device)
+            self._compare_replicas(job.ranks.rank % split.tensor_parallel, is_sharded=split.zero_stage > 0)
 
     def _guard_steps(self) -> None:
         """What DeepSpeed does in a step and the trainer does by itself, or otherwise; see guard.is_own."""

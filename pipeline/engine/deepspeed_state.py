@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,20 @@ def state_of(
         }
         return ParameterState(places, buffers, optimizer.optimizer, sharers, masters)
     return ParameterState(places, buffers, optimizer, sharers, {})
+
+
+def rewritten_weights(optimizer: Any) -> Sequence[Tensor]:
+    """Return the module's weights that each update copies from their masters.
+
+    At ZeRO 1 and 2 these are the flat tensors that the parameters are views of.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        return cast(Sequence[Tensor], optimizer.bf16_groups_flat)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return cast(Sequence[Tensor], optimizer.bit16_groups_flat)
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        return [p for group in optimizer.fp16_groups for p in group]
+    return ()
 
 
 class _FlatState(ABC):

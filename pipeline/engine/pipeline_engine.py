@@ -30,7 +30,6 @@ from pipeline.engine.interface import Limits, StepResult, count_and_flags, to_de
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parameter_state import kept_buffers
 from pipeline.engine.profile import measured_instructions
-from pipeline.engine.replicas import Replicas
 from pipeline.engine.stages import Stages, named, stage_groups
 from pipeline.engine.state import Place, State
 from pipeline.errors import DataError
@@ -95,10 +94,8 @@ class PipelineEngine(DeepSpeedBase):
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
         if self.dp_world_size > 1:
-            stepped = self._optimizer if self._own_norm else None
-            self.replicas = Replicas(
-                self._engine.grid.get_pipe_parallel_rank(), self.module.parameters, stepped, self.device
-            )
+            stage = self._engine.grid.get_pipe_parallel_rank()
+            self._compare_replicas(stage, is_sharded=not self._own_norm)
         self._groups.keep()
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:

@@ -1,69 +1,108 @@
-"""What several ranks hold the same of, bit by bit, as digests: where two differ, a memory or a computation is
-broken, and no error was raised.
+"""Digests of the tensors that several ranks hold bit for bit alike.
+
+Where two digests differ, a memory or a computation is broken, and no error was raised. The tensors are read
+between backward and update: the weights are still those that the step used, and the gradients are reduced.
+
+Compared in every `watch.compare_every`-th step:
+    - weights, frozen ones too
+    - under `ddp` and ZeRO 0 also masters, optimizer state and reduced gradients
+
+Compared in every step, with the result read in every `watch.compare_every`-th:
+    - weights that each update copies from their masters: at ZeRO 1 and 2, and at ZeRO 0 in half precision.
+      A flipped bit in them spoils one step's gradient on all ranks, and the update removes it.
+
+Not compared, since one rank alone holds them or the ranks' values differ:
+    - masters, optimizer state and reduced gradients at ZeRO 1 and 2, everything at ZeRO 3
+    - gradients before their reduction, activations and buffers
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-KINDS = ("weights", "optimizer state", "gradients")
+KINDS = ("weights", "optimizer state", "gradients", "weights")
+"""What each digest is of. The last one is of all steps since the last comparison."""
+HISTORY = len(KINDS) - 1
 SMALL = 2**16  # elements
+_ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
 class Replicas:
-    """Of one rank; those with the same `key` hold the same.
+    """Digests of one rank's replicated tensors. Ranks with equal `key` hold the same ones.
 
     Args:
         key: Which part of the model it is.
-        weights: That every such rank has, between two steps.
-        optimizer: Whose gradients and state every such rank has; None: each has its own.
+        weights: Returns the module's parameters.
+        optimizer: Steps the weights or their masters.
+        is_sharded: Whether each rank has its own share of gradients, masters and optimizer state.
+        rewritten: Returns the weights that each update copies from their masters.
     """
 
     def __init__(
         self,
         key: int,
         weights: Callable[[], Iterable[Tensor]],
-        optimizer: Optimizer | None,
+        optimizer: Optimizer,
         device: torch.device,
+        *,
+        is_sharded: bool = False,
+        rewritten: Callable[[], Sequence[Tensor]] = tuple,
     ):
-        self.key = (key, "" if optimizer is None else _processor(device))
+        self.key = (key, "" if is_sharded else _processor(device))
         """Other processors round otherwise, and step such ranks apart."""
         self._weights = weights
         self._optimizer = optimizer
         self._device = device
-        self._gradients: Tensor | None = None
-        self._is_asked = False
-        if optimizer is not None:
-            optimizer.register_step_post_hook(lambda *_: self._look_at_gradients())
+        self._is_sharded = is_sharded
+        self._rewritten = rewritten
+        self._is_due = self._is_compared = False
+        self._digests: list[Tensor] = []
+        self._history = self._next_history = torch.zeros((), dtype=torch.int64, device=device)
+        optimizer.register_step_pre_hook(lambda *_: self._look())
 
-    def begin(self) -> Tensor:
-        """Digests of weights and optimizer state, (2,), int64; the next step's gradients are looked at too.
+    def begin(self, is_compared: bool) -> None:
+        """Prepare for a step.
 
-        Before a step. Reads all of it once; waits for nothing.
+        Args:
+            is_compared: Whether `end` returns digests.
         """
-        self._gradients, self._is_asked = None, True
-        weights, state = {id(p): p for p in self._weights()}, list[Tensor]()
-        if self._optimizer is not None:
-            own = _parameters_of(self._optimizer)  # in half precision masters, which the model has not
-            weights |= {id(p): p for p in own}
-            states = [self._optimizer.state.get(p, {}) for p in own]
-            state = [each for of in states for _, each in sorted(of.items()) if isinstance(each, Tensor)]
-        return torch.stack([digest(weights.values(), self._device), digest(state, self._device)])
+        self._is_due, self._is_compared, self._next_history = True, is_compared, self._history
 
-    def end(self) -> Tensor:
-        """Digest of the gradients that the step was made from, 0-dim, int64; 0: each rank has its own."""
-        self._is_asked = False
-        none = torch.zeros((), dtype=torch.int64, device=self._device)
-        return none if self._gradients is None else self._gradients
+    def end(self) -> Tensor | None:
+        """Return the digests of the step, one of each of KINDS, int64, or None.
 
-    def _look_at_gradients(self) -> None:
-        if self._is_asked and self._optimizer is not None:
-            gradients = [p.grad for p in _parameters_of(self._optimizer) if p.grad is not None]
-            self._gradients = digest(gradients, self._device)
+        Waits for nothing.
+        """
+        self._look()  # DeepSpeed does not call the optimizer in an fp16 step that overflows
+        self._history = self._next_history
+        if not self._is_compared:
+            return None
+        digests = torch.stack([*self._digests, self._history])
+        self._history = torch.zeros_like(self._history)
+        return digests
+
+    @torch.no_grad()
+    def _look(self) -> None:
+        """Read the tensors once a step, before its update."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        if rewritten := self._rewritten():
+            self._next_history = mixed(self._history, digest(rewritten, self._device))
+        if not self._is_compared:
+            return
+        own = (
+            [] if self._is_sharded else [p for group in self._optimizer.param_groups for p in group["params"]]
+        )
+        weights = {id(p): p for p in [*self._weights(), *own]}  # in half precision `own` are masters
+        states = [self._optimizer.state.get(p, {}) for p in own]
+        state = [each for of in states for _, each in sorted(of.items()) if isinstance(each, Tensor)]
+        gradients = [p.grad for p in own if p.grad is not None]
+        self._digests = [digest(each, self._device) for each in (weights.values(), state, gradients)]
 
 
 def _processor(device: torch.device) -> str:
@@ -73,9 +112,13 @@ def _processor(device: torch.device) -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """In an order that all ranks have."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def mixed(history: Tensor, new: Tensor) -> Tensor:
+    """Return a digest of both. Two histories that once differ do not become equal by a digest that is equal.
+
+    A sum would lose the highest bit that is flipped in an even number of steps.
+    """
+    product = (history + new) * _ODD
+    return product ^ ((product >> 32) & 0xFFFFFFFF)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
 
 from pipeline.config.watching_schema import WatchConfig
 from pipeline.data.random_numbers import seed_step
-from pipeline.engine.replicas import digest
+from pipeline.engine.replicas import HISTORY, Replicas, digest, mixed
 from pipeline.errors import DeviceFailedError
 from pipeline.objectives import CausalLM
 from pipeline.replica_check import ReplicaCheck
@@ -36,14 +36,14 @@ DTYPES = [
 def flip(tensor: torch.Tensor, bit: int) -> None:
     """In place, whatever it is a view of."""
     with torch.no_grad():
-        flat = tensor.detach().reshape(-1)
+        flat = tensor.data.view(-1)  # autograd does not notice
         size = 8 * flat.element_size()
         place = bit // size % flat.numel()
         one = flat[place : place + 1].clone()
         raw = torch.view_as_real(one).reshape(-1) if one.is_complex() else one
         raw = raw.view(torch.uint8)
         raw[bit % size // 8] ^= 1 << (bit % 8)
-        tensor.view(-1)[place : place + 1] = one
+        flat[place : place + 1] = one
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,75 +67,159 @@ def test_what_changes_places_shows(monkeypatch):
     assert int(digest([], CPU)) == 0
 
 
-FIFTY = {
-    "ddp": (3, None, ("weights", "optimizer state", "gradients")),
-    "zero0": (2, deepspeed_json(0), ("weights", "optimizer state", "gradients")),
-    "zero0-bf16": (2, deepspeed_json(0, "bf16"), ("weights", "optimizer state", "gradients")),
-    "zero2": (2, deepspeed_json(2), ("weights",)),
+def test_a_step_without_an_update_is_read_too():
+    """DeepSpeed leaves the optimizer out where fp16 overflows, and the next update rewrites the weights."""
+
+    def digests(bit: int | None) -> list[int]:
+        weight = torch.ones(8)
+        optimizer = torch.optim.SGD([weight])
+        replicas = Replicas(0, lambda: [weight], optimizer, CPU, is_sharded=True, rewritten=lambda: [weight])
+        replicas.begin(is_compared=False)
+        if bit is not None:
+            flip(weight, bit)
+        assert replicas.end() is None
+        weight.fill_(1)
+        replicas.begin(is_compared=True)
+        optimizer.step()
+        return replicas.end().tolist()
+
+    right, wrong = digests(None), digests(40)
+    assert right[:HISTORY] == wrong[:HISTORY]
+    assert right[HISTORY] != wrong[HISTORY]
+
+
+def test_a_bit_that_stays_flipped_for_any_number_of_steps_shows():
+    for bit in (0, 31, 32, 62, 63):
+        right = wrong = torch.zeros((), dtype=torch.int64)
+        flipped = torch.tensor(1).bitwise_left_shift(bit)
+        for step in range(16):
+            right = mixed(right, torch.tensor(7 * step))
+            wrong = mixed(wrong, torch.tensor(7 * step) ^ flipped)
+            assert int(right) != int(wrong)
+
+
+# A flip comes at one moment of a step, and is either compared or not: the table of docs/alerts.md.
+MOMENTS = ("before the forward", "before the backward", "before the update", "after the update")
+WEIGHTS = {("weights", moment) for moment in MOMENTS}
+REPLICATED = (
+    WEIGHTS | {("optimizer state", moment) for moment in MOMENTS} | {("gradients", "before the update")}
+)
+FLIPS = [*sorted(REPLICATED), ("gradients", "before the backward")]
+"""The latter in gradients that micro-batches add up, before their reduction: no rank's are another's."""
+# Name -> ranks, DeepSpeed JSON, steps between two comparisons, what is compared.
+COMPARED = {
+    "ddp": (3, None, 1, REPLICATED),
+    "zero0": (2, deepspeed_json(0), 1, REPLICATED),
+    "zero0-bf16": (2, deepspeed_json(0, "bf16"), 1, REPLICATED),
+    "zero1": (3, deepspeed_json(1), 3, WEIGHTS),
+    "zero1-bf16": (2, deepspeed_json(1, "bf16"), 3, WEIGHTS),
+    "zero2": (2, deepspeed_json(2), 3, WEIGHTS),
+    "zero2-bf16": (2, deepspeed_json(2, "bf16"), 3, WEIGHTS),
+    "zero2-offload": (2, deepspeed_json(2, "bf16", offload_optimizer={"device": "cpu"}), 3, WEIGHTS),
 }
 
 
-def flips(job, deepspeed, kinds, times: int):
-    """Of so many flipped bits, each in one rank: how many were told with their kind and rank, and how many
-    more times something was told."""
-    data = token_bundle()
-    tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
+class AtMoments(CausalLM):
+    """Calls `at` around the last micro-batch's forward."""
+
+    def __init__(self, at, micro_batches: int):
+        super().__init__()
+        self._at, self._micro_batches, self._seen = at, micro_batches, 0
+
+    def __call__(self, model, batch):
+        self._seen += 1
+        is_last = self._seen % self._micro_batches == 0
+        if is_last:
+            self._at("before the forward")
+        loss = super().__call__(model, batch)
+        if is_last:
+            self._at("before the backward")
+        return loss
+
+
+def flips(job, deepspeed, every: int, times: int):
+    """What was found of so many flipped bits, each in one rank: (kind, moment, the rank, its event).
+
+    Between two of them all that they may have changed is put back.
+    """
+    data, draw = token_bundle(), random.Random(0)
+    tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 2})
     engine = make_engine(job, tree, deepspeed, data)
-    check, draw = ReplicaCheck(job, engine.replicas, WatchConfig(compare_every=1), 0), random.Random(0)
+    check = ReplicaCheck(job, engine.replicas, WatchConfig(compare_every=every), 0)
     batch = {key: value[None].repeat(2, 1) for key, value in data.train[job.ranks.rank].items()}
-    optimizer = engine._optimizer
+    weights, optimizer = list(engine.module.parameters()), engine._optimizer
     own = [p for group in optimizer.param_groups for p in group["params"]]
-    in_gradients: list[tuple[int, int]] = []
+    is_sharded = deepspeed is not None and deepspeed["zero_optimization"]["stage"] > 0
+    coming: list[tuple[str, str, int, int]] = []
+    steps = 0
 
-    def before_step(*_):
-        for place, bit in in_gradients:
-            flip(own[place % len(own)].grad, bit)
-        in_gradients.clear()
+    def tensors_of(kind: str) -> list[torch.Tensor]:
+        if kind == "weights":
+            return weights if is_sharded else list({id(p): p for p in weights + own}.values())
+        if kind == "optimizer state":
+            moments = [optimizer.state[p][name] for p in own for name in ("exp_avg", "exp_avg_sq")]
+            return moments + own if is_sharded else moments
+        return [p.grad for p in own + weights if p.grad is not None]
 
-    optimizer.register_step_pre_hook(before_step)
+    def at(moment: str) -> None:
+        if coming and coming[0][1] == moment:
+            kind, _, place, bit = coming.pop()
+            if tensors := tensors_of(kind):  # ZeRO 2 keeps no gradients of its parameters
+                flip(tensors[place % len(tensors)], bit)
 
-    def repair():
-        states = [each for p in own for each in optimizer.state[p].values() if isinstance(each, torch.Tensor)]
-        for tensor in [*engine.module.parameters(), *own, *(states if "gradients" in kinds else [])]:
-            torch.distributed.broadcast(tensor.detach(), 0)
+    hook = optimizer.register_step_pre_hook(lambda *_: at("before the update"))
+    optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # before the tensors are read
+    objective = AtMoments(at, 2)
 
     def step():
-        check.begin(0)
-        engine.train_step([batch], CausalLM(), 1e-3, 0)
-        return check.end(0)
+        nonlocal steps
+        check.begin(steps)
+        engine.train_step([batch, batch], objective, 1e-3, 0)
+        at("after the update")
+        found = check.end(steps)
+        steps += 1
+        return found
 
-    clean = [step(), step()]
-    right = 0
+    window = 2 * every  # with a comparison behind the flip
+    false = [step() for _ in range(window)]
+    states = [each for p in own for each in optimizer.state[p].values() if isinstance(each, torch.Tensor)]
+    before = [(each, each.detach().clone()) for each in [*weights, *own, *states]]
+    told = []
     for number in range(times):
-        kind, rank = kinds[number % len(kinds)], draw.randrange(job.ranks.world_size)
-        place, bit = draw.randrange(10**6), draw.randrange(10**6)
-        if rank == job.ranks.rank:
-            moments = [optimizer.state[p]["exp_avg"] for p in own] if "gradients" in kinds else []
-            if kind == "gradients":
-                in_gradients.append((place, bit))
-            else:
-                tensors = moments if kind == "optimizer state" else list(engine.module.parameters())
-                flip(tensors[place % len(tensors)], bit)
-        told = step()
-        if told is not None and told.fields["kind"] == kind:
-            ranks = [int(each) for each in told.fields["ranks"].split(",")]
-            alone = job.ranks.world_size > 2
-            right += ranks == [rank] if alone else rank in ranks
-        repair()
-        clean += [step()]
-        repair()
+        kind, moment = FLIPS[number % len(FLIPS)]
+        rank, late = draw.randrange(job.ranks.world_size), draw.randrange(every)
+        flipped = (kind, moment, draw.randrange(10**6), draw.randrange(10**6))
+        found = []
+        for index in range(window):
+            if index == late and rank == job.ranks.rank:
+                coming.append(flipped)
+            found.append(step())
+            coming.clear()
+        told.append((kind, moment, rank, next((each for each in found if each is not None), None)))
+        with torch.no_grad():
+            for each, values in before:
+                each.copy_(values)
+    false += [step() for _ in range(window)]
     engine.close()
-    return right, sum(each is not None for each in clean)
+    return told, [each for each in false if each is not None]
 
 
 @pytest.mark.slow
 @pytest.mark.daily("ddp", "zero2")
-@pytest.mark.parametrize("split", FIFTY)
-def test_fifty_of_fifty_flipped_bits_are_found_and_nothing_else(ranks, split):
+@pytest.mark.parametrize("split", COMPARED)
+def test_all_flipped_bits_in_what_is_compared_are_found_and_nothing_else(ranks, split):
     """Of three ranks the one; of two it cannot be told which is right, and both are named."""
-    world_size, deepspeed, kinds = FIFTY[split]
-    for right, false in ranks(world_size).run(flips, deepspeed, kinds, 50, timeout=500):
-        assert (right, false) == (50, 0)
+    world_size, deepspeed, every, compared = COMPARED[split]
+    for told, false in ranks(world_size).run(flips, deepspeed, every, 3 * len(FLIPS), timeout=500):
+        assert false == []
+        for kind, moment, rank, event in told:
+            if (kind, moment) not in compared:
+                assert event is None, (kind, moment)
+                continue
+            assert event is not None, (kind, moment)
+            assert event.fields["kind"] == kind
+            named = [int(each) for each in event.fields["ranks"].split(",")]
+            assert named == ([rank] if world_size > 2 else [0, 1])
 
 
 def alarms(job, tree, deepspeed, times: int):
@@ -234,13 +318,12 @@ def corrupted(job, split, folder: str, at: int, action: str = "stop"):
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["ddp", "zero2-bf16"])
 def test_a_run_with_a_broken_rank_ends_and_goes_on_from_before(ranks, split, tmp_path):
-    """The flip comes before step 9; what is there after steps 5 and 10 is compared. ZeRO 2 mends such weights
-    itself, by gathering them from their owners in a step: there the flip comes after step 10."""
-    at = 9 if split == "ddp" else 11
+    """The flip comes before step 9; steps 5 and 10 are compared. Step 9 at ZeRO 2 removes it."""
     world_size, deepspeed = SPLITS[split]
-    said = ranks(world_size).run(corrupted, deepspeed, str(tmp_path), at, timeout=500)
+    said = ranks(world_size).run(corrupted, deepspeed, str(tmp_path), 9, timeout=500)
     assert said[0] == said[1]
-    assert "of step 10 should be the same on 2 ranks" in said[0]
+    when = "of step 10" if split == "ddp" else "between steps 5 and 10"
+    assert f"the weights {when} should be the same on 2 ranks" in said[0]
     assert "rank 1 on" in said[0]
     assert "no checkpoint after step 5 counts" in said[0]
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("*step-*"))
