@@ -93,8 +93,8 @@ class WatchConfig(Closed):
     on from one that all ranks agreed on. `leave`: so it does without the machine of the rank that differs,
     under `launch/torchrun.sh --nnodes MIN:MAX`; where that cannot be, as `stop`."""
     compare_every: int = Field(25, ge=0)
-    """Steps between two comparisons of what ranks hold the same of: under `ddp` and ZeRO 0 weights, gradients
-    and optimizer state, at ZeRO 1 and 2 weights. 0: none."""
+    """Steps between two comparisons of replicas: under `ddp` and ZeRO 0 weights, reduced gradients and
+    optimizer state, at ZeRO 1 and 2 the weights of all steps since the last one. 0: none."""
     rollback_steps: int = Field(8, gt=0, le=10**6)
     """Steps up to the bad one whose samples a rollback leaves out. It goes back to a checkpoint before
     them."""
