@@ -159,7 +159,8 @@ def flips(job, deepspeed, every: int, times: int):
         if kind == "optimizer state":
             moments = [optimizer.state[p][name] for p in own for name in ("exp_avg", "exp_avg_sq")]
             return moments + own if is_sharded else moments
-        return [p.grad for p in own + weights if p.grad is not None]
+        reduced = [p.grad for p in own if p.grad is not None]
+        return reduced or [p.grad for p in weights if p.grad is not None]
 
     def at(moment: str) -> None:
         if coming and coming[0][1] == moment:
