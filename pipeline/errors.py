@@ -11,7 +11,8 @@ import difflib
 import errno
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 from typing import NoReturn
 
 # What moves a terminal's cursor, turns text round or cannot be written at all: control characters but for
@@ -134,6 +135,13 @@ class CommandLine(argparse.ArgumentParser):
         usage = usage if len(usage) <= LONGEST_USAGE else f"{usage[:LONGEST_USAGE].rpartition(' ')[0]} ..."
         hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
         self.exit(2, f"{usage}\n{self.prog}: error: {shown(message)}{hint}\n")
+
+
+def stretches(some: Collection[int], steps: Collection[int]) -> str:
+    """Return `4 to 6, 9` for some of these steps. At most five stretches are written out."""
+    runs = [list(run) for is_one, run in groupby(sorted(steps), set(some).__contains__) if is_one]
+    said = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return ", ".join(said[:5]) + (" ..." if len(said) > 5 else "")
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +60,7 @@ class SavedCheckpoint:
     step: int
     folder: Path
     eval_loss: float | None
-    """Of these very weights; None: not measured."""
+    """Of these very weights, finite; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class SavedCheckpoints:
     @property
     def best(self) -> SavedCheckpoint | None:
         """That with the lowest evaluation loss, the newest of several; None: none is measured."""
-        known = [each for each in self.saved if each.eval_loss is not None and not math.isnan(each.eval_loss)]
+        known = [each for each in self.saved if each.eval_loss is not None]
         return min(known, key=lambda each: (each.eval_loss, -each.step), default=None)
 
 

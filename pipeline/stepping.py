@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from pipeline.data.batches import Batch, LoadedBatch
 from pipeline.data.random_numbers import seed_step
 from pipeline.data.token_keys import token_keys
 from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, Flags, StopOnSignal
-from pipeline.engine.first_nonfinite import FirstNonFinite, Found
-from pipeline.engine.interface import Limits, StepResult
+from pipeline.engine.interface import StepResult
+from pipeline.engine.nonfinite_cause import CauseSearch
 from pipeline.errors import DeviceFailedError, StoppedError
 from pipeline.events import NO_TARGETS, Event
 from pipeline.models.neftune import KEYS
@@ -151,10 +151,7 @@ class Stepper:
         return state
 
     def _examine(self, step: int, samples: tuple[int, int]) -> None:
-        """Tells what was infinite or NaN first in a step, from doing it again with the weights as they are.
-
-        Nothing of it stays: no step keeps to such limits.
-        """
+        """Tells what was infinite or NaN first in a step, see CauseSearch."""
         parts = self._parts
         if self._examined == MOST_EXAMINED:
             return
@@ -162,23 +159,17 @@ class Stepper:
         if micro_batches is None:
             return
         self._examined += 1
-        first = FirstNonFinite(parts.engine.module, micro_batches, parts.job.ranks.rank)
         if parts.adds_noise:
             micro_batches = with_keys(micro_batches, parts.seed, step - 1)
-        seed_step(parts.seed, step - 1, parts.engine.seed_rank)
-        with first.looking():
-            parts.engine.train_step(
-                micro_batches, first.seen_by(parts.objective), 0.0, 0, Limits(-math.inf, -math.inf)
-            )
-        found = [each for each in parts.job.gather_object(first.found) if each is not None]
-        if not found:
+        seed = partial(seed_step, parts.seed, step - 1, parts.engine.seed_rank)
+        search = CauseSearch(parts.engine, parts.objective, parts.job, parts.resolved.plan, seed)
+        cause = search.find(micro_batches)
+        if cause is None:
             message = f"step {step}, done again, is finite: the weights have moved on, or it was chance"
             parts.sinks.tell(step, Event("non_finite_cause", message, level="info"))
             return
-        cause: Found = min(found)
         rank = parts.job.everyone[cause.rank] if parts.job.everyone else "this process"
-        message = f"step {step}: the first that is infinite or NaN is {cause.where}, on {rank}"
-        message += f"; samples: {cause.samples}" if cause.samples else ""
+        message = f"step {step}: the first that is infinite or NaN is {cause.told(rank)}"
         parts.sinks.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
 
 

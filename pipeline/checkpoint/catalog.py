@@ -147,12 +147,12 @@ class Retention:
     """The one with the lowest evaluation loss stays."""
 
     def stays(self, losses: Mapping[int, float | None]) -> set[int]:
-        """The steps that stay, of these: step -> evaluation loss (None: not known)."""
+        """The steps that stay, of these: step -> evaluation loss, finite (None: not known)."""
         steps = sorted(losses)
         stays = set(steps[-max(1, self.keep_last) :])
         if self.keep_every > 0:
             stays |= {step for step in steps if step % self.keep_every == 0}
-        known = {step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)}
+        known = {step: loss for step, loss in losses.items() if loss is not None}
         if self.keep_best and known:
             stays.add(min(known, key=lambda step: (known[step], -step)))
         return stays

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +60,7 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
         measured = [
             (row.eval_loss, -row.step, row.path)
             for row in list_checkpoints(directory)
-            if row.problem is None and row.eval_loss is not None and not math.isnan(row.eval_loss)
+            if row.problem is None and row.eval_loss is not None
         ]
         if not measured:
             raise CheckpointError(f"{directory}: no checkpoint knows its evaluation loss; use {option} last")

@@ -8,6 +8,7 @@ under the checkpoint's final name is what makes a checkpoint count.
 from __future__ import annotations
 
 import json
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -160,9 +161,9 @@ class Manifest(Summary):
 
     @property
     def eval_loss(self) -> float | None:
-        """Of the evaluation after its step; None: there was none."""
+        """Of the evaluation after its step; None: there was none, or its loss is infinite or NaN."""
         loss = self.state.get("eval_loss")
-        return float(loss) if isinstance(loss, (int, float)) else None
+        return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None
 
     @property
     def num_bytes(self) -> int:

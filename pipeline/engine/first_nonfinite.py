@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,33 +10,53 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.data.batches import on_host
+from pipeline.data.batches import Reading, on_host, tensors
 from pipeline.data.extents import place_of
-from pipeline.objectives import Batch, LossSum, Objective
+from pipeline.models.batch_norm import is_synchronised
+from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
 from pipeline.objectives.wrapped import WrappedObjective
 
 SHOWN = 8  # samples that a line names
+INPUT, FORWARD, BACKWARD = range(3)
+LOSS = "the loss"
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class Found(NamedTuple):
-    """The first of a rank. They sort: what comes first in a step is the smallest."""
+    """The first of a rank. They sort: an input comes before all layers, and the cause is the smallest."""
 
-    is_backward: bool
+    phase: int
+    """INPUT, FORWARD or BACKWARD."""
     micro_batch: int
     order: int
     """Of the modules and gradients of the micro-batch."""
     turn: int
-    """Of ranks at the same place: the last stage of a pipeline begins a backward."""
+    """Of ranks at the same place: one that is given it, and the last stage of a pipeline in a backward."""
     rank: int
     where: str
-    samples: str
+    remark: str
+    samples: tuple[str, ...]
     """By source and index; empty: not known."""
+    is_narrowed: bool
+    """Whether these samples alone have it; else they are all samples of the micro-batch."""
+
+    def told(self, rank: object) -> str:
+        """Return what was found, where and in which samples.
+
+        Args:
+            rank: Its name.
+        """
+        samples = ", ".join(self.samples[:SHOWN]) + (" ..." if len(self.samples) > SHOWN else "")
+        if samples and (self.phase == INPUT or self.where == LOSS):
+            return f"{self.where} of sample{'s' * (len(self.samples) > 1)} {samples}{self.remark}, on {rank}"
+        return f"{self.where}{self.remark}, on {rank}" + (f"; samples: {samples}" if samples else "")
 
 
 class FirstNonFinite:
-    """Looks at what every module gives, at the loss, and at every gradient, while its hooks are there.
+    """Looks at the batch, what every module gives, the loss, and every gradient, while its hooks are there.
 
-    Each look waits for the device. What has an input that is not finite itself is not the first.
+    Each look waits for the device. A module whose input is not finite itself is not the first. If no module
+    gave that input, code between modules made it, and the line names the module that was given it.
 
     Args:
         module: This rank's, without any wrapper.
@@ -48,8 +68,9 @@ class FirstNonFinite:
         self._module = module
         self._micro_batches = micro_batches
         self._rank = rank
-        self._number = -1
+        self._number = self._batch_number = -1
         self._order = 0
+        self._is_input_finite = True
         self.found: Found | None = None
 
     @contextmanager
@@ -57,7 +78,7 @@ class FirstNonFinite:
         """Inside it a step is done."""
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.callback(self._module.register_forward_pre_hook(self._begin).remove)
+            stack.callback(self._module.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
             for layer, name in _names_in_the_whole(self._module).items():
                 hook = layer.register_forward_hook(partial(self._forward, name), with_kwargs=True)
                 stack.callback(hook.remove)
@@ -67,51 +88,118 @@ class FirstNonFinite:
             yield
 
     def seen_by(self, objective: Objective) -> Objective:
-        """The objective, its losses looked at."""
+        """The objective, its batches and losses looked at."""
         return _Looking(objective, self)
 
-    def _begin(self, *_: Any) -> None:
-        self._number, self._order = self._number + 1, 0
+    def restart(self) -> None:
+        """Count the micro-batches from here."""
+        self._number = self._batch_number = -1
 
-    def lost(self, loss: LossSum) -> None:
-        """After its objective."""
-        if not bool(loss.minimised.isfinite().all()):
-            self._note(False, "the loss", None)
+    def _begin(self, _: nn.Module, given: Any, named: Any) -> None:
+        self._number, self._order = self._number + 1, 0
+        self._is_input_finite = _is_finite((given, named))
+
+    def look_at_inputs(self, batch: Batch, keys: Collection[str]) -> None:
+        """Look at the entries that the model gets, as they arrive there. A mask may hide places with -inf."""
+        self._batch_number += 1
+        for key in sorted(keys):
+            value = batch[key]
+            if not _is_finite(value) and ("mask" not in key or _is_spoilt(value)):
+                self._note_input(key, batch)
+
+    def look_at_loss(self, loss: LossSum, batch: Batch) -> None:
+        """Look at the loss, and for its sake at what the objective alone reads of the batch."""
+        if self.found is not None or bool(loss.minimised.isfinite().all()):
+            return
+        wrong = next((key for key, value in batch.items() if not _is_finite(value)), None)
+        if wrong is None:
+            self._note(FORWARD, LOSS, "", None)
+        else:
+            self._note_input(wrong, batch)
 
     def _forward(self, name: str, layer: nn.Module, given: Any, named: Any, output: Any) -> None:
         self._order += 1
-        if self.found is not None or _is_finite(output) or not _is_finite((given, named)):
+        if self.found is not None or _is_finite(output):
+            return
+        where = f"what {name or 'the model'} ({type(layer).__name__})"
+        if not _is_finite((given, named)):
+            # Masks hold -inf; batch normalisation takes none.
+            if self._is_input_finite and (_is_spoilt((given, named)) or is_synchronised(layer)):
+                self._note(FORWARD, f"{where} is given", ", in forward", (given, named), turn=-1)
             return
         wrong = [own for own, p in layer.named_parameters(recurse=False) if not _is_finite(p)]
-        where = f"what {name or 'the model'} ({type(layer).__name__}) gives"
-        if wrong:
-            where = f"the weights of {name} ({', '.join(wrong)})"
-        self._note(False, f"{where}, in forward", output)
+        where = f"the weights of {name} ({', '.join(wrong)})" if wrong else f"{where} gives"
+        self._note(FORWARD, where, ", in forward", output)
 
     def _backward(self, name: str, gradient: Tensor) -> None:
         self._order += 1
-        if self.found is None and not _is_finite(gradient):
-            self._note(True, f"the gradient of {name}, in backward", None)
+        if not _is_finite(gradient):
+            self._note(BACKWARD, f"the gradient of {name}", ", in backward", None, turn=-self._rank)
 
-    def _note(self, is_backward: bool, where: str, output: Any) -> None:
-        if self.found is None:
-            turn, number = -self._rank if is_backward else self._rank, max(self._number, 0)
-            samples = self._samples(output)
-            self.found = Found(is_backward, number, self._order, turn, self._rank, where, samples)
+    def _note_input(self, key: str, batch: Batch) -> None:
+        """Note an entry that is not finite; it takes the place of a layer."""
+        host, value = on_host(batch), batch[key]
+        remark = ""
+        if key in host and _is_finite(host[key]):
+            (first, *_) = filter(_is_not_finite, tensors(value))
+            remark = f" (overflows {SHORT.get(first.dtype, first.dtype)})"
+        if self.found is None or self.found.phase > INPUT:
+            self.found = None
+            self._note(INPUT, f"input `{key}`", remark, value, number=self._batch_number)
 
-    def _samples(self, output: Any) -> str:
-        """Those whose rows of a module's output are not finite; all of the micro-batch where it has none."""
-        number = min(max(self._number, 0), len(self._micro_batches) - 1)
-        reading = getattr(on_host(self._micro_batches[number]), "reading", None)
-        if reading is None:
-            return ""
-        indices = list(reading.indices)
-        if isinstance(output, Tensor) and output.ndim > 0 and len(output) == len(indices):
-            rows = ~output.detach().isfinite().reshape(len(output), -1).all(dim=1)
-            indices = [index for index, is_bad in zip(indices, rows.tolist(), strict=True) if is_bad]
-        places = [place_of(index, reading.sources) for index in indices[:SHOWN]]
-        named = ", ".join(f"{source} {own}" if source else str(own) for source, own in places)
-        return named + (" ..." if len(indices) > SHOWN else "")
+    def _note(
+        self,
+        phase: int,
+        where: str,
+        remark: str,
+        value: Any,
+        *,
+        turn: int | None = None,
+        number: int | None = None,
+    ) -> None:
+        """Remember what was found, unless something was found before.
+
+        Args:
+            value: Its rows say which samples it was.
+            turn: Of this rank; by default its number.
+            number: Of the micro-batch; by default the one of the last forward.
+        """
+        if self.found is not None:
+            return
+        number = self._number if number is None else number
+        number = min(max(number, 0), len(self._micro_batches) - 1)
+        samples, is_narrowed = _samples(value, on_host(self._micro_batches[number]))
+        self.found = Found(
+            phase=phase,
+            micro_batch=number,
+            order=self._order,
+            turn=self._rank if turn is None else turn,
+            rank=self._rank,
+            where=where,
+            remark=remark,
+            samples=samples,
+            is_narrowed=is_narrowed,
+        )
+
+
+def _samples(value: Any, batch: Batch) -> tuple[tuple[str, ...], bool]:
+    """Return the samples whose rows are not finite, and True; all of the batch where no rows tell."""
+    reading: Reading | None = getattr(batch, "reading", None)
+    if reading is None:
+        return (), False
+    indices, is_narrowed = list(reading.indices), False
+    first = next(filter(_is_not_finite, tensors(value)), None)
+    if first is not None and first.dim() > 0 and len(first) == len(indices):
+        rows = ~first.detach().isfinite().reshape(len(first), -1).all(dim=1)
+        indices = [index for index, is_bad in zip(indices, rows.tolist(), strict=True) if is_bad]
+        is_narrowed = True
+    return tuple(sample_name(index, reading) for index in indices), is_narrowed
+
+
+def sample_name(index: int, reading: Reading) -> str:
+    """Return the source of a sample, if it is known, and its index there."""
+    source, own = place_of(index, reading.sources)
+    return f"{source} {own}" if source else str(own)
 
 
 class _Looking(WrappedObjective):
@@ -122,9 +210,15 @@ class _Looking(WrappedObjective):
         self._first = first
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        self._first.look_at_inputs(batch, self._objective.inputs(model, batch))
         loss = super().__call__(model, batch)
-        self._first.lost(loss)
+        self._first.look_at_loss(loss, batch)
         return loss
+
+    def prepare_step(self, batch: GlobalBatch) -> None:
+        """See Objective: its forwards are not the step's."""
+        self._objective.prepare_step(batch)
+        self._first.restart()
 
 
 def _names_in_the_whole(module: nn.Module) -> dict[nn.Module, str]:
@@ -139,10 +233,15 @@ def _names_in_the_whole(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def _is_finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.is_floating_point() or bool(value.isfinite().all())
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_finite, value))
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
-    return True
+    return not any(map(_is_not_finite, tensors(value)))
+
+
+def _is_not_finite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not bool(tensor.isfinite().all())
+
+
+def _is_spoilt(value: Any) -> bool:
+    """Whether it holds more than -inf, which hides places: NaN or inf."""
+    return any(
+        tensor.is_floating_point() and not bool((tensor < torch.inf).all()) for tensor in tensors(value)
+    )

@@ -12,14 +12,13 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
 from pipeline.durable import synchronise
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, stretches
 from pipeline.events import CORRUPTION, ROLLBACK, Event
 
 METRICS_FILE = "metrics.jsonl"
@@ -71,7 +70,7 @@ class JsonlSink:
         for group, steps in due.items():
             if missing := sorted(set(steps).difference(self._steps.get(group, ()))):
                 rows = f"{len(missing)} {group} row{'s' * (len(missing) > 1)}"
-                lacking.append(f"{rows} (step {_stretches(missing, steps)})")
+                lacking.append(f"{rows} (step {stretches(missing, steps)})")
         found = []
         if self._num_damaged:
             found.append(f"had {self._num_damaged} damaged line{'s' * (self._num_damaged > 1)}")
@@ -171,13 +170,6 @@ def iterate_record(path: Path) -> Iterator[dict[str, Any]]:
                     yield row
     except OSError as error:
         raise MetricsFileError(f"{path}: cannot read the metrics ({error.strerror})") from error
-
-
-def _stretches(missing: Collection[int], steps: Collection[int]) -> str:
-    """`4 to 6, 9` for what is missing of these steps: at most five stretches are written out."""
-    runs = [list(run) for gone, run in groupby(sorted(steps), key=set(missing).__contains__) if gone]
-    said = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return ", ".join(said[:5]) + (" ..." if len(said) > 5 else "")
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from pipeline.config.settings import Resolved
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.watchers import Watcher, restore
-from pipeline.watchers.evaluations import EvalDivergence
+from pipeline.watchers.evaluations import EvalDivergence, NonFiniteEval
 from pipeline.watchers.frozen import FrozenParameters
 from pipeline.watchers.memory import MemoryGrowth
 from pipeline.watchers.no_targets import NoTargets
@@ -53,6 +53,7 @@ def build_watchers(
     if watch.alerts:
         alerts += [
             NoTargets(),
+            NonFiniteEval(),
             LossRise(),
             EvalDivergence(),
             DataStarvation(config.loader.num_workers),

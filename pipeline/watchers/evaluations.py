@@ -1,4 +1,4 @@
-"""Evaluation and training that part: what is learned holds for the training data alone."""
+"""Evaluations that are not finite, and those that part from training: it learns the training data alone."""
 
 from __future__ import annotations
 
@@ -29,6 +29,35 @@ class _History:
     is_told: bool = False
 
 
+class NonFiniteEval:
+    """Reports metrics of evaluations that are infinite or NaN, once until they are finite again.
+
+    NoTargets reports sets without a target.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        if "eval/loss" not in seen.row:
+            return None
+        before = self._told
+        self._told = {
+            name
+            for name, value in seen.row.items()
+            if not math.isfinite(value) and seen.row.get(f"{name.rpartition('/')[0]}/targets") != 0
+        }
+        if not self._told - before:
+            return None
+        return Event(
+            "non_finite_eval",
+            f"the evaluation after step {step} gave {', '.join(sorted(self._told))}: infinite or NaN",
+            "look at the held-out data; where the model has batch normalisation, one NaN batch spoils its "
+            "running statistics for good, and watch.on_nonfinite: skip keeps them from it",
+        )
+
+
 class EvalDivergence:
     """Tells that eval/loss rises while train/loss falls; again after a new best. A run that goes on has its
     evaluations: they may be hours apart.
@@ -42,10 +71,11 @@ class EvalDivergence:
     def __call__(self, step: int, seen: Seen) -> Event | None:
         """See Watcher."""
         so_far = self._history
-        so_far.loss_sum += sum(seen.losses)
-        so_far.steps += seen.steps
+        losses = list(filter(math.isfinite, seen.losses))
+        so_far.loss_sum += sum(losses)
+        so_far.steps += len(losses)
         loss = seen.row.get("eval/loss")
-        if loss is None or math.isnan(loss):
+        if loss is None or not math.isfinite(loss):
             return None
         train = so_far.loss_sum / so_far.steps if so_far.steps else None
         so_far.loss_sum, so_far.steps = 0.0, 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import compress
 
-from pipeline.errors import NonFiniteLossError
+from pipeline.errors import NonFiniteLossError, stretches
 from pipeline.events import Event
 from pipeline.watchers import Seen, Stop
 
@@ -15,7 +16,8 @@ MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
 class NonFinite:
     """Tells of the steps that were skipped since the row before, and of a loss that is none.
 
-    In fp16 this is how the loss scale is found: news, but no alert until it cannot fall any further.
+    In fp16 the loss scale is found in this way: steps of a finite loss are news, but no alert until the scale
+    cannot fall any further.
 
     Args:
         lowest_scale: The fp16 loss scale below which DeepSpeed does not go, or the fixed one; else None.
@@ -32,13 +34,15 @@ class NonFinite:
         )
         if True not in bad:
             return None
-        first = step - len(bad) + 1 + bad.index(True)
-        told = {"at_step": float(first), "steps": float(seen.steps), "skipped": float(skipped)}
+        steps = list(range(step - len(bad) + 1, step + 1))
+        named = f"step{'s' * (sum(bad) > 1)} {stretches(set(compress(steps, bad)), steps)}"
+        first = float(steps[bad.index(True)])
+        told = {"at_step": first, "steps": float(seen.steps), "skipped": float(skipped)}
         if not skipped:
-            line = f"the loss of {sum(bad)} of {seen.steps} steps is infinite or NaN, their gradients are not"
+            line = f"the loss of {named} is infinite or NaN, the gradient is not"
             advice = "look at what the objective gives for these batches, and at how they are masked"
             return Event("non_finite", line, advice, fields=told)
-        line = f"{skipped} of {seen.steps} steps skipped: the gradient was infinite or NaN"
+        line = f"{named} skipped: the gradient was infinite or NaN"
         advice = "look at the data, lower optimizer.learning_rate, or raise schedule.warmup_steps"
         if scale is None:
             return Event("non_finite", line, advice, fields=told)
@@ -47,6 +51,9 @@ class NonFinite:
             line = f"{line}, and the fp16 loss scale cannot fall below {scale:g}"
             return Event("loss_scale_floor", line, f"use bf16; or {advice}", fields=told)
         line = f"{line}; the fp16 loss scale is now {scale:g}"
+        if not all(map(math.isfinite, compress(seen.losses, bad))):  # which no loss scale multiplies
+            line = f"{line}, and the loss itself is infinite or NaN"
+            return Event("non_finite", line, advice, fields=told)
         return Event("non_finite", line, level="info", fields=told)
 
 
