@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.data.batches import Reading, on_host, tensors
+from pipeline.data.batches import LoadedBatch, Reading, on_host, tensors
 from pipeline.data.extents import place_of
 from pipeline.models.batch_norm import is_synchronised
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
@@ -97,25 +97,27 @@ class FirstNonFinite:
 
     def _begin(self, _: nn.Module, given: Any, named: Any) -> None:
         self._number, self._order = self._number + 1, 0
-        self._is_input_finite = _is_finite((given, named))
+        # The first is the data; further ones may be masks.
+        is_data_finite = _is_finite(next(tensors((given, named)), None))
+        self._is_input_finite = is_data_finite and not _is_spoilt((given, named))
 
     def look_at_inputs(self, batch: Batch, keys: Collection[str]) -> None:
-        """Look at the entries that the model gets, as they arrive there. A mask may hide places with -inf."""
+        """Look at the entries that the model gets, as they arrive there."""
         self._batch_number += 1
+        self._look_at_entries(batch, keys)
+
+    def look_at_loss(self, loss: LossSum, batch: Batch, keys: Collection[str]) -> None:
+        """Look at the loss, and where it is not finite at the entries that the objective has read."""
+        if self.found is None and not bool(loss.minimised.isfinite().all()):
+            self._look_at_entries(batch, keys)
+            self._note(FORWARD, LOSS, "", None)
+
+    def _look_at_entries(self, batch: Batch, keys: Collection[str]) -> None:
+        """Note the first that is not finite. A mask may hide places with -inf."""
         for key in sorted(keys):
-            value = batch[key]
+            value = batch.get(key)
             if not _is_finite(value) and ("mask" not in key or _is_spoilt(value)):
                 self._note_input(key, batch)
-
-    def look_at_loss(self, loss: LossSum, batch: Batch) -> None:
-        """Look at the loss, and for its sake at what the objective alone reads of the batch."""
-        if self.found is not None or bool(loss.minimised.isfinite().all()):
-            return
-        wrong = next((key for key, value in batch.items() if not _is_finite(value)), None)
-        if wrong is None:
-            self._note(FORWARD, LOSS, "", None)
-        else:
-            self._note_input(wrong, batch)
 
     def _forward(self, name: str, layer: nn.Module, given: Any, named: Any, output: Any) -> None:
         self._order += 1
@@ -202,6 +204,24 @@ def sample_name(index: int, reading: Reading) -> str:
     return f"{source} {own}" if source else str(own)
 
 
+class _ReadBatch(LoadedBatch):
+    """A batch that remembers which entries it was asked for."""
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
+        self.known_as(batch)
+        self.keys_read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """See dict.get."""
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+
 class _Looking(WrappedObjective):
     """An objective that is looked at."""
 
@@ -211,8 +231,9 @@ class _Looking(WrappedObjective):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         self._first.look_at_inputs(batch, self._objective.inputs(model, batch))
-        loss = super().__call__(model, batch)
-        self._first.look_at_loss(loss, batch)
+        read = _ReadBatch(batch)
+        loss = super().__call__(model, read)
+        self._first.look_at_loss(loss, batch, read.keys_read)
         return loss
 
     def prepare_step(self, batch: GlobalBatch) -> None:

@@ -72,7 +72,7 @@ class CauseSearch:
 
         def is_among(chosen: Sequence[int]) -> bool:
             """Repeat the micro-batch with these rows; ranks that share it answer alike."""
-            found = self._repeat([_filled_with(batch, chosen, len(rows)) if rows else batch])
+            found = self._repeat([_filled_with(batch, chosen) if rows else batch])
             return any(
                 each is not None and dp_rank == self._engine.dp_rank
                 for each, dp_rank in zip(found, dp_ranks, strict=True)
@@ -95,12 +95,10 @@ def _reading_of_rows(batch: Batch) -> Reading | None:
     return reading if reading is not None and lengths == {len(reading.indices)} else None
 
 
-def _filled_with(batch: Batch, rows: Sequence[int], number: int) -> LoadedBatch:
-    """Return a batch of as many rows, all of them from the given ones.
-
-    Args:
-        number: How many rows the batch has.
-    """
+def _filled_with(batch: Batch, rows: Sequence[int]) -> LoadedBatch:
+    """Return a batch of as many rows, all of them from the given ones."""
+    reading: Reading = batch.reading  # type: ignore[attr-defined] # see _reading_of_rows
+    number = len(reading.indices)
     taken = [rows[place % len(rows)] for place in range(number)]
 
     def of(value: Any) -> Any:
@@ -114,6 +112,5 @@ def _filled_with(batch: Batch, rows: Sequence[int], number: int) -> LoadedBatch:
         return value
 
     filled = LoadedBatch({key: of(value) for key, value in batch.items()}).known_as(batch)
-    assert filled.reading is not None
-    filled.reading = filled.reading._replace(indices=[filled.reading.indices[row] for row in taken])
+    filled.reading = reading._replace(indices=[reading.indices[row] for row in taken])
     return filled
