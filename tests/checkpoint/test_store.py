@@ -128,7 +128,9 @@ def test_the_same_step_is_written_once(tmp_path):
 
 
 @given(
-    st.dictionaries(st.integers(0, 40), st.none() | st.floats(), max_size=12),
+    st.dictionaries(
+        st.integers(0, 40), st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=12
+    ),
     st.integers(1, 4),
     st.integers(0, 5),
     st.booleans(),
@@ -139,7 +141,7 @@ def test_what_stays(losses, keep_last, keep_every, keep_best):
     assert set(sorted(losses)[-keep_last:]) <= stays
     if keep_every:
         assert {step for step in losses if step % keep_every == 0} <= stays
-    known = [loss for loss in losses.values() if loss is not None and not math.isnan(loss)]
+    known = [loss for loss in losses.values() if loss is not None]
     if keep_best and known:
         assert min(known) in [losses[step] for step in stays]
     assert (
@@ -153,6 +155,16 @@ def test_the_policy_is_applied(tmp_path):
         store.save(PlainEngine(0, 1), state_at(step, eval_loss=loss), wait=step % 2 == 0)
     store.close()
     assert [int(name[5:]) for name in names(tmp_path)] == [2, 4, 8, 9]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_evaluation_that_is_not_finite_is_never_the_best(tmp_path, bad):
+    """-inf is the lowest of all numbers."""
+    store = make_store(tmp_path, keep_last=1, keep_best=True)
+    for step, loss in enumerate([bad, 3.0, bad, 4.0, bad], 1):
+        store.save(PlainEngine(0, 1), state_at(step, eval_loss=loss), wait=True)
+    store.close()
+    assert [int(name[5:]) for name in names(tmp_path)] == [2, 5]
 
 
 def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.poisoned import ALONE, BATCH, SPLITS, PoisonedTokens, events, train
 
-AT = 20 * BATCH + 5
+AT = BATCH + 5
 """In the second micro-batch of a rank, where there are two ranks: the last one's."""
 
 
@@ -40,7 +40,7 @@ FAULTS = {
         {"prepare": poison_embedding},
         r"what \S*(embed|embedding)\S* \(Embedding\) gives, in forward",
     ),
-    "loss": ({}, "the loss,"),
+    "loss": ({}, r"the loss of sample train \d+,"),
     "backward": ({"objective": BackwardAlone}, r"the gradient of \S+, in backward"),
 }
 
@@ -48,7 +48,7 @@ FAULTS = {
 def faulty(job, split, folder: str, fault: str, watch):
     how, _ = FAULTS[fault]
     factor = math.nan if fault == "loss" else 1.0
-    train(job, split, folder, {AT: factor}, max_steps=24, watch=watch, **how)
+    train(job, split, folder, {AT: factor}, max_steps=3, watch=watch, **how)
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_the_first_is_named_with_its_samples_and_its_rank(ranks, split, fault, t
     else:
         ranks(world_size).run(faulty, deepspeed, str(tmp_path), fault, watch, timeout=500)
     (told,) = events(tmp_path, "non_finite_cause")
-    assert told["step"] == 21
+    assert told["step"] == 2
     assert re.search(FAULTS[fault][1], told["message"])
     if split == "single":
         assert "on this process" in told["message"]
@@ -71,7 +71,7 @@ def test_the_first_is_named_with_its_samples_and_its_rank(ranks, split, fault, t
         assert "on rank 0" in told["message"], "the first stage has the embedding"
     else:
         assert "on rank" in told["message"]
-    if fault == "forward":
+    if fault != "loss":
         (index,) = told["message"].rpartition("samples: ")[2].split(", ")
         assert re.fullmatch(r"\w+ \d+", index), "one row is broken, and one is named"
 
@@ -82,5 +82,5 @@ def test_in_fp16_it_is_looked_for_where_the_loss_scale_is_not_why(ranks, tmp_pat
     watch = {"on_nonfinite": "skip"}
     ranks(world_size).run(faulty, deepspeed, str(tmp_path), "forward", watch, timeout=500)
     (told,) = events(tmp_path, "non_finite_cause")
-    assert told["step"] == 21
+    assert told["step"] == 2
     assert re.search(FAULTS["forward"][1], told["message"])

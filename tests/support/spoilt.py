@@ -71,5 +71,14 @@ def loss(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
     return squares.sum()
 
 
-def bundle() -> DataBundle:
-    return DataBundle(Samples(), {}, collate_items, None, None, None, "toy")
+class HeldOut(Samples):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return sample | ({"x": sample["x"] * math.nan} if NOW.case == "held out" else {})
+
+
+def bundle(held_out: dict[str, Dataset[Any]] | None = None) -> DataBundle:
+    return DataBundle(Samples(), held_out or {}, collate_items, None, None, None, "toy")

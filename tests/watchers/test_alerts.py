@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.band import GRADIENT_NORM, LOSS, Band
 from pipeline.watchers import Seen, restore, state_of
-from pipeline.watchers.evaluations import EvalDivergence
+from pipeline.watchers.evaluations import EvalDivergence, NonFiniteEval
 from pipeline.watchers.memory import MemoryGrowth
 from pipeline.watchers.no_targets import NoTargets
 from pipeline.watchers.non_finite import NonFinite
@@ -93,7 +93,7 @@ def skipping(skipped, scale=None, loss=1.0):
             None,
             "non_finite",
             "warning",
-            "2 of 3 steps skipped: the gradient was infinite or NaN; look at",
+            "steps 1, 3 skipped: the gradient was infinite or NaN; look at",
         ),
         (1.0, 64.0, "non_finite", "info", "NaN; the fp16 loss scale is now 64"),
         (1.0, 1.0, "loss_scale_floor", "warning", "the fp16 loss scale cannot fall below 1; use bf16"),
@@ -111,7 +111,45 @@ def test_skipped_steps_are_told_once_a_row(lowest, scale, name, level, said):
 def test_a_loss_that_is_none_beside_a_gradient_that_is_one():
     event = NonFinite(None)(2, skipping([False, False], loss=math.nan))
     assert event.name == "non_finite"
-    assert event.message.startswith("the loss of 2 of 2 steps is infinite or NaN")
+    assert event.message.startswith("the loss of steps 1 to 2 is infinite or NaN")
+
+
+def test_in_fp16_a_loss_that_is_none_is_no_search_for_a_scale():
+    event = NonFinite(1.0)(9, skipping([False, True, True], 64.0, loss=math.nan))
+    assert (event.name, event.level, event.fields["at_step"]) == ("non_finite", "warning", 8)
+    assert event.message.startswith("steps 8 to 9 skipped: ")
+
+
+def held_out(**values):
+    return Seen({f"eval/{name.replace('_', '/')}": value for name, value in values.items()})
+
+
+def test_an_evaluation_that_is_not_finite_is_told_once_until_it_is_finite_again():
+    nan, fine = held_out(loss=math.nan, a_loss=2.0), held_out(loss=1.0, a_loss=2.0)
+    more = held_out(loss=math.nan, a_loss=math.inf)
+    rows = [fine, nan, Seen({"train/loss": math.nan}, [math.nan]), nan, more, more, fine, nan]
+    told = asked(NonFiniteEval(), rows)
+    assert [(step, event.name, event.level) for step, event in told] == [
+        (at, "non_finite_eval", "warning") for at in (0, 1, 1)
+    ]
+    assert told[0][1].message == "the evaluation after step 0 gave eval/loss: infinite or NaN"
+    assert "eval/a/loss, eval/loss" in told[1][1].message
+
+
+def test_an_evaluation_without_a_target_is_told_by_one_event_alone():
+    assert asked(NonFiniteEval(), [held_out(loss=math.nan, targets=0.0, perplexity=math.nan)]) == []
+    (told,) = asked(NonFiniteEval(), [held_out(loss=math.nan, a_loss=math.nan, a_targets=0.0)])
+    assert "gave eval/loss: " in told[1].message
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_evaluation_or_a_loss_that_is_not_finite_disarms_no_watcher(bad):
+    watcher = EvalDivergence()
+    losses = [bad, 2.0, 1.0, 1.5, bad, 2.0, 3.0]
+    rows = []
+    for at, loss in enumerate(losses):
+        rows += [Seen({}, [9.0 - at, bad]), held_out(loss=loss)]
+    assert len(asked(watcher, rows)) == 1
 
 
 def test_a_step_that_waits_for_data_is_told_of_once():
