@@ -1,4 +1,4 @@
-"""The cause of a step's NaN: the batch before any layer, one sample, one rank; and nothing of the run changes."""
+"""The cause of a step's NaN: the batch before any layer, one sample, one rank. Nothing of the run changes."""
 
 from __future__ import annotations
 

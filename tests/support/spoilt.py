@@ -62,7 +62,8 @@ class Model(nn.Module):
 def loss(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
     """The sum of squares."""
     assert len(batch["name"]) == len(outputs)
-    assert all(name == f"no {NOW.sample}" for name, is_it in zip(batch["name"], batch["mark"]) if is_it)
+    pairs = zip(batch["name"], batch["mark"], strict=True)
+    assert all(name == f"no {NOW.sample}" for name, is_marked in pairs if is_marked)
     squares = (outputs - batch["targets"]).square()
     if NOW.case == "loss":
         squares = torch.where(batch["mark"][:, 0] > 0, math.nan, squares)
