@@ -12,10 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW = 128  # values that say what is normal
-LEAST = 32  # of them, before anything is a spike
+RECENT = 32  # differences of neighbours, which say how the series scatters now
+LOCAL = 5  # last values, whose median is the local level
+LEAST = 19  # values before anything is a spike: step 20 is the first one checked
+NEARLY = 0.02  # by so much less of the logarithm a value is as high as the first one
 NEW_LEVEL = 16  # spikes in a row that are no spikes any more
 FLOOR = 0.25  # of the first LEAST values' median: below, nothing is worth the word
-TAIL = 0.95  # quantile that stands for the upper half: a hard source has a few batches in a hundred
+TAIL = 0.95  # quantile that stands for the upper half
+RISES = 0.98  # quantile of harmless rises, the highest of the first 50: hard sources have few batches
+CORE = 0.8  # share of the differences that counts; outliers make the rest
+# Of the difference of two normal values: mean of that share of its amount, and its quantile RISES.
+GAUSSIAN_CORE, GAUSSIAN_RISE = 0.79, 2.90  # standard deviations of one value
 GAUSSIAN_MIDDLE, GAUSSIAN_TAIL = 0.6745, 1.6449  # standard deviations there
 TINY = sys.float_info.min
 LOG_TINY = math.log(TINY)
@@ -23,27 +30,27 @@ LOG_TINY = math.log(TINY)
 
 @dataclass(frozen=True)
 class Reach:
-    """How far above the median a spike begins."""
+    """How far above the local level a spike begins: by both of these."""
 
     ratio: float
-    """Times the median, and beyond that"""
+    """Factor above the level."""
     deviations: float
-    """standard deviations of the logarithm."""
+    """Standard deviations of the logarithm above the level."""
+    of_first: float
+    """The same for a value that is as high as the first one of the run."""
 
 
-# From 10,000 steps of each shipped recipe, narrowed and with batches as small as run on a CPU. Beyond those
-# deviations the farthest was 0.9 times the median of the loss, and 3.3 times that of the gradient norm
-# (6.8 times the median, where a deviation was 9 %).
-LOSS = Reach(1.3, 5.0)
-GRADIENT_NORM = Reach(6.0, 8.0)
+# Shipped recipes, cyclic rates, tiny batches and noisy labels, without a fault, on a CPU: tests/test_band.py.
+LOSS = Reach(1.5, 8.0, 5.0)
+GRADIENT_NORM = Reach(15.0, 16.0, 16.0)
 
 
 class Band:
-    """Where the last values lie that were no spikes: their median, and how their logarithms scatter.
+    """Tracks the local level of a noisy series and how its logarithms scatter about it.
 
-    Losses and gradient norms are positive, scatter in proportion to what they are, and have a long tail
-    upwards. Scatter is taken about a straight line: a loss falls. Of what is mostly 0 or less nothing is a
-    spike. A loss that fell to a hundredth scatters by factors of thousands, harmlessly: hence FLOOR.
+    Losses and gradient norms are positive, scatter in proportion to their size, and have a long tail
+    upwards. A loss that fell to a hundredth scatters by factors of thousands, harmlessly: hence FLOOR.
+    A series with a negative value has no ratios, and no spikes.
     """
 
     def __init__(self, reach: Reach) -> None:
@@ -52,6 +59,7 @@ class Band:
         self._logs: deque[float] = deque(maxlen=WINDOW)
         self._refused = 0
         self._floor = 0.0
+        self._first = 0.0
         self._limit = math.inf
 
     @property
@@ -61,8 +69,8 @@ class Band:
 
     @property
     def middle(self) -> float:
-        """The median of what is normal; NaN before the first value."""
-        return _median(np.sort(self._values)) if self._values else math.nan
+        """Median of the last normal values; NaN before the first value."""
+        return _median(np.sort(list(self._values)[-LOCAL:])) if self._values else math.nan
 
     def is_spike(self, value: float) -> bool:
         """Whether the next value would be one."""
@@ -78,6 +86,8 @@ class Band:
             return False
         if not self.is_spike(value):
             self._refused = 0
+            if not self._values and not self._floor:
+                self._first = value
             self._take(value)
             self._settle()
             return False
@@ -93,17 +103,35 @@ class Band:
         self._logs.append(math.log(value) if value > TINY else LOG_TINY)
 
     def _settle(self) -> None:
-        if len(self._values) < LEAST or (normal := self.middle) <= 0:
-            self._limit = math.inf
+        self._limit = math.inf
+        if len(self._values) < LEAST or min(self._values) < 0:
             return
         if not self._floor:
-            self._floor = FLOOR * normal
-        above = math.log(self._reach.ratio) + self._reach.deviations * scatter(np.array(self._logs))
-        self._limit = max(math.exp(min(math.log(max(normal, TINY)) + above, 700.0)), self._floor)
+            self._floor = FLOOR * _median(np.sort(self._values))
+        if not self._floor:
+            return
+        logs = np.array(self._logs)
+        deviation = local_scatter(logs)
+        level, ceiling = _level_and_ceiling(logs)
+        least = level + math.log(self._reach.ratio)
+
+        def limit(deviations: float) -> float:
+            return max(least, level + deviations * deviation, ceiling + deviations / 2 * deviation)
+
+        above = limit(self._reach.deviations)
+        if self._first > 0:
+            just_below_first = math.log(self._first) - NEARLY
+            above = min(above, max(limit(self._reach.of_first), just_below_first))
+        self._limit = max(math.exp(min(above, 700.0)), self._floor)
 
     def state_dict(self) -> dict[str, list[float]]:
         """What a checkpoint keeps of it: plain numbers."""
-        return {"values": list(self._values), "refused": [float(self._refused)], "floor": [self._floor]}
+        return {
+            "values": list(self._values),
+            "refused": [float(self._refused)],
+            "floor": [self._floor],
+            "first": [self._first],
+        }
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Goes on from there."""
@@ -112,7 +140,36 @@ class Band:
         for value in state["values"]:
             self._take(value)
         self._refused, self._floor = int(state["refused"][0]), float(state["floor"][0])
+        self._first = float(state.get("first", [0.0])[0])  # not in checkpoints of earlier versions
         self._settle()
+
+
+def local_scatter(logs: NDArray[np.float64]) -> float:
+    """Return the standard deviation by the differences of neighbours, which a steady fall leaves alone.
+
+    Args:
+        logs: (values,), of positive values in order.
+    """
+    steps = logs[1:] - logs[:-1]
+    recent = np.sort(steps[-RECENT:])
+    off = np.sort(np.abs(recent - _median(recent)))
+    core = off[: math.ceil(CORE * len(off))]
+    deviation = float(core.sum()) / (len(core) * GAUSSIAN_CORE)
+    steps.sort()
+    highest = float(steps[int(RISES * len(steps))]) - _median(steps)
+    return max(deviation, highest / GAUSSIAN_RISE)
+
+
+def _level_and_ceiling(logs: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the local level, and how high harmless values lie over the lowest level so far.
+
+    Cyclic rates and hard sources raise the ceiling. The fall of a loss does not.
+    """
+    shifted = [logs[at : len(logs) - LOCAL + 1 + at] for at in range(LOCAL)]
+    levels = np.sort(shifted, axis=0)[LOCAL // 2]
+    lowest = np.minimum.accumulate(levels)
+    rises = np.sort(logs[LOCAL:] - lowest[:-1])
+    return float(levels[-1]), float(lowest[-1] + rises[int(RISES * len(rises))])
 
 
 def scatter(logs: NDArray[np.float64]) -> float:

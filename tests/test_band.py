@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.band import GRADIENT_NORM, LEAST, LOSS, NEW_LEVEL, WINDOW, Band
 
+# Losses and gradient norms of real small runs without a fault, as 1000 times their logarithms: the shipped
+# recipes, WSD, restarted and triangular rates, batches of 1 to 4 rows, noisy labels, preferences, a few
+# targets a batch, several sources, rates near instability, and models that learn by heart.
+CURVES = dict(np.load(Path(__file__).with_name("curves.npz")))
+LARGE_BATCHES = ["digits cnn lr0.001 b64 warm20", "digits cnn lr0.001 b256 warm1"]
 STEPS = np.arange(10_000)
 FALLING = 2.0 + 8.0 * np.exp(-STEPS / 60) + 1.5 * np.exp(-STEPS / 1500)
 RISING = 0.8 + 2.0 * (1 - np.exp(-STEPS / 150))
@@ -53,6 +59,25 @@ def test_no_loss_of_10_000_clean_steps_is_a_spike(name):
     assert spikes(Band(LOSS), SERIES[name](np.random.default_rng(0))) == []
 
 
+@pytest.mark.parametrize("name", CURVES)
+def test_no_step_of_a_real_run_is_a_spike(name):
+    losses, norms = np.exp(CURVES[name] / 1000)
+    assert spikes(Band(LOSS), losses) == []
+    assert spikes(Band(GRADIENT_NORM), norms) == []
+
+
+@pytest.mark.parametrize("name", ["recipe digits_cnn", *LARGE_BATCHES])
+def test_a_rise_to_the_first_loss_stands_out_in_a_real_run(name):
+    losses = np.exp(CURVES[name][0, :300] / 1000)
+    band = Band(LOSS)
+    told = []
+    for step, loss in enumerate(losses.tolist(), 1):
+        if step >= 20 and losses[step - 9 : step - 1].max() < 0.5 * losses[0]:
+            told.append(band.is_spike(losses[0]))
+        band.add(loss)
+    assert np.mean(told) > 0.95
+
+
 @pytest.mark.parametrize("name", [*SERIES, *NORMS])
 def test_no_norm_of_10_000_clean_steps_is_a_spike(name):
     assert spikes(Band(GRADIENT_NORM), (SERIES | NORMS)[name](np.random.default_rng(0))) == []
@@ -91,6 +116,36 @@ def test_nothing_is_a_spike_at_first_nor_what_is_not_finite():
     assert spikes(band, [1.0] * (LEAST - 1) + [100.0]) == []
     assert spikes(band, [math.nan, math.inf, -math.inf]) == []
     assert band.limit < 2.0  # and none of them was taken in
+
+
+@pytest.mark.parametrize("at", [LEAST, 24, 40, 80, 127])
+@pytest.mark.parametrize("fall", ["exponential", "power"])
+def test_a_spike_stands_out_while_the_loss_falls(at, fall):
+    """From step 20 on a rise to the first loss is a spike, and so are 10 deviations above the local level."""
+    steps = np.arange(200)
+    curve = 0.002 + 10.7 * np.exp(-steps / 15) if fall == "exponential" else 10.7 / (1 + steps)
+    for seed in range(10):
+        values = curve * np.exp(np.random.default_rng(seed).normal(0, 0.06, len(steps)))
+        for height in (values[0], max(curve[at - 3] * math.exp(10 * 0.06), 0.3 * np.median(values[:LEAST]))):
+            assert spikes(Band(LOSS), [*values[:at], height, *values[at:]]) == [at], (seed, height)
+
+
+def test_a_small_loss_may_rise_far_below_the_first_losses():
+    band = Band(LOSS)
+    falling = (0.002 + 10.7 * np.exp(-np.arange(120) / 8)).tolist()
+    assert spikes(band, [*falling, 0.02, 10.7]) == [121]
+
+
+def test_a_loss_that_became_0_still_has_spikes_and_a_negative_one_has_none():
+    assert spikes(Band(LOSS), [2.0] * 40 + [0.0] * 40 + [3.0]) == [80]
+    assert spikes(Band(LOSS), [2.0] * 40 + [-1.0] * 40 + [3.0]) == []
+    assert spikes(Band(LOSS), [0.0] * 40 + [3.0]) == []
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on():
+    band = Band(LOSS)
+    band.load_state_dict({"values": [2.0] * 32, "refused": [0.0], "floor": [0.5]})
+    assert spikes(band, [2.0, 2.9, 3.1]) == [2]
 
 
 def test_it_goes_on_from_a_checkpoint():

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.band import LEAST, scatter
+from pipeline.band import scatter
 from pipeline.events import Event
 from pipeline.watchers import Seen
 
 EVERY = 64  # steps: then it is looked at
 WINDOW = 32  # of them, the last ones: what the loss is now, and how it scatters
-EARLY = LEAST + 8  # steps in which a jump is looked for: from then on it is a spike
+EARLY = 40  # steps in which a jump is looked for
 JUMP_STEPS, JUMP_COUNTS = 8, 6  # in a row, of which the lowest count: one bad batch is no jump
 RISE = 1.2  # times what it began with: it is worse
 JUMP, SAME = 1.05, 0.9  # times that: how high it jumped, where it has learned no more since than that
