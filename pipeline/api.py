@@ -265,7 +265,8 @@ class Run:
         their processes have to end."""
         stack, self._stack = self._stack, ExitStack()
         if error is None and self.stopped_by is not None:
-            self._parts.sinks.close(128 + self.stopped_by)
+            # Half: the report and the process's exit need some, too.
+            self._parts.sinks.close(128 + self.stopped_by, at_most=self._loop.grace_left() / 2)
         stack.__exit__(kind, error, trace)
 
     def _mark_finished(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -119,6 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop_with_launcher(ranks)
     code = _run(settings, ranks, planned)
     write_exit_code(ranks.rank, ranks.world_size, code)
+    from pipeline.sinks.dispensable import bound_exit  # which the run has imported
+
+    bound_exit(code)
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from contextlib import ExitStack, nullcontext
@@ -73,6 +74,13 @@ class Loop:
     def stopped_by(self) -> int | None:
         """The number of the signal that stopped the run; None: nothing did."""
         return (self._stop.signal_number or signal.SIGTERM) if self._stopped else None
+
+    def grace_left(self) -> float:
+        """Return the seconds of checkpoint.grace_seconds that a signal has left; infinite without a limit."""
+        grace = self._parts.grace_seconds
+        if grace is None or self._stop.came_at is None:
+            return math.inf
+        return grace - (time.monotonic() - self._stop.came_at)
 
     def step(self) -> Step | None:
         """One optimizer step with the log row, evaluation and checkpoint that are due; after the last one, or
@@ -234,19 +242,17 @@ class Loop:
 
         A save that is killed harms nothing, but the run would not end with the exit code of a stop.
         """
-        fits, parts = True, self._parts
-        if parts.grace_seconds is not None and self._stop.came_at is not None:
-            left = parts.grace_seconds - (time.monotonic() - self._stop.came_at)
-            fits = self._write_seconds < left
-            if not fits:
-                log.warning(
-                    "not saved once more: %.0f s of checkpoint.grace_seconds are left, and the last "
-                    "checkpoint took %.0f s; the run goes on from that one",
-                    left,
-                    self._write_seconds,
-                )
-        late = torch.tensor(float(not fits), device=parts.engine.device)
-        return bool(parts.job.all_reduce_sum(late) == 0)
+        left = self.grace_left()
+        fits = self._write_seconds < left
+        if not fits:
+            log.warning(
+                "not saved once more: %.0f s of checkpoint.grace_seconds are left, and the last "
+                "checkpoint took %.0f s; the run goes on from that one",
+                left,
+                self._write_seconds,
+            )
+        late = torch.tensor(float(not fits), device=self._parts.engine.device)
+        return bool(self._parts.job.all_reduce_sum(late) == 0)
 
     def _row(self, learning_rate: float) -> LateRow:
         parts = self._parts

@@ -63,7 +63,7 @@ NOT_HERE = {
     "compile.deepcompile": "it was never shown to give the same curve here; compile: {enabled: true} "
     "compiles the blocks, which ZeRO 3 then gathers one by one",
     "comet": "metrics.jsonl holds every number",
-    "csv_monitor": "set log.csv in the recipe",
+    "csv_monitor": "metrics.jsonl holds every number, a row a line",
     "data_efficiency": "the recipe's data section decides what is read, and in what order",
     "dataloader_drop_last": "the recipe's data section decides what is read, and in what order",
     "datastates_ckpt": "this trainer writes checkpoints itself; set checkpoint.every in the recipe",

@@ -113,10 +113,8 @@ class LogConfig(Closed):
     shows neither rows nor evaluations. The run's files have all from `info` on."""
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the `tensorboard` extra)."""
-    csv: bool = False
-    """Also write metrics.csv: the rows of metrics.jsonl as one table, empty where a row lacks a column."""
     sinks: list[SinkConfig] = Field([])
-    """Further places by import path, as MLflow. One that fails is dropped with a line; the run goes on."""
+    """Further places by import path, as MLflow. One that fails or blocks is dropped with a line."""
     nodes: bool = False
     """Rows also have what each machine of the job is busy with, as `node/HOST/cpu_utilization`: processors,
     memory, network, GPUs."""

@@ -1,11 +1,13 @@
-"""Where a run's numbers go: metrics.jsonl (the record), the console, Weights & Biases, TensorBoard, a table,
-places of the user's own. Several of them as one, and which of them a recipe asks for.
+"""Where a run's numbers go: metrics.jsonl (the record), the console, Weights & Biases, TensorBoard, places of
+the user's own. Several of them as one, and which of them a recipe asks for.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import shlex
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -22,10 +24,9 @@ from pipeline.events import RUN_FAILED, Event, Shown
 from pipeline.optional_packages import require
 from pipeline.redaction import redact_text
 from pipeline.sinks.console import ConsoleSink
-from pipeline.sinks.csv_table import CSV_FILE, CsvSink
-from pipeline.sinks.dispensable import Dispensable, open_dispensable
+from pipeline.sinks.dispensable import Dispensable, SinkThread, open_dispensable, wait_for
 from pipeline.sinks.interface import Shows, Sink
-from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_metrics
+from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_record
 from pipeline.sinks.notify import NotifySink, ways_of
 from pipeline.sinks.own import import_sink, open_own
 from pipeline.sinks.rewinds import replay
@@ -77,13 +78,17 @@ class Sinks:
             if isinstance(sink, Shows):
                 sink.show(what)
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int, at_most: float = math.inf) -> None:
         """Close every sink, also after one of them failed to; the failure is raised at the end.
 
         Once: a second call does nothing.
+
+        Args:
+            at_most: Seconds, see wait_for.
         """
         sinks, self._sinks = self._sinks, ()
         with ExitStack() as stack:
+            stack.callback(wait_for, [sink for sink in sinks if isinstance(sink, SinkThread)], at_most)
             for sink in reversed(sinks):  # an ExitStack calls the last one first
                 stack.callback(sink.close, exit_code)
 
@@ -183,11 +188,14 @@ def build_sinks(
                 run_config=run_config,
                 earlier=partial(replay, record.path, start_step),
             )
-            sinks += [Dispensable(online, "W&B")] if online is not None else []
+            if online is not None:
+                resend = f", and the same command with run_dir={shlex.quote(str(run_dir))} sends them to W&B"
+                sinks.append(SinkThread(lambda: online, "W&B", resend=resend))
         if ways := ways_of(config.notify):
-            notify = NotifySink(ways, config.notify.level, run_dir.resolve().name)
-            sinks.append(Dispensable(notify, "notify"))
+            make_notify = partial(NotifySink, ways, config.notify.level, run_dir.resolve().name)
+            sinks.append(SinkThread(make_notify, "notify", takes_rows=False))
         if config.log.shows_rows:
+            # Not on a thread: its lines stand between those of the log, in the order of what happened.
             sinks.append(Dispensable(_open_console(max_steps), "the console"))
         undo.pop_all()
     return Sinks(sinks, start_step)
@@ -204,13 +212,11 @@ def _open_further(
 ) -> list[Sink]:
     """Other places for the same rows; those that cannot be opened now are left out with a line."""
     sinks: list[Sink] = []
-    if config.log.csv:
-        make_table = partial(CsvSink, run_dir / CSV_FILE, partial(iterate_metrics, record))
-        sinks += open_dispensable("log.csv", make_table)
     if config.log.tensorboard:
         from pipeline.sinks.tensorboard_events import TensorBoardSink
 
-        make_events = partial(TensorBoardSink, run_dir / "tensorboard", start_step=start_step)
+        recorded = (line for line in iterate_record(record) if line["step"] >= start_step)
+        make_events = partial(TensorBoardSink, run_dir / "tensorboard", start_step, recorded)
         sinks += open_dispensable("log.tensorboard", make_events)
     for own in config.log.sinks:
         sinks += open_dispensable(own.kind, partial(open_own, own, run_dir, start_step, run_config))

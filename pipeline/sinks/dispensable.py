@@ -1,15 +1,31 @@
-"""Sinks that a run can do without: one that fails is dropped with one line. Not here: metrics.jsonl."""
+"""Sinks that a run can do without, all but metrics.jsonl: what fails or blocks is dropped with one line."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from pipeline.errors import PipelineError, one_line
 from pipeline.events import Event, Shown
 from pipeline.sinks.interface import Shows, Sink
 
 logger = logging.getLogger(__name__)
+
+QUEUE_SIZE = 10_000
+"""Rows and events that a sink may be behind: some 30 MB of the host's memory."""
+CLOSE_SECONDS = 20.0
+"""Seconds that the end of a run gives all of its sinks together. W&B needs up to 16 of them."""
+QUIET_SECONDS = 3.0
+"""Seconds of them that pass before a line says which sink the run waits for."""
+EXIT_SECONDS = 10.0
+"""Seconds that a process with a hanging sink may take to exit. wandb's exit handler needs up to 8 of them."""
+_THREAD = "sink "
 
 
 class Dispensable:
@@ -22,13 +38,13 @@ class Dispensable:
         """Args:
         name: As the line names it.
         """
+        self.name = name
         self._sink: Sink | None = sink
-        self._name = name
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """See Sink."""
         if self._sink is not None:
-            self._attempt(self._sink.write, step, row)
+            self._attempt(self._sink.write, step, dict(row))
 
     def tell(self, step: int, event: Event) -> None:
         """See Sink."""
@@ -45,29 +61,141 @@ class Dispensable:
         if self._sink is not None:
             self._attempt(self._sink.close, exit_code)
 
-    def _attempt(self, method: Callable[..., object], *arguments: object) -> None:
+    def _attempt(self, method: Callable[..., object], *arguments: Any) -> None:
         try:
             method(*arguments)
         except (Exception, SystemExit) as error:  # whatever a library raises: the record is metrics.jsonl
-            self._sink = None
-            _say_dropped(self._name, error)
+            self._drop(_told(error))
+
+    def _drop(self, why: str) -> None:
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            _say_dropped(self.name, why)
 
 
-def open_dispensable(name: str, make: Callable[[], Sink]) -> list[Sink]:
+class SinkThread(Dispensable):
+    """Makes a sink and calls it on a daemon thread of its own, in the order of the calls.
+
+    No call waits for the sink: it takes what a bounded queue has for it, and is dropped where that is full.
+    """
+
+    def __init__(
+        self, make: Callable[[], Sink], name: str, *, takes_rows: bool = True, resend: str = ""
+    ) -> None:
+        """Wait until the sink is made.
+
+        Args:
+            make: Makes the sink; what it raises is raised here.
+            name: See Dispensable.
+            takes_rows: Whether the sink does something with rows.
+            resend: What sends rows again that the sink did not take, as a clause of the line.
+        """
+        self._takes_rows = takes_rows
+        self._resend = resend
+        self._calls: queue.Queue[tuple[Any, ...] | None] = queue.Queue(QUEUE_SIZE)
+        made: Future[Sink] = Future()
+        self._thread = threading.Thread(
+            target=self._work, args=(make, made), name=_THREAD + name, daemon=True
+        )
+        self._thread.start()
+        super().__init__(made.result(), name)
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """See Sink."""
+        if self._takes_rows:
+            super().write(step, row)
+
+    def close(self, exit_code: int) -> None:
+        """Have the sink closed behind all that it was given. `wait_for` waits for it."""
+        super().close(exit_code)
+        self._put(None)
+
+    def join(self, until: float) -> bool:
+        """Wait for a closed sink until then (monotonic seconds), and return whether it has ended."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        return self._sink is None or not self._thread.is_alive()
+
+    def give_up(self, seconds: float) -> None:
+        """Drop a sink whose thread has not ended within these seconds."""
+        behind = self._calls.unfinished_tasks - 2  # but the close and the end of the queue
+        rows = f"did not take its last {behind:,} rows and events" if behind > 0 else "did not close"
+        self._drop(f"it {rows} within {seconds:.0f} s; metrics.jsonl has all rows{self._resend}")
+
+    def _attempt(self, method: Callable[..., object], *arguments: Any) -> None:
+        self._put((method, *arguments))
+
+    def _put(self, call: tuple[Any, ...] | None) -> None:
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            behind = f"it blocks, {QUEUE_SIZE:,} rows and events behind"
+            self._drop(f"{behind}; metrics.jsonl has all rows{self._resend}")
+
+    def _drop(self, why: str) -> None:
+        super()._drop(why)
+        with self._calls.mutex:
+            self._calls.queue.clear()
+        self._calls.put_nowait(None)
+
+    def _work(self, make: Callable[[], Sink], made: Future[Sink]) -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        try:
+            while (call := self._calls.get()) is not None:
+                super()._attempt(*call)
+                self._calls.task_done()
+        except BaseException as error:  # asyncio's CancelledError is no Exception
+            self._drop(_told(error))
+
+
+def wait_for(sinks: Sequence[SinkThread], at_most: float) -> None:
+    """Wait for closed sinks, which end side by side, and drop those that take too long.
+
+    Args:
+        at_most: Seconds, where there are fewer than CLOSE_SECONDS.
+    """
+    began, seconds = time.monotonic(), min(CLOSE_SECONDS, at_most)
+    late = [sink for sink in sinks if not sink.join(began + min(QUIET_SECONDS, seconds))]
+    if late and seconds > QUIET_SECONDS:
+        names = " and ".join(sink.name for sink in late)
+        logger.info("waiting up to %.0f s for %s to take the last rows", seconds, names)
+    for sink in late:
+        if not sink.join(began + seconds):
+            sink.give_up(seconds)
+
+
+def bound_exit(exit_code: int) -> None:
+    """Have this process end with that code within EXIT_SECONDS, where the thread of a sink hangs.
+
+    A library that hangs in a call hangs in its exit handler, too: wandb waits there for its own process.
+    """
+    if any(thread.name.startswith(_THREAD) for thread in threading.enumerate()):
+        timer = threading.Timer(EXIT_SECONDS, os._exit, [exit_code])
+        timer.daemon = True
+        timer.start()
+
+
+def open_dispensable(name: str, make: Callable[[], Sink]) -> list[SinkThread]:
     """The sink, or none where it cannot be opened now: a server that is down must not end a run at a restart.
 
     Raises:
         PipelineError: what was asked for is a mistake.
     """
     try:
-        return [Dispensable(make(), name)]
+        return [SinkThread(make, name)]
     except PipelineError:
         raise
     except (Exception, SystemExit) as error:
-        _say_dropped(name, error)
+        _say_dropped(name, _told(error))
         return []
 
 
-def _say_dropped(name: str, error: BaseException) -> None:
-    what = type(error).__name__
-    logger.warning("%s is dropped (%s: %s); the run goes on without it", name, what, one_line(error))
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def _say_dropped(name: str, why: str) -> None:
+    logger.warning("%s is dropped (%s); the run goes on without it", name, why)

@@ -15,7 +15,7 @@ class Sink(Protocol):
         """Take one row.
 
         Args:
-            step: Optimizer steps done (`global_step`); never smaller than in the row before.
+            step: Optimizer steps done (`global_step`); smaller than in the row before only after a ROLLBACK.
             row: Metric key (`group/snake_case`) to value.
         """
 
@@ -40,4 +40,4 @@ class Shows(Protocol):
     """A sink that takes what is neither a row nor an event, too. metrics.jsonl has none of it."""
 
     def show(self, what: Shown) -> None:
-        """Take it, and wait for nothing. Checkpoints come on any thread, histograms behind their row."""
+        """Take it. Histograms come behind their row."""

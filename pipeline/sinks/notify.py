@@ -1,4 +1,4 @@
-"""Alerts to a command or a webhook of the user's own. Training hands them over and never waits.
+"""Alerts to a command or a webhook of the user's own.
 
 Not here: what an alert is (watchers.py), and the address of the webhook, which an environment variable holds:
 nothing that is written or said here repeats it.
@@ -10,7 +10,6 @@ import http.client
 import json
 import logging
 import os
-import queue
 import shlex
 import shutil
 import signal
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds.
 TIMEOUT = 10.0  # of a command, and of each answer of a server
-PATIENCE = 5.0  # at the end of the run, for what is still on its way
+PATIENCE = 5.0  # of a process that ends by a failure, for its last alert
 APART = 60.0  # between two alerts of one name
 LONGEST = 1900  # characters; Discord takes 2000
 LEVELS = ("info", "warning", "error")
@@ -58,14 +57,12 @@ class NotifySink:
         self._told_at: dict[str, float] = {}
         self._held_back: dict[str, int] = {}
         self._failed = set[str]()
-        self._waiting = queue.SimpleQueue[dict[str, str | int] | None]()
-        self._thread: threading.Thread | None = None
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Nothing: rows go elsewhere."""
 
     def tell(self, step: int, event: Event) -> None:
-        """Hands it over, unless one of its name was told a moment ago."""
+        """Deliver an alert, unless one of its name was delivered in the last minute. Waits for answers."""
         if LEVELS.index(event.level) < self._least:
             return
         now = self._clock()
@@ -74,28 +71,17 @@ class NotifySink:
             return
         self._told_at[event.name] = now
         more = self._held_back.pop(event.name, 0)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._deliver, name="notify", daemon=True)
-            self._thread.start()
-        self._waiting.put(alert(self._run, step, event, more))
+        said = alert(self._run, step, event, more)
+        for name, deliver in self._ways.items():
+            try:
+                deliver(said)
+            except Exception as error:  # the next alert may be delivered
+                if name not in self._failed:
+                    self._failed.add(name)
+                    logger.warning("notify.%s failed (%s); it is tried again", name, one_line(error))
 
     def close(self, exit_code: int) -> None:
-        """Waits for what is on its way, a few seconds at the most."""
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join(PATIENCE)
-            if self._thread.is_alive():
-                logger.warning("notify: the last alerts were not taken within %.0f s", PATIENCE)
-
-    def _deliver(self) -> None:
-        while (said := self._waiting.get()) is not None:
-            for name, deliver in self._ways.items():
-                try:
-                    deliver(said)
-                except Exception as error:  # nobody is told: that must not end the thread, nor the run
-                    if name not in self._failed:
-                        self._failed.add(name)
-                        logger.warning("notify.%s failed (%s); it is tried again", name, one_line(error))
+        """Nothing."""
 
 
 def alert(run: str, step: int, event: Event, more: int = 0) -> dict[str, str | int]:

@@ -2,41 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.events import Event
+from pipeline.events import ROLLBACK, Event
 from pipeline.optional_packages import require
 
 
 class TensorBoardSink:
-    """Writes each metric as a scalar under its own key."""
+    """Writes each metric as a scalar under its own key, and what a run takes back is no longer shown.
 
-    def __init__(self, folder: Path, *, start_step: int) -> None:
+    Each row is on the disk before the next, so that a kill loses none that metrics.jsonl has.
+    """
+
+    def __init__(self, folder: Path, start_step: int, recorded: Iterable[Mapping[str, Any]]) -> None:
         """Open a new event file.
 
         Args:
             folder: Directory of the event files; made where it is missing.
-            start_step: Rows of later steps in older event files are no longer shown; 0 hides them all.
+            start_step: Points of this step and later ones in older event files are no longer shown.
+            recorded: Rows and events that the run's record still has of that step.
 
         Raises:
             ConfigError: The tensorboard package is missing.
         """
-        make = import_writer()
-        self._writer = make(str(folder), purge_step=start_step + 1 if start_step > 0 else 0)
+        self._open = partial(import_writer(), str(folder))
+        self._writer = self._open(purge_step=start_step)
+        for line in recorded:
+            values = {key: value for key, value in line.items() if key != "step"}
+            if "event" in line:
+                event = Event(line["event"], line["message"], line.get("advice", ""))
+                self.tell(line["step"], event)
+            else:
+                self.write(line["step"], values)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Add one scalar a metric."""
         for key, value in row.items():
             self._writer.add_scalar(key, value, step)
+        self._writer.flush()
 
     def tell(self, step: int, event: Event) -> None:
-        """Add a text under the event's name."""
+        """Add a text under the event's name; at a rollback, hide the points after its step."""
+        if event.name == ROLLBACK:
+            self._writer.close()
+            self._writer = self._open(purge_step=step + 1)
         self._writer.add_text(f"events/{event.name}", event.line, step)
+        self._writer.flush()
 
     def close(self, exit_code: int) -> None:
-        """Write out the queue and close the file."""
+        """Close the file."""
         self._writer.close()
 
 

@@ -1,20 +1,16 @@
 """Checkpoints of a run as artifacts of W&B: where the files lie, not what is in them.
 
-On a thread of its own: the client asks the server before it takes one, and training does not wait.
+On a thread of its own: the client asks the server before it takes one, and rows do not wait for that.
 """
 
 from __future__ import annotations
 
-import logging
 import platform
-import queue
-import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from pipeline.errors import one_line
-from pipeline.events import SavedCheckpoint, SavedCheckpoints
-
-logger = logging.getLogger(__name__)
+from pipeline.events import Event, Histograms, SavedCheckpoint, Shown
 
 LONGEST_HASHED = 2**20  # bytes
 
@@ -30,13 +26,17 @@ class CheckpointArtifacts:
     def __init__(self, run: Any) -> None:
         self._run = run
         self._known: dict[SavedCheckpoint, set[str]] = {}  # with the aliases that it has
-        self._coming: queue.SimpleQueue[tuple[Any, set[str]] | None] = queue.SimpleQueue()
-        self._is_left = False
-        self._thread = threading.Thread(target=self._log, name="wandb-checkpoints", daemon=True)
-        self._thread.start()
 
-    def take(self, what: SavedCheckpoints) -> None:
-        """Looks at the new ones while they are there, and waits for no server."""
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def tell(self, step: int, event: Event) -> None:
+        """Nothing."""
+
+    def show(self, what: Shown) -> None:
+        """Log the checkpoints that are new. Waits for the server."""
+        if isinstance(what, Histograms):
+            return
         known, self._known = self._known, {}
         for each in what.saved:
             aliases = {f"step-{each.step}"}
@@ -44,15 +44,11 @@ class CheckpointArtifacts:
             aliases |= {"best"} if each is what.best else set()
             self._known[each] = aliases
             if not aliases <= known.get(each, set()):
-                self._coming.put((self._artifact(each), aliases))
+                with suppress(FileNotFoundError):  # it was deleted before its turn came
+                    self._run.log_artifact(self._artifact(each), aliases=sorted(aliases))
 
-    def close(self, seconds: float) -> None:
-        """Before the run finishes; waits for the server so long at the most."""
-        self._coming.put(None)
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            self._is_left = True
-            logger.warning("W&B did not take the last checkpoints within %.0f s", seconds)
+    def close(self, exit_code: int) -> None:
+        """Nothing."""
 
     def _artifact(self, checkpoint: SavedCheckpoint) -> Any:
         import wandb
@@ -71,15 +67,3 @@ class CheckpointArtifacts:
             is_hashed = path.suffix == ".json" and path.stat().st_size < LONGEST_HASHED
             artifact.add_reference(path.as_uri(), name=path.name, checksum=is_hashed)
         return artifact
-
-    def _log(self) -> None:
-        while (coming := self._coming.get()) is not None:
-            artifact, aliases = coming
-            try:
-                self._run.log_artifact(artifact, aliases=sorted(aliases))
-            except Exception as error:  # whatever wandb raises: training does not need it
-                kind = type(error).__name__
-                if self._is_left:  # one line is out
-                    return
-                logger.warning("W&B takes no more checkpoints (%s: %s)", kind, one_line(error))
-                return

@@ -20,8 +20,9 @@ import numpy as np
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
-from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, SavedCheckpoints, Shown
+from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
 from pipeline.redaction import redact, redact_text
+from pipeline.sinks.dispensable import SinkThread, wait_for
 from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
 from pipeline.sinks.wandb_checkpoints import CheckpointArtifacts
@@ -113,7 +114,7 @@ class WandbSink:
         self._run = run
         self._newest_there = newest
         self._is_on, self._is_full = True, False
-        self._artifacts: CheckpointArtifacts | None = None
+        self._artifacts: SinkThread | None = None
         self._samples = list[list[Any]]()
         self._step, self._row = 0, dict[str, Any]()  # the newest, which is still to be sent
         self._global_step = self._offset = self._rewinds = 0
@@ -181,7 +182,10 @@ class WandbSink:
             if self.wandb_step(what.step) == self._step and self._row:
                 self._row["histograms"] = what
         elif self._is_on:
-            self._is_on = _never_crash("stopped", lambda: self._take(what)) is not None
+            if self._artifacts is None:
+                name = "W&B's list of checkpoints"
+                self._artifacts = SinkThread(lambda: CheckpointArtifacts(self._run), name)
+            self._artifacts.show(what)
 
     def close(self, exit_code: int) -> None:
         """Finish the run; waits for the server at most `FINISH_TIMEOUT_SECONDS`.
@@ -193,15 +197,11 @@ class WandbSink:
         if not is_stopped:
             self._send()
         if self._artifacts is not None:
-            self._artifacts.close(FINISH_TIMEOUT_SECONDS)
+            self._artifacts.close(exit_code)
+            wait_for([self._artifacts], FINISH_TIMEOUT_SECONDS)
         if self._is_on:
             self._is_on = False
             _never_crash("did not finish", lambda: self._finish(0 if is_stopped else exit_code))
-
-    def _take(self, what: SavedCheckpoints) -> bool:
-        self._artifacts = self._artifacts or CheckpointArtifacts(self._run)
-        self._artifacts.take(what)
-        return True
 
     def _send(self) -> None:
         row, self._row = self._row, {}

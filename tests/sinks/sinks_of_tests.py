@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
+import threading
 from typing import Any, ClassVar
+
+from pipeline.sinks import dispensable
 
 
 class Recorded:
@@ -45,6 +49,49 @@ class Failing:
 
     def close(self, exit_code):
         self._do("close")
+
+
+class Blocked:
+    """Never comes back from one of its methods, nor from its exit handler."""
+
+    def __init__(self, run_dir, start_step, run_config, at, close_seconds=None):
+        self.at = at
+        if close_seconds is not None:  # of a process of its own
+            dispensable.CLOSE_SECONDS = dispensable.EXIT_SECONDS = close_seconds
+            atexit.register(threading.Event().wait)
+
+    def _do(self, what):
+        if self.at == what:
+            threading.Event().wait()
+
+    def write(self, step, row):
+        self._do("write")
+
+    def tell(self, step, event):
+        self._do("tell")
+
+    def close(self, exit_code):
+        self._do("close")
+
+
+class ReadsTheRecord(Blocked):
+    """Waits in its first `write` until the record says where the run's time went."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __init__(self, run_dir, start_step, run_config):
+        super().__init__(run_dir, start_step, run_config, at="")
+        self.record = run_dir / "metrics.jsonl"
+        self.patience = 3000  # tenths of a second: a run of three steps on a busy machine
+
+    def write(self, step, row):
+        while '"event": "time"' not in self.record.read_text() and self.patience > 0:
+            self.patience -= 1
+            threading.Event().wait(0.1)
+        self.seen.append("summed up" if self.patience else "gave up")
+
+    def close(self, exit_code):
+        self.seen.append("closed")
 
 
 class Half:

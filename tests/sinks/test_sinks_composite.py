@@ -44,15 +44,9 @@ def recipe(**sections) -> RunConfig:
     )
 
 
-def build(run_dir: Path, config: RunConfig, *, start_step: int = 0, is_main_process: bool = True) -> Sinks:
-    return build_sinks(
-        config,
-        run_dir=run_dir,
-        is_main_process=is_main_process,
-        start_step=start_step,
-        max_steps=4,
-        run_config={},
-    )
+def build(run_dir: Path, config: RunConfig, **how) -> Sinks:
+    given = {"is_main_process": True, "start_step": 0, "max_steps": 4, "run_config": {}} | how
+    return build_sinks(config, run_dir=run_dir, **given)
 
 
 def test_what_happened_is_logged_once_and_handed_to_every_sink(caplog):
@@ -109,18 +103,6 @@ def test_the_console_shows_what_the_record_holds(tmp_path: Path, capsys):
         sinks.write(1, {"train/loss": 1.25})
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 1.25}]
     assert capsys.readouterr().out.startswith("step 1/4  loss  1.2500")
-
-
-def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for start_step, steps in ((0, range(4)), (1, range(2, 5))):
-        with build(tmp_path, recipe(log=LogConfig(tensorboard=True)), start_step=start_step) as sinks:
-            for step in steps:
-                sinks.write(step, {"train/loss": start_step + step / 10})
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    shown = [(event.step, round(event.value, 3)) for event in events.Scalars("train/loss")]
-    assert shown == [(0, 0.0), (1, 0.1), (2, 1.2), (3, 1.3), (4, 1.4)]
 
 
 def test_missing_tensorboard_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch):

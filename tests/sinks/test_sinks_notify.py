@@ -18,7 +18,7 @@ from support.ranks import free_port
 from pipeline.config.watching_schema import NotifyConfig
 from pipeline.errors import ConfigError
 from pipeline.events import Event
-from pipeline.sinks import notify
+from pipeline.sinks import dispensable, notify
 from pipeline.sinks.notify import NotifySink, post, run_command, tell_at_once, ways_of
 
 SECRET = "T0P-5ecret"
@@ -149,17 +149,14 @@ def test_of_a_name_one_a_minute_is_told_with_how_many_were_held_back():
     assert len(way.said) == 3 + 6
 
 
-def test_a_server_that_never_answers_holds_nobody_up(server, monkeypatch, caplog):
-    monkeypatch.setattr(notify, "PATIENCE", 0.2)
+def test_a_server_that_never_answers_holds_nobody_up(tmp_path, server, monkeypatch, caplog):
+    monkeypatch.setattr(dispensable, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setenv("HOOK", server.url)
     server.may_answer.clear()
-    sink = NotifySink({"webhook_env": lambda said: post(server.url, said)}, "warning", "run")
-    for number in range(20):
-        sink.tell(number, Event(f"event_{number}", "it happened"))
-    sink.close(1)
-    assert sink._thread is not None
-    assert sink._thread.is_alive(), "it was waited for"
-    assert sink._thread.daemon
-    assert "were not taken" in caplog.text
+    with build(tmp_path, recipe(notify=NotifyConfig(webhook_env="HOOK"))) as sinks:
+        for number in range(20):
+            sinks.tell(number, Event(f"event_{number}", "it happened"))
+    assert "notify is dropped (it did not take its last 20 rows and events" in caplog.text
     assert SECRET not in caplog.text
 
 
@@ -255,9 +252,7 @@ def test_nobody_is_told_where_nothing_is_asked_for():
 @pytest.mark.slow
 def test_a_run_that_fails_says_so_and_the_address_is_in_no_file_and_no_line(tmp_path, server):
     changes = {"webhook_env": "PIPELINE_WEBHOOK", "command": keeper(tmp_path)}
-    recipe = write_recipe(
-        tmp_path, max_steps=12, optimizer={"learning_rate": 1e30}, notify=changes, log={"csv": True}
-    )
+    recipe = write_recipe(tmp_path, max_steps=12, optimizer={"learning_rate": 1e30}, notify=changes)
     result = launch("--config", str(recipe), PIPELINE_WEBHOOK=server.url)
     assert result.returncode == 2, result.stderr
     told = [said for _, said in server.posted]

@@ -104,8 +104,12 @@ def check_nothing_was_uploaded(server: Server, run: Path) -> None:
 @pytest.mark.slow
 def test_each_checkpoint_is_a_version_that_says_where_it_lies(tmp_path: Path, server: Server):
     folder = tmp_path / "trial-1"
-    said = run(folder, environment(tmp_path, server.url, **KEY), 0, *SAVES)
-    assert "takes no more" not in said
+    kept = server.folder / "artifacts.json"
+    kept.write_text("[]")
+    # The third save deletes the first one's files.
+    words = [*SAVES[:2], ["wait", 2], *SAVES[2:]]
+    said = run(folder, environment(tmp_path, server.url, **KEY), 0, *words, kept=kept)
+    assert "dropped" not in said
     assert aliases(server) == EXPECTED
     assert {each["name"] for each in server.artifacts()} == {f"checkpoint-{run_id(folder)}"}
     assert [each["metadata"]["eval_loss"] for each in server.artifacts()] == [0.5, 0.4, 0.6, None]
@@ -152,5 +156,5 @@ def test_a_server_that_takes_no_artifact_costs_one_line(tmp_path: Path, server: 
     folder = tmp_path / "trial-1"
     said = run(folder, environment(tmp_path, server.url, **KEY), 0, *SAVES)
     # It fails sooner or later than the end of the run waits for it.
-    assert said.count("WARNING:pipeline.sinks.wandb_checkpoints:W&B") == 1, said
+    assert said.count("W&B's list of checkpoints is dropped") == 1, said
     assert [row["global_step"] for row in server.rows(run_id(folder))] == [10, 20, 30, 40]

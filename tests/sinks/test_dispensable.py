@@ -1,0 +1,191 @@
+"""Sinks on threads of their own: nothing waits for them; what fails or blocks is dropped with one line."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from sinks_of_tests import Recorded
+
+from pipeline.events import Event, SavedCheckpoints
+from pipeline.sinks import Sinks, dispensable
+from pipeline.sinks.dispensable import SinkThread
+
+PATIENCE = 60  # seconds, on a busy machine
+EVENT = Event("loss_spike", "the loss is 9")
+
+
+class Gated:
+    """Waits in one of its methods until the gate opens, and keeps what it was given."""
+
+    def __init__(self, at: str, gate: threading.Event):
+        self.at, self.gate = at, gate
+        self.calls: list[tuple] = []
+        self.entered = threading.Event()
+
+    def _do(self, what: str, *given) -> None:
+        if what == self.at:
+            self.entered.set()
+            self.gate.wait(PATIENCE)
+        self.calls.append((what, *given))
+
+    def write(self, step, row):
+        self._do("write", step, row)
+
+    def tell(self, step, event):
+        self._do("tell", step, event)
+
+    def show(self, what):
+        self._do("show", what)
+
+    def close(self, exit_code):
+        self._do("close", exit_code)
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def threaded(sink, name: str = "it", **how) -> SinkThread:
+    return SinkThread(lambda: sink, name, **how)
+
+
+def dropped(caplog) -> list[str]:
+    return [each.message for each in caplog.records if "dropped" in each.message]
+
+
+def ended(sink: SinkThread) -> bool:
+    sink._thread.join(PATIENCE)
+    return not sink._thread.is_alive()
+
+
+def test_calls_come_in_their_order_with_the_row_as_it_was(gate):
+    sink = Gated("write", gate)
+    row = {"train/loss": 1.0}
+    shown = SavedCheckpoints(())
+    with Sinks([threaded(sink)]) as sinks:
+        sinks.write(1, row)
+        row["train/loss"] = 2.0
+        sinks.tell(1, EVENT)
+        sinks.show(shown)
+        sinks.write(2, row)
+        gate.set()
+    calls = [("write", 1, {"train/loss": 1.0}), ("tell", 1, EVENT), ("show", shown)]
+    assert sink.calls == [*calls, ("write", 2, {"train/loss": 2.0}), ("close", 0)]
+
+
+def test_one_thread_makes_a_sink_and_calls_it():
+    """MLflow's runs and sqlite3's connections are of the thread that made them."""
+    threads = []
+
+    class Threads(Recorded):
+        def __init__(self):
+            threads.append(threading.current_thread())
+
+        def write(self, step, row):
+            threads.append(threading.current_thread())
+
+        def close(self, exit_code):
+            threads.append(threading.current_thread())
+
+    with Sinks([SinkThread(Threads, "it")]) as sinks:
+        sinks.write(1, {})
+    assert len(threads) == 3
+    assert len(set(threads)) == 1
+    assert threads[0].daemon
+    assert threads[0] is not threading.current_thread()
+
+
+def test_one_whose_queue_is_full_is_dropped_and_given_nothing_more(gate, caplog, monkeypatch):
+    monkeypatch.setattr(dispensable, "QUEUE_SIZE", 3)
+    sink, other = Gated("write", gate), Gated("", gate)
+    thread = threaded(sink, resend=", and a second start sends them")
+    with Sinks([thread]) as sinks:
+        sinks.write(0, {})
+        assert sink.entered.wait(PATIENCE)
+        for step in range(1, 9):
+            sinks.write(step, {})
+            sinks.tell(step, EVENT)
+    with Sinks([threaded(other)]) as sinks:
+        sinks.write(0, {})
+    why = "it blocks, 3 rows and events behind; metrics.jsonl has all rows, and a second start sends them"
+    assert dropped(caplog) == [f"it is dropped ({why}); the run goes on without it"]
+    gate.set()
+    assert ended(thread)
+    assert sink.calls == [("write", 0, {})], "not even its close"
+    assert len(other.calls) == 2
+
+
+def test_no_rows_wait_for_what_takes_none(gate, caplog, monkeypatch):
+    monkeypatch.setattr(dispensable, "QUEUE_SIZE", 3)
+    sink = Gated("tell", gate)
+    with Sinks([threaded(sink, takes_rows=False)]) as sinks:
+        sinks.tell(0, EVENT)
+        for step in range(9):
+            sinks.write(step, {})
+        gate.set()
+    assert sink.calls == [("tell", 0, EVENT), ("close", 0)]
+    assert dropped(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("at", "left"), [("write", "did not take its last 2 rows and events"), ("close", "did not close")]
+)
+def test_one_that_blocks_at_the_end_is_dropped_after_a_while(gate, caplog, monkeypatch, at, left):
+    monkeypatch.setattr(dispensable, "CLOSE_SECONDS", 0.2)
+    sink = Gated(at, gate)
+    with Sinks([threaded(sink)]) as sinks:
+        sinks.write(1, {})
+        sinks.tell(1, EVENT)
+        assert at == "close" or sink.entered.wait(PATIENCE)
+    (line,) = dropped(caplog)
+    assert line.startswith(f"it is dropped (it {left} within 0 s; metrics.jsonl has all rows);")
+
+
+def test_the_end_says_whom_it_waits_for_and_waits_no_longer_than_it_may(gate, caplog, monkeypatch):
+    monkeypatch.setattr(dispensable, "QUIET_SECONDS", 0.1)
+    caplog.set_level("INFO", logger="pipeline")
+    sinks = Sinks([threaded(Gated("close", gate), "a"), threaded(Gated("", gate), "b")])
+    sinks.close(143, at_most=0.5)
+    lines = [each.message for each in caplog.records]
+    assert lines[0] == "waiting up to 0 s for a to take the last rows"
+    assert [line.split()[0] for line in lines[1:]] == ["a"]
+
+
+def test_sinks_end_side_by_side(gate, caplog):
+    """The second one's close lets the first one's end."""
+
+    class Opens(Recorded):
+        def __init__(self):
+            pass
+
+        def close(self, exit_code):
+            gate.set()
+
+    first = Gated("close", gate)
+    Sinks([threaded(first), SinkThread(Opens, "second")]).close(0)
+    assert first.calls == [("close", 0)]
+    assert dropped(caplog) == []
+
+
+@pytest.mark.parametrize("raised", [ConnectionError("no answer"), SystemExit(3), asyncio.CancelledError()])
+def test_whatever_is_raised_ends_that_sink_alone(caplog, raised):
+    def fail(step, row):
+        raise raised
+
+    sink = Gated("", threading.Event())
+    sink.write = fail  # type: ignore[method-assign]
+    thread = threaded(sink)
+    with Sinks([thread]) as sinks:
+        for step in range(3):
+            sinks.write(step, {})
+    assert ended(thread)
+    assert [line.startswith(f"it is dropped ({type(raised).__name__}: ") for line in dropped(caplog)] == [
+        True
+    ]
+    assert sink.calls == []
