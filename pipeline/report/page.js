@@ -2,7 +2,7 @@
 // Whatever comes from a run is put in as text, or through `escaped` where plotly reads a little markup.
 const COLOURS = ["#2f7ed8", "#e07b24", "#2e9e6b", "#b6519d", "#8468d3", "#cf4a4a", "#1a9aa0", "#9a7b35"];
 const LEVELS = { error: "#d64545", warning: "#c98300", info: "#7c8896" };
-const AXES = { step: 0, tokens: 1, hours: 2 }, VALUE = 3; // rows of a curve
+const AXES = { step: 0, tokens: 1, hours: 2 }, LEGEND_LINE = 19; // px
 const $ = (id) => document.getElementById(id);
 let data = JSON.parse($("data").textContent);
 const several = data.runs.length > 1;
@@ -21,69 +21,97 @@ function element(tag, properties, ...children) {
   return made;
 }
 
-function smoothed(values) { // exponential moving average without the pull of its start
-  const weight = $("smoothing").valueAsNumber;
-  let sum = 0, norm = 0;
-  return values.map((value) => {
-    if (value === null) return null;
-    sum = weight * sum + (1 - weight) * value;
-    norm = weight * norm + (1 - weight);
-    return sum / norm;
-  });
+const numbers = (values) => values.map((value) => (typeof value === "number" ? value : null)); // and gaps
+
+function curveTraces(curve, trace) { // a line, and faint behind it what it stands for
+  const level = $("smoothing").selectedIndex, x = curve.axes[AXES[$("x").value]];
+  const mode = x.length < 40 ? "lines+markers" : "lines";
+  const line = { ...trace, x, y: numbers(curve.lines[level]), mode, hovertemplate: "%{y:.5~g}" };
+  const faint = { ...trace, mode: "lines", opacity: 0.3, showlegend: false, hoverinfo: "skip", meta: "faint" };
+  if (!curve.lowest.length) return level ? [{ ...faint, x, y: numbers(curve.lines[0]) }, line] : [line];
+  const bars = curve.lowest.flatMap((lowest, point) => [lowest, curve.highest[point], null]);
+  return [{ ...faint, x: x.flatMap((place) => [place, place, null]), y: numbers(bars) }, line];
 }
 
-function curveTraces(curve, trace) { // smoothed, with the curve itself faint behind it
-  const y = curve[VALUE].map((value) => (typeof value === "number" ? value : null));
-  const mode = y.length < 40 ? "lines+markers" : "lines";
-  const whole = { ...trace, x: curve[AXES[$("x").value]], y, mode, hovertemplate: "%{y:.5~g}" };
-  if ($("smoothing").value === "0") return [whole];
-  const faint = { opacity: 0.3, showlegend: false, hoverinfo: "skip", hovertemplate: null };
-  return [{ ...whole, ...faint }, { ...whole, y: smoothed(y), mode: "lines", meta: "smoothed" }];
+function dashOf(key, keys) { // of several runs, whose colours tell them apart
+  const isEval = (key) => key.startsWith("eval/");
+  const place = keys.filter((other) => isEval(other) === isEval(key)).indexOf(key);
+  return (isEval(key) ? ["dash", "longdashdot"] : ["solid", "dot", "dashdot"])[place];
 }
 
-function tracesOf(keys) { // curves, and alerts at the upper edge
-  const shown = data.runs.filter((run, r) => !several || $(`run-${r}`).checked);
-  const traces = shown.flatMap((run) => keys.filter((key) => key in run.record.curves).flatMap((key) => {
+const shownRuns = () => data.runs.filter((run, r) => !several || $(`run-${r}`).checked);
+
+function tracesOf(keys) { // curves, alerts at the upper edge, and at the lower one what is not finite
+  const marks = [], axis = AXES[$("x").value];
+  const traces = shownRuns().flatMap((run) => keys.filter((key) => key in run.record.curves).flatMap((key) => {
     const place = keys.indexOf(key), color = colour(several ? data.runs.indexOf(run) : place);
-    const name = several ? `${run.name} ${keys.length > 1 ? label(key) : ""}` : label(key);
-    const line = { color, width: 1.6, dash: several ? ["solid", "dash", "dot"][place] : "solid" };
-    const trace = { name: escaped(cut(name, 44)), line, marker: { color, size: 5 }, meta: key };
-    return curveTraces(run.record.curves[key], trace);
+    const curve = run.record.curves[key], part = keys.length > 1 ? ` ${label(key)}` : "";
+    const name = escaped(several ? cut(run.name, Math.max(24, 40 - part.length)) + part : label(key));
+    for (const [point, number] of Object.entries(curve.not_finite))
+      marks.push({ x: curve.axes[axis][point], text: `${name}: ${count(number)} not finite`, color });
+    const line = { color, width: 1.6, dash: several ? dashOf(key, keys) : "solid" };
+    const legendgroup = `${data.runs.indexOf(run)} ${key}`; // what is faint goes with its line
+    return curveTraces(curve, { name, legendgroup, line, marker: { color, size: 5 }, meta: key });
   }));
-  const alerts = shown.flatMap((run) => run.record.events);
-  return [...traces, {
-    x: alerts.map((event) => event.place[AXES[$("x").value]]), y: alerts.map(() => 1), yaxis: "y2",
-    text: alerts.map((event) => escaped(cut(`${event.event}: ${event.message ?? ""}`, 100))),
-    marker: { color: alerts.map(colourOf), symbol: "triangle-down", size: 9 }, mode: "markers",
-    name: "alerts", showlegend: false, hovertemplate: "%{text}<extra></extra>",
-  }];
+  const alerts = shownRuns().flatMap((run) => run.record.alerts).map((alert) => {
+    const text = escaped(cut(`${alert.event}: ${alert.message ?? ""}`, 100));
+    return { x: alert.place[axis], text, color: colourOf(alert) };
+  });
+  const edge = (name, marked, y, symbol) => ({
+    x: marked.map(({ x }) => x), y: marked.map(() => y), text: marked.map(({ text }) => text), yaxis: "y2",
+    marker: { color: marked.map(({ color }) => color), symbol, size: 9 }, mode: "markers",
+    name, showlegend: false, hovertemplate: "%{text}<extra></extra>",
+  });
+  return [
+    ...traces, edge("not finite", marks, 0.02, "x-thin-open"), edge("alerts", alerts, 1, "triangle-down"),
+  ];
 }
 
-function layoutOf(title, keys) {
+function rangeOf(curves) { // of y, and the highest and lowest value that are beyond it
+  const extremes = curves.flatMap((curve) => curve.extremes.map(([value]) => value));
+  const ends = $("full").checked ? extremes : curves.flatMap((curve) => curve.usual);
+  let low = Math.min(...ends), high = Math.max(...ends);
+  const beyond = [Math.max(...extremes), Math.min(...extremes)]
+    .filter((value) => Number.isFinite(value) && (value > high || value < low));
+  if ($("log").checked) { // what is not above 0 has no place
+    const above = curves.flatMap((curve) => curve.lines[0].filter((value) => value > 0));
+    [low, high] = [low > 0 ? low : Math.min(...above), high].map(Math.log10);
+  }
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  const room = high - low > 1e-9 * size ? 0.05 * (high - low) : 0.1 * size || 1; // a constant is flat
+  return { range: Number.isFinite(high - low) ? [low - room, high + room] : undefined, beyond };
+}
+
+function layoutOf(title, keys, entries) {
   const style = getComputedStyle(document.body), x = $("x").value, isLog = $("log").checked;
-  const hasLegend = !several && keys.length > 1;
-  const axis = { gridcolor: "#8884", zeroline: false };
+  const curves = shownRuns().flatMap((run) => keys.flatMap((key) => run.record.curves[key] ?? []));
+  const { range, beyond } = rangeOf(curves), axis = { gridcolor: "#8884", zeroline: false };
+  const far = beyond.map((value) => +value.toPrecision(3)).join(", ");
   return {
-    title: { text: escaped(cut(title, 44)), x: 0.02, y: 0.97, yanchor: "top", font: { size: 14 } },
+    title: {
+      text: escaped(cut(title, 44)) + (far && ` <sub>not in view: ${far}</sub>`),
+      x: 0.02, y: 1, pad: { t: 9 }, yanchor: "top", font: { size: 14 },
+    },
     font: { color: style.color, family: style.fontFamily, size: 11 },
-    margin: { l: 48, r: 20, t: hasLegend ? 58 : 40, b: 36 }, modebar: { bgcolor: "#0000", color: "#8888" },
-    paper_bgcolor: "#0000", plot_bgcolor: "#0000",
-    showlegend: hasLegend, legend: { orientation: "h", y: 1, yanchor: "bottom" },
+    margin: { l: 48, r: 20, t: 36 + LEGEND_LINE * entries, b: 36 },
+    paper_bgcolor: "#0000", plot_bgcolor: "#0000", modebar: { bgcolor: "#0000", color: "#8888" },
+    showlegend: entries > 0, legend: { x: 0, y: 1, yanchor: "bottom", tracegroupgap: 0, maxheight: 1 },
     hovermode: "x unified", hoverlabel: { bgcolor: style.backgroundColor },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
-    uirevision: `${x} ${isLog}`, // a zoom stays
+    uirevision: `${x} ${isLog} ${$("full").checked}`, // a zoom stays
     xaxis: { ...axis, title: { text: x === "tokens" ? data.unit : x, standoff: 4 }, exponentformat: "SI" },
-    yaxis: { ...axis, automargin: true, type: isLog ? "log" : "linear", exponentformat: "none" },
+    yaxis: { ...axis, automargin: true, type: isLog ? "log" : "linear", range, exponentformat: "none" },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
   };
 }
 
 function saveButton(format, icon) { // for a paper: black on white
-  const click = ({ data, layout }) => {
+  const click = ({ data, layout, ariaLabel }) => {
     const paper = { paper_bgcolor: "#fff", plot_bgcolor: "#fff", font: { ...layout.font, color: "#000" } };
-    const filename = layout.title.text.replace(/\W+/g, "-").toLowerCase(), scale = format === "png" ? 3 : 1;
-    const figure = { data, layout: { ...layout, ...paper, showlegend: several || layout.showlegend } };
-    Plotly.downloadImage(figure, { format, filename, width: 700, height: 420, scale });
+    const filename = ariaLabel.replace(/\W+/g, "-").toLowerCase(), scale = format === "png" ? 3 : 1;
+    const figure = { data, layout: { ...layout, ...paper } };
+    const height = 346 + layout.margin.t; // a legend takes nothing of the plot
+    Plotly.downloadImage(figure, { format, filename, width: 700, height, scale });
   };
   return { name: format, title: `save as ${format.toUpperCase()}`, icon, click };
 }
@@ -91,14 +119,22 @@ function saveButton(format, icon) { // for a paper: black on white
 const waiting = new Set(); // plots to be drawn
 let isDrawing = false;
 
+function draw(place) {
+  const save = [saveButton("png", Plotly.Icons.camera), saveButton("svg", Plotly.Icons.disk)];
+  const options = { responsive: true, displaylogo: false, modeBarButtons: [[...save, "resetScale2d"]] };
+  const traces = tracesOf(place.keys);
+  const entries = traces.filter((trace) => trace.showlegend !== false).length;
+  const lines = several || entries > 1 ? entries : 0; // of the legend
+  place.style.height = `${270 + LEGEND_LINE * lines}px`;
+  return Plotly.react(place, traces, layoutOf(place.ariaLabel, place.keys, lines), options);
+}
+
 async function drawWaiting() { // one by one: plotly would go round for ever at two of a plot
   if (isDrawing || !window.Plotly) return;
   isDrawing = true;
-  const save = [saveButton("png", Plotly.Icons.camera), saveButton("svg", Plotly.Icons.disk)];
-  const options = { responsive: true, displaylogo: false, modeBarButtons: [[...save, "resetScale2d"]] };
   for (const place of waiting) { // also what comes meanwhile
     waiting.delete(place);
-    await Plotly.react(place, tracesOf(place.keys), layoutOf(place.ariaLabel, place.keys), options);
+    await draw(place);
     await new Promise((done) => setTimeout(done)); // for what the reader does
   }
   isDrawing = false;
@@ -113,6 +149,19 @@ function redraw() { // what is near the window; the rest when it is scrolled to
   observer.disconnect(); // which lets it look at each anew
   for (const place of document.querySelectorAll(".plot")) observer.observe(place);
 }
+
+let wasOpen = false;
+addEventListener("beforeprint", () => { // all plots, in the size and colours of the paper
+  document.documentElement.classList.add("printed");
+  wasOpen = $("others").open;
+  $("others").open = true;
+  if (window.Plotly) document.querySelectorAll(".plot").forEach(draw);
+});
+addEventListener("afterprint", () => {
+  document.documentElement.classList.remove("printed");
+  $("others").open = wasOpen;
+  redraw();
+});
 
 function rowsOf(field, cell = (value) => value) { // for each name in it: that, and a cell for each run
   const trees = data.runs.map((run) => run[field] ?? run.record[field]);
@@ -141,21 +190,32 @@ function share(value = 0, whole) {
 }
 
 function fill(id, title, content) {
+  const left = data.runs.reduce((sum, run) => sum + (run.record.num_left_out[id] ?? 0), 0);
+  const note = left ? `, the first and the last, without ${count(left)}` : "";
   $(id).hidden = content === null;
-  $(id).replaceChildren(element("summary", {}, title), content ?? "");
+  $(id).replaceChildren(element("summary", {}, title + note), content ?? "");
+}
+
+function showFailures() { // a line, and behind it all that is known
+  $("failures").replaceChildren(...data.runs.filter((run) => run.error).map((run) => {
+    const line = [several ? named(run) : "", several ? ": " : "", run.error];
+    if (!run.failure.trim().includes("\n")) return element("div", { className: "failure" }, ...line);
+    const whole = element("pre", {}, run.failure);
+    return element("details", { className: "failure" }, element("summary", {}, ...line), whole);
+  }));
 }
 
 function showWords() {
   const settings = rowsOf("settings");
   const differing = settings.filter(([, ...values]) => new Set(values).size > 1);
-  $("runs").replaceChildren(table([...rowsOf("facts"), ...differing]));
+  $("runs").replaceChildren(table([...rowsOf("facts"), ...rowsOf("figures"), ...differing]));
   fill("settings", "Settings", table(settings));
   fill("phases", "Where the time went, s", table(rowsOf("phases", share)));
   fill("sources", "Samples by data source", table(rowsOf("sources", share)));
-  const left = data.runs.reduce((sum, run) => sum + run.record.num_left_out, 0);
-  fill("events", `Alerts${left ? `, the first and the last, without ${count(left)}` : ""}`,
-    listOf("events", ({ event, message = "", advice = "" }) =>
-      [element("b", {}, event), ` ${message} `, element("em", {}, advice)]));
+  const told = ({ event, message = "", advice = "" }) =>
+    [element("b", {}, event), ` ${message} `, element("em", {}, advice)];
+  fill("alerts", "Alerts", listOf("alerts", told));
+  fill("events", "Events", listOf("events", told));
   fill("samples", "What the model wrote", listOf("samples", ({ prompt = "", text = "" }) =>
     [element("pre", {}, element("em", {}, prompt), text)]));
 }
@@ -163,7 +223,10 @@ function showWords() {
 function show() {
   document.querySelector("h1").textContent = several ? `${data.runs.length} runs` : data.runs[0].name;
   $("made").textContent = `${data.live ? "live, " : ""}${data.made}`;
+  showFailures();
   showWords();
+  const curves = data.runs.flatMap((run) => Object.values(run.record.curves));
+  $("binned").hidden = !curves.some((curve) => curve.lowest.length);
   for (const [title, keys, isMain] of data.panels) {
     const place = element("div", { className: "plot", id: `panel-${title}`, ariaLabel: title, keys });
     if (!$(place.id)) (isMain ? $("panels") : $("others").lastElementChild).append(place);
@@ -183,6 +246,7 @@ async function follow() { // what the reader has set stays
 }
 
 $("x").options[1].text = data.unit;
+$("smoothing").append(...data.weights.map((weight) => element("option", {}, weight)));
 if (several) $("controls").append(...data.runs.map((run, r) =>
   element("label", {}, element("input", { type: "checkbox", id: `run-${r}`, checked: true }), named(run))));
 $("controls").oninput = redraw;

@@ -17,8 +17,11 @@ from pipeline.durable import replace_text
 from pipeline.errors import ConfigError, one_line
 from pipeline.events import RUN_KILLED, Event
 from pipeline.optional_packages import require
+from pipeline.report.curve import WEIGHTS
+from pipeline.report.record import Record
 from pipeline.report.runs import UNSAID, RunView, after, how_it_ended, read_run
 from pipeline.sinks.jsonl import METRICS_FILE, newest
+from pipeline.sinks.weights_and_biases import BEST
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,21 @@ def panels_of(runs: Sequence[RunView]) -> list[tuple[str, list[str], bool]]:
     return [panel for panel in main if panel[1]] + [(key, [key], False) for key in sorted(known - shown)]
 
 
+def figures(record: Record) -> dict[str, str]:
+    """Return the last and the best value of each column of PANELS that has a best one."""
+    said: dict[str, str] = {}
+    for key in (key for keys in PANELS.values() for key in keys if key in record.curves):
+        best = next((best for end, best in BEST.items() if key.endswith(end)), None)
+        if best is None:
+            continue
+        curve = record.curves[key]
+        said[key] = f"last {curve.last:.5g}"
+        if curve.extremes:
+            value, step = curve.extremes[best == "max"]
+            said[key] += f", {best} {value:.5g} at step {step:,.0f}"
+    return said
+
+
 def encode(paths: Sequence[Path], live: bool = False, ended: bool = False) -> str:
     """All that the page shows of these run directories, as JSON that can stand in a script element.
 
@@ -62,6 +80,8 @@ def encode(paths: Sequence[Path], live: bool = False, ended: bool = False) -> st
         MetricsFileError: a metrics.jsonl cannot be read, or is damaged.
     """
     runs = [read_run(path, ended) for path in paths]
+    for run in runs:
+        run.figures = figures(run.record)
     if len({run.name for run in runs}) < len(runs):
         for number, run in enumerate(runs, 1):
             run.name += f" ({number})"
@@ -69,6 +89,7 @@ def encode(paths: Sequence[Path], live: bool = False, ended: bool = False) -> st
         "made": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "live": live,
         "unit": "tokens" if any("train/tokens_seen" in run.record.curves for run in runs) else "samples",
+        "weights": WEIGHTS,
         "panels": panels_of(runs),
         "runs": runs,
     }

@@ -1,35 +1,36 @@
-"""A metrics.jsonl -> curves of at most 2,000 points, what was told, and sums."""
+"""A metrics.jsonl -> curves that fit on a screen, what was told, and sums."""
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipeline.events import TIME
+from pipeline.events import SAMPLE, TIME
+from pipeline.report.curve import Curve, curve_of
 from pipeline.sinks.jsonl import MetricsFileError, iterate_record
 
-MOST_POINTS = 2000  # of a curve: more than a screen has columns
 MOST_CURVES = 400  # columns of a file
-MOST_EVENTS = 400  # and samples; of more, the first and the last ones
-
-Array = NDArray[np.float64]
+MOST_EVENTS = 400  # and alerts, and samples; of more, the first and the last ones
 
 
 @dataclass
 class Record:
     """What a metrics.jsonl says."""
 
-    curves: dict[str, Array] = field(default_factory=dict)
-    """By column, (4, points): step, tokens, hours and value."""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """By column."""
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    """Warnings and errors, as told, with their place: step, tokens and hours."""
     events: list[dict[str, Any]] = field(default_factory=list)
+    """The same for information."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """As told, with their place: step, tokens and hours."""
-    num_left_out: int = 0
+    num_left_out: Counter[str] = field(default_factory=Counter)
+    """By the name of one of these lists."""
     phases: dict[str, float] = field(default_factory=dict)
     """What the time went into, in seconds."""
     sources: dict[str, float] = field(default_factory=dict)
@@ -53,11 +54,13 @@ def read_record(path: Path) -> Record:
         record.last = row
         place = (row["step"], tokens, round(record.seconds / 3600, 6))
         if "event" in row:
-            told = record.samples if row["event"] == "sample" else record.events
+            name = "events" if row.get("level") == "info" else "alerts"
+            name = "samples" if row["event"] == SAMPLE else name
+            told = getattr(record, name)
             told.append(row | {"place": place})
             if len(told) > MOST_EVENTS:
                 del told[MOST_EVENTS // 2]
-                record.num_left_out += 1
+                record.num_left_out[name] += 1
             if row["event"] == TIME and isinstance(seconds := row.get("elapsed_seconds"), float):
                 record.seconds = seconds  # to the end of the process, behind its last row
             continue
@@ -75,7 +78,7 @@ def read_record(path: Path) -> Record:
         found = [table[[0, 1, 2, 3, 4 + keys.index(key)]] for keys, table in tables.items() if key in keys]
         points = np.hstack(found)
         points = points[1:, points[0].argsort()]  # in the order of the file
-        record.curves[key] = thin(points)
+        record.curves[key] = curve_of(points, has_stalls=key.endswith("_seconds"))
         if key.startswith("time/"):
             record.phases[key.removeprefix("time/").removesuffix("_seconds")] = float(np.nansum(points[-1]))
         elif key.startswith("data/"):
@@ -84,21 +87,3 @@ def read_record(path: Path) -> Record:
         record.phases["start, end, steps undone"] = max(0.0, record.seconds - sum(record.phases.values()))
     record.phases = {phase: seconds for phase, seconds in record.phases.items() if seconds}
     return record
-
-
-def thin(points: Array) -> Array:
-    """Of each bucket of neighbours the first, last, lowest and highest, and the first that is not finite.
-
-    So no spike and no NaN is lost, and every point that stays is one of the file.
-    """
-    total = points.shape[1]
-    if total <= MOST_POINTS:
-        return points
-    width = -(-total // (MOST_POINTS // 5))
-    buckets = np.pad(points[-1], (0, -total % width), mode="edge").reshape(-1, width)
-    finite = np.isfinite(buckets)
-    lowest = np.where(finite, buckets, np.inf).argmin(1)
-    highest = np.where(finite, buckets, -np.inf).argmax(1)
-    starts = np.arange(0, buckets.size, width)
-    kept = [starts, starts + width - 1, *(starts + each for each in (lowest, highest, finite.argmin(1)))]
-    return points[:, np.unique(np.minimum(kept, total - 1))]

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,16 @@ class RunView:
     name: str
     state: str
     """finished, running, stopped, failed, or UNSAID."""
+    error: str
+    """Line that says how it crashed; empty: it did not."""
+    failure: str
+    """All that is known of a crash."""
     facts: dict[str, str]
     settings: dict[str, str]
     """Dotted keys of recipe.yaml and, under `ds.`, of ds_config.json; the world size."""
     record: Record
+    figures: dict[str, str] = field(default_factory=dict)
+    """Last and best values of the main metrics."""
 
 
 def find_run(path: Path) -> Path:
@@ -73,20 +79,30 @@ def read_run(path: Path, ended: bool = False) -> RunView:
     devices = environment.get("devices")
     counts = Counter(map(str, devices if isinstance(devices, list) else []))
     models = [settings.get(f"model.{key}", "null") for key in ("pretrained", "architecture", "kind")]
+    status = after(state, record.step) if record.curves else f"{state} without a row"
+    error = {"failed": error_line(failure) or status, UNSAID: f"{status}: {failure}".removesuffix(": ")}
+    lost = {key: sum(curve.not_finite.values()) for key, curve in record.curves.items()}
+    plans = [str(told["message"]) for told in record.alerts + record.events if told["event"] == PLAN]
     facts = {
-        "state": after(state, record.step) if record.curves else f"{state} without a row",
-        "why": failure,
+        "state": status,
         "time": duration(record.seconds),
         "model": next((model for model in models if model != "null"), ""),
         "main host": ", ".join(f"{number} × {name}" for name, number in counts.items()),
         "ranks": settings.get("world_size", ""),
-        "plan": next(
-            (str(e["message"]).removeprefix("plan: ") for e in record.events[::-1] if e["event"] == PLAN), ""
-        ),
+        "plan": next((told.removeprefix("plan: ") for told in reversed(plans)), ""),
+        "not finite": listed([f"{key} {number:,}" for key, number in lost.items() if number]),
         "commit": str(environment.get("git_commit", ""))[:10],
     }
     facts = {name: fact for name, fact in facts.items() if fact}
-    return RunView(printable(path.absolute().name), state, facts, settings, record)
+    return RunView(
+        name=printable(path.absolute().name),
+        state=state,
+        error=error.get(state, ""),
+        failure=failure,
+        facts=facts,
+        settings=settings,
+        record=record,
+    )
 
 
 def how_it_ended(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
@@ -100,11 +116,19 @@ def how_it_ended(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
     if failure := _diagnosis(path) or _first_failure(path):
         return "failed", failure
     if last.get("event") == RUN_FAILED:
-        return "failed", str(last.get("message", ""))
+        return "failed", "\n".join(str(last[key]) for key in ("message", "traceback") if key in last)
     if last.get("event") == TIME:
         return "stopped", ""
     row = newest(path / METRICS_FILE, PEAK) or {}
     return UNSAID, why_killed(path, float(row.get(PEAK, 0.0)))
+
+
+def error_line(failure: str) -> str:
+    """Return the line that names the error: behind the frames of its last traceback, or the first."""
+    lines = failure.rpartition(" pipeline.failure ")[2].strip().splitlines()
+    frames = [n for n, line in enumerate(lines, 1) if line.startswith(("Traceback (most", '  File "'))]
+    behind = lines[max(frames, default=0) :]
+    return next((line for line in behind if line.strip() and not line.startswith(" ")), "")
 
 
 def after(state: str, step: int) -> str:

@@ -8,18 +8,21 @@ import os
 import re
 import time
 
+import numpy as np
 import pytest
 from filelock import FileLock
 from support.recorded import event, row
 
 from pipeline.report import page
+from pipeline.report.curve import MOST_POINTS
 from pipeline.report.killed import note_processes
 from pipeline.report.page import encode, panels_of, render, report_of_killed, write_at_end
-from pipeline.report.runs import UNSAID, read_run
+from pipeline.report.runs import UNSAID, error_line, read_run
 
 FAILURE = (
     "2026-01-01 10:00:02,000 ERROR pipeline.failure Traceback (most recent call last):\nValueError: no\n"
 )
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nValueError: no'
 INFO = "2026-01-01 10:00:01,000 INFO pipeline.api 100 parameters\n"
 
 
@@ -39,35 +42,93 @@ INFO = "2026-01-01 10:00:01,000 INFO pipeline.api 100 parameters\n"
 def test_how_a_run_ended(make_run, how, state, status):
     run = read_run(make_run(lines=[row(1), row(2), row(3)], **how))
     assert (run.state, run.facts["state"]) == (state, status)
-    assert run.facts.get("why", "").endswith("ValueError: no") == (state == "failed")
+    assert run.error == {"finished": "", "failed": "ValueError: no", UNSAID: status}[state]
+    assert run.failure.endswith("ValueError: no") == (state == "failed")
 
 
 def test_the_last_line_of_the_record_says_how_it_ended(make_run):
     stopped = make_run("stopped", [row(1), event(1, "time")], finished=False)
     assert read_run(stopped).facts["state"] == "stopped at step 1"
-    failed = read_run(
-        make_run("failed", [row(1), event(1, "run_failed", message="no memory")], finished=False)
-    )
-    assert (failed.state, failed.facts["why"]) == ("failed", "no memory")
+    told = event(1, "run_failed", message="ValueError: no", traceback=TRACEBACK)
+    failed = read_run(make_run("failed", [row(1), told], finished=False))
+    assert (failed.state, failed.error) == ("failed", "ValueError: no")
+    assert failed.failure == f"ValueError: no\n{TRACEBACK}"
+    users = make_run("users", [row(1), event(1, "run_failed", message="no such file")], finished=False)
+    assert read_run(users).error == "no such file"
     went_on = make_run("went on", [row(1), event(1, "run_failed"), event(1, "time"), row(2)], finished=False)
     assert read_run(went_on).state == UNSAID
+
+
+@pytest.mark.parametrize(
+    ("failure", "line"),
+    [
+        ("", ""),
+        ("error: data.path: no such file\nmore", "error: data.path: no such file"),
+        (f"{TRACEBACK}\n  of two lines", "ValueError: no"),
+        (
+            f"{TRACEBACK}\n\nDuring handling of the above, another:\n\n{TRACEBACK.replace('no', 'late')}",
+            "ValueError: late",
+        ),
+        (
+            f"{TRACEBACK}\n2026-01-01 10:00:02,000 ERROR pipeline.failure error: out of memory\n",
+            "error: out of memory",
+        ),
+        ("a frame\n  File 'cut off'\nValueError: no", "a frame"),
+    ],
+)
+def test_the_line_that_names_an_error(failure, line):
+    assert error_line(failure) == line
+
+
+def test_an_error_is_the_first_thing_on_the_page(make_run):
+    page = render(encode([make_run(lines=[row(1)], finished=False, log=FAILURE)]))
+    places = [
+        page.index(f'id="{name}"') for name in ("failures", "made", "runs", "panels", "alerts", "events")
+    ]
+    assert places == sorted(places)
+    assert '"error":"ValueError: no"' in page
+
+
+def test_last_and_best_values(make_run):
+    losses = {1: 9.0, 2: 4.0, 3: "NaN", 4: 5.0}
+    lines = [row(step, loss=loss, accuracy=loss) for step, loss in losses.items()]
+    encoded = encode([make_run(lines=[*lines, {"step": 4, "eval/loss": 1.5}, {"step": 4, "own/loss": 1.0}])])
+    run = json.loads(encoded)["runs"][0]
+    assert run["figures"] == {
+        "train/loss": "last 5, min 4 at step 2",
+        "eval/loss": "last 1.5, min 1.5 at step 4",
+        "train/accuracy": "last 5, max 9 at step 1",
+        "perf/tokens_per_second": "last 2000, max 2000 at step 1",
+    }
+    assert run["facts"]["not finite"] == "train/loss 1, train/accuracy 1"
+    lost = json.loads(encode([make_run("lost", [row(1, loss="Infinity")])]))["runs"][0]
+    assert lost["figures"]["train/loss"] == "last inf"
+
+
+def test_the_page_of_many_rows_and_columns_is_bounded(make_run):
+    rng = np.random.default_rng(0)
+    lines = [
+        {"step": step} | {f"own/{n}": value for n, value in enumerate(rng.normal(size=20))}
+        for step in range(4000)
+    ]
+    assert len(encode([make_run(lines=lines)])) < 20 * MOST_POINTS * 120
 
 
 def test_of_several_ranks_the_first_failure_is_shown(make_run):
     path = make_run("small", [row(1)], finished=False, log=FAILURE.replace("02,000", "02,500"), world_size=2)
     (path / "logs" / "rank00001.log").write_text(INFO + FAILURE.replace("no", "the cause"))
     (path / "logs" / "rank00002.log").write_text(FAILURE.replace("10:", "09:"))  # of a start with more ranks
-    assert read_run(path).facts["why"].endswith("the cause")
+    assert read_run(path).error == "ValueError: the cause"
 
 
 def test_what_a_watchdog_found_is_shown_until_the_run_goes_on(make_run):
     path = make_run("small", [row(1)], finished=False, log=FAILURE)
     (path / "hang").mkdir()
     (path / "hang" / "diagnosis.txt").write_text("rank 0 is gone\n")
-    assert read_run(path).facts["why"] == "rank 0 is gone"
+    assert read_run(path).error == "rank 0 is gone"
     later = (path / "hang" / "diagnosis.txt").stat().st_mtime + 1
     os.utime(path / "metrics.jsonl", (later, later))
-    assert "rank 0" not in read_run(path).facts["why"]
+    assert "rank 0" not in read_run(path).failure
 
 
 def test_a_killed_run_that_goes_on_has_its_report_first(make_run):
@@ -84,11 +145,10 @@ def test_a_killed_run_that_goes_on_has_its_report_first(make_run):
 
 def test_a_run_that_was_most_likely_killed_for_memory(make_run):
     path = make_run("killed", [row(1) | {"memory/peak_resident_gib": 1e6}], finished=False)
-    assert "why" not in read_run(path).facts
+    assert read_run(path).error == f"{UNSAID} after step 1"
     note_processes(path, [])
-    assert (
-        read_run(path).facts["why"].startswith("most likely killed for memory: 1 rank there x 1000000.0 GiB")
-    )
+    reason = "most likely killed for memory: 1 rank there x 1000000.0 GiB"
+    assert read_run(path).error.startswith(f"{UNSAID} after step 1: {reason}")
     told = report_of_killed(path, lambda: "batch.micro_batch_size=4")
     assert told is not None
     assert told.line.endswith("GiB; batch.micro_batch_size=4")
@@ -155,7 +215,7 @@ def test_what_stands_in_files_is_never_markup(make_run):
         r"""(src|href)=["'](?!data:)""", page.partition("<script")[0] + page.rpartition("</script>")[2]
     )
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    assert data["runs"][0]["record"]["events"][0]["message"] == hostile
+    assert data["runs"][0]["record"]["alerts"][0]["message"] == hostile
 
 
 @pytest.mark.parametrize(("step", "number"), [(2, 1), (1, 2)])

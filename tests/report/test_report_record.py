@@ -1,63 +1,35 @@
-"""A record as it is read: whatever its length nothing that stands out is lost, and nothing is made up."""
+"""A record as it is read: columns of rows, and what was told, each beside the others."""
 
 from __future__ import annotations
 
 import json
 import math
 
-import numpy as np
 import pytest
 from support.recorded import event, row
 
-from pipeline.report.record import MOST_EVENTS, MOST_POINTS, read_record, thin
+from pipeline.report.record import MOST_EVENTS, read_record
 from pipeline.sinks.jsonl import MetricsFileError
-
-
-def thinned(values):
-    """{step: value} of what stays of a curve whose steps are 0, 1, ..."""
-    steps = np.arange(len(values), dtype=float)
-    kept = thin(np.array([steps, steps * 10, steps / 100, values]))
-    assert kept.shape[1] <= MOST_POINTS
-    assert (np.diff(kept[0]) > 0).all(), "in the order of the file"
-    return dict(zip(kept[0].astype(int).tolist(), kept[3].tolist(), strict=True))
-
-
-def test_a_short_curve_is_whole():
-    values = np.random.default_rng(0).normal(size=MOST_POINTS)
-    assert list(thinned(values).values()) == values.tolist()
-
-
-@pytest.mark.parametrize("size", [MOST_POINTS + 1, 5000, 40_000, 40_123])
-def test_a_long_curve_keeps_every_spike_its_ends_and_what_is_not_finite(size):
-    values = np.random.default_rng(1).normal(size=size)
-    spikes = {1234: 90.0, 1500: -70.0, 1999: math.nan, 1003: math.inf}
-    for place, value in spikes.items():
-        values[place] = value
-    kept = thinned(values)
-    assert {0, size - 1, *spikes} <= set(kept)
-    assert all(values[step] == value or math.isnan(value) for step, value in kept.items())
-    width = -(-size // (MOST_POINTS // 5))
-    for start in range(0, size, width):
-        finite = values[start : start + width][np.isfinite(values[start : start + width])]
-        shown = [
-            kept[step] for step in range(start, start + width) if math.isfinite(kept.get(step, math.nan))
-        ]
-        assert (min(shown), max(shown)) == (finite.min(), finite.max())
-
-
-@pytest.mark.parametrize("value", [3.0, math.nan, -math.inf])
-def test_a_curve_of_one_value(value):
-    np.testing.assert_equal(set(map(str, thinned(np.full(30_000, value)).values())), {str(value)})
 
 
 def test_rows_of_other_keys_keep_their_place(make_run):
     lines = [
         row(step) | ({"perf/checkpoint_stall_seconds": 2.0} if step % 7 == 0 else {})
-        for step in range(1, 2000)
+        for step in range(1, 1000)
     ]
     record = read_record(make_run(lines=lines) / "metrics.jsonl")
-    assert record.curves["train/loss"][0].tolist() == list(range(1, 2000))
-    assert record.curves["perf/checkpoint_stall_seconds"][0].tolist() == list(range(7, 2000, 7))
+    assert record.curves["train/loss"].axes[0].tolist() == list(range(1, 1000))
+    assert record.curves["perf/checkpoint_stall_seconds"].axes[0].tolist() == list(range(7, 1000, 7))
+
+
+def test_of_seconds_the_median_is_drawn(make_run):
+    lines = [
+        row(step) | {"perf/step_time_seconds": 30.0 if step % 9 == 0 else 0.52} for step in range(1, 9000)
+    ]
+    lines = [line | {"train/loss": line["perf/step_time_seconds"]} for line in lines]
+    curves = read_record(make_run(lines=lines) / "metrics.jsonl").curves
+    assert set(curves["perf/step_time_seconds"].lines[0]) == {0.52}
+    assert curves["train/loss"].lines[0].mean() == pytest.approx(0.52 + 29.48 / 9, rel=0.01)
 
 
 def test_axes_and_where_the_time_went(make_run):
@@ -72,7 +44,8 @@ def test_axes_and_where_the_time_went(make_run):
         {"step": 20, "eval/loss": 4.0},
     ]
     record = read_record(make_run(lines=lines) / "metrics.jsonl")
-    assert record.curves["eval/loss"].T.tolist() == [[0, 0, 0, 9.0], [20, 20_000, 0.02, 4.0]]
+    assert record.curves["eval/loss"].axes.T.tolist() == [[0, 0, 0], [20, 20_000, 0.02]]
+    assert record.curves["eval/loss"].lines[0].tolist() == [9.0, 4.0]
     assert record.phases == {"forward": 60.0, "start, end, steps undone": 12.0}
     ended = read_record(
         make_run("ended", [*lines, event(20, "time", elapsed_seconds=80.5)]) / "metrics.jsonl"
@@ -83,16 +56,26 @@ def test_axes_and_where_the_time_went(make_run):
 def test_events_are_beside_the_curves(make_run):
     lines = [row(1), event(1), event(1, "sample", prompt="a", text="b"), row(2, loss="NaN")]
     record = read_record(make_run(lines=lines) / "metrics.jsonl")
-    assert [each["event"] for each in record.events] == ["loss_spike"]
-    assert record.events[0]["place"] == (1, 1000, 0.0)
+    assert [each["event"] for each in record.alerts] == ["loss_spike"]
+    assert record.alerts[0]["place"] == (1, 1000, 0.0)
     assert record.samples[0]["prompt"] == "a"
-    assert math.isnan(record.curves["train/loss"][3, 1])
+    assert math.isnan(record.curves["train/loss"].lines[0, 1])
+
+
+def test_information_is_no_alert(make_run):
+    levels = {"time": "info", "loss_spike": "warning", "run_failed": "error", "profile": "info"}
+    lines = [event(1, name, level=level) for name, level in levels.items()]
+    record = read_record(make_run(lines=lines) / "metrics.jsonl")
+    assert [each["event"] for each in record.alerts] == ["loss_spike", "run_failed"]
+    assert [each["event"] for each in record.events] == ["time", "profile"]
 
 
 def test_of_many_events_the_first_and_the_last_stay(make_run):
-    record = read_record(make_run(lines=[event(step) for step in range(1000)]) / "metrics.jsonl")
-    steps = [each["step"] for each in record.events]
-    assert (record.num_left_out, len(steps)) == (1000 - MOST_EVENTS, MOST_EVENTS)
+    lines = [event(step) for step in range(1000)] + [event(2, "plan", level="info")]
+    record = read_record(make_run(lines=lines) / "metrics.jsonl")
+    steps = [each["step"] for each in record.alerts]
+    assert (record.num_left_out, len(steps)) == ({"alerts": 1000 - MOST_EVENTS}, MOST_EVENTS)
+    assert len(record.events) == 1, "alerts do not push it out"
     assert steps == [*range(MOST_EVENTS // 2), *range(1000 - MOST_EVENTS // 2, 1000)]
 
 

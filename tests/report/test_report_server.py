@@ -44,7 +44,7 @@ def test_page_and_data(served):
 
     def losses():
         data = json.loads(get(f"{address}data.json")[1])
-        return data["runs"][0]["record"]["curves"]["train/loss"][3]
+        return data["runs"][0]["record"]["curves"]["train/loss"]["lines"][0]
 
     assert losses() == [5.0]
     with (path / "metrics.jsonl").open("a") as file:
