@@ -139,6 +139,10 @@ def test_a_spike_of_a_constant_does_not_stretch_the_range():
     assert curve(values).usual == [2.0, 2.0]
 
 
+def test_a_rare_one_among_zeros_is_in_the_range():
+    assert curve(np.eye(1, 500, 100)[0]).usual == [0.0, 1.0]
+
+
 def test_a_steep_end_is_in_the_range(rng):
     values = np.concatenate([rng.normal(3, 0.1, 300), 3 * 1.6 ** np.arange(1, 6)])
     assert curve(values).usual[1] == values[-1]
