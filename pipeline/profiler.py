@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from pipeline.errors import one_line
 from pipeline.events import Event
@@ -62,6 +62,7 @@ class StepProfiler:
         self._device, self._counting, self._tell = device, counting, tell
         self._profile: profile | None = None
         self._is_begun = False
+        self._records = not self._warmup
         self._writing: threading.Thread | None = None
         self._step = start
         self._profiled_until = 0
@@ -73,15 +74,16 @@ class StepProfiler:
     def __call__(self, step: int) -> Iterator[None]:
         """Around a step. Costs nothing before and behind those that are profiled."""
         self._step = step
-        if step == self._first - self._warmup <= self._last and not self._is_begun:
+        if self._profile is not None:
+            self._profile.step_num = step - 1  # which `step` adds one to: a step may come again
+            self._profile.step()
+        elif step == self._first - self._warmup <= self._last and not self._is_begun:
             self._begin()
         is_counted = step == self._last + 1 and self._writing is not None
         with self._counting(self._folder / "flops.txt") if is_counted else nullcontext({}) as counted:
             yield
         self._counted = self._counted or counted
-        if self._profile is not None and step < self._last:
-            self._profile.step()
-        elif self._profile is not None:
+        if self._profile is not None and step >= self._last:
             self._end()
         if self._writing is not None and step > self._last and not self._writing.is_alive():
             self._tell_of_it()
@@ -105,20 +107,28 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        steps = schedule(wait=0, warmup=1, active=self._last - self._first + 2) if self._warmup else None
         self._profile = profile(
             activities=activities,
-            schedule=steps,
+            schedule=self._action,
             record_shapes=True,
             profile_memory=True,
             with_flops=True,
         )
+        self._profile.step_num = self._step  # names the ranges of the trace: ProfilerStep#STEP
 
         def start(profiler: profile) -> None:
             self._folder.mkdir(exist_ok=True)
             profiler.start()
 
         self._attempt(partial(start, self._profile))
+
+    def _action(self, step: int) -> ProfilerAction:
+        """Return what torch's profiler does in a step.
+
+        It records from the first one on, also where the run goes back to a step before it.
+        """
+        self._records = self._records or step >= self._first
+        return ProfilerAction.RECORD if self._records else ProfilerAction.WARMUP
 
     def _end(self) -> None:
         """Stops; the files are written beside the next steps, which other ranks would wait for."""
@@ -132,6 +142,8 @@ class StepProfiler:
     def _write(self, ended: profile) -> None:
         def write() -> None:
             averages = ended.key_averages()
+            # Torch's ranges around the steps are no operators: they would take most of all shares.
+            averages[:] = [each for each in averages if not each.key.startswith("ProfilerStep")]
             key = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
             table = averages.table(sort_by=key, row_limit=NUM_OPERATORS, max_name_column_width=80)
             (self._folder / "operators.txt").write_text(f"{self._what}\n{table}\n")
@@ -165,9 +177,8 @@ class StepProfiler:
 
 def most_expensive(averages: Any, key: str) -> str:
     """The first operators of torch's table, each with its share of all time: `aten::mm 41 %, ...`."""
-    operators = [each for each in averages if not each.key.startswith("ProfilerStep")]
-    of_all = sum(getattr(each, key) for each in operators) or 1
-    first = sorted(operators, key=lambda each: -getattr(each, key))[:NUM_TOLD]
+    of_all = sum(getattr(each, key) for each in averages) or 1
+    first = sorted(averages, key=lambda each: -getattr(each, key))[:NUM_TOLD]
     return ", ".join(f"{each.key} {100 * getattr(each, key) / of_all:.0f} %" for each in first)
 
 

@@ -49,11 +49,25 @@ def losses(rows: list[dict[str, Any]]) -> list[Any]:
 
 def traced(folder: Path) -> dict[str, int]:
     """Trace file -> steps of the optimizer in it."""
-    found = {}
-    for path in (folder / FOLDER).glob("trace-*"):
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        found[path.name] = sum("Optimizer.step#" in each.get("name", "") for each in events)
-    return found
+    return {
+        path.name: sum("Optimizer.step#" in name for name in names(path))
+        for path in (folder / FOLDER).glob("trace-*")
+    }
+
+
+def names(trace: Path) -> list[str]:
+    """What the ranges of a trace are called."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return [each.get("name", "") for each in events]
+
+
+def shares(table: str) -> float:
+    """The sum of the shares of all operators, in percent."""
+    (head,) = [line for line in table.splitlines() if "Self CPU %" in line]
+    column = re.split(r"\s{2,}", head.strip()).index("Self CPU %")
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    found = [row[column].strip() for row in rows if len(row) > column]
+    return sum(float(share[:-1]) for share in found if re.fullmatch(r"[\d.]+%", share))
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +151,31 @@ def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, plain, caplog):
     assert sum("the profile is not written (FileExistsError" in each.message for each in caplog.records) == 1
 
 
-def test_the_most_expensive_operators_without_the_steps_themselves():
+@pytest.mark.parametrize("start", [0, 100])
+def test_steps_have_the_numbers_of_the_run_and_no_share_of_its_time(tmp_path, start):
+    """With a step to warm up, and without one where the process begins with the first."""
+    told = []
+    given = (torch.device("cpu"), lambda _: nullcontext({}), lambda *event: told.append(event))
+    with StepProfiler(tmp_path, (101, 103), start, *given) as profiler:
+        for step in (100, 101, 102, 102, 103, 104)[start // 100 :]:  # the second is left out, and comes again
+            with profiler(step):
+                torch.ones(400, 400) @ torch.ones(400, 400)
+    (trace,) = (tmp_path / FOLDER).glob("trace-*")
+    steps = [name for name in names(trace) if name.startswith("ProfilerStep")]
+    assert sorted(steps) == [f"ProfilerStep#{step}" for step in (101, 102, 102, 103)]
+    table = (tmp_path / FOLDER / "operators.txt").read_text()
+    assert table.startswith("steps 101 to 103\n")
+    assert "ProfilerStep" not in table
+    assert shares(table) == pytest.approx(100, abs=1)  # each is rounded
+    assert "ProfilerStep" not in told[0][1].message
+
+
+def test_the_most_expensive_operators_are_told_with_their_shares():
     class Row:
         def __init__(self, key, time):
             self.key, self.self_cpu_time_total = key, time
 
-    rows = [Row("a", 10), Row("ProfilerStep*", 900), Row("b", 60), Row("c", 30), Row("d", 0)]
+    rows = [Row("a", 10), Row("b", 60), Row("c", 30), Row("d", 0)]
     assert most_expensive(rows, "self_cpu_time_total") == "b 60 %, c 30 %, a 10 %"
 
 
