@@ -55,7 +55,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $@
 
 train: setup
-	deepspeed launch/train.py --deepspeed ds_configs/zero2.json $(ARGS)
+	deepspeed --log_level=warning launch/train.py --deepspeed ds_configs/zero2.json $(ARGS)
 
 PARALLEL := --dist loadscope --no-loadscope-reorder
 CORES = $(shell nproc)

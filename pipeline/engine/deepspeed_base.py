@@ -18,6 +18,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.utils import set_log_level_from_string
 from torch import Tensor, nn
 
 from pipeline.config.half_masters import has_half_states
@@ -56,9 +57,27 @@ _SEARCH = {
 _LOWEST = ("min_scale", "min_loss_scale")  # DeepSpeed's words for where it ends
 
 
+def is_wanted(record: logging.LogRecord) -> bool:
+    """Return whether a line of DeepSpeed's log is shown.
+
+    The event `non_finite` reports skipped steps; DeepSpeed's line for them comes with its other news.
+    """
+    return deepspeed.utils.logger.isEnabledFor(logging.INFO) or "OVERFLOW!" not in record.getMessage()
+
+
+def quiet_deepspeed() -> None:
+    """Show DeepSpeed's warnings and errors, or all of its log with `log.console: debug`.
+
+    Where its JSON has a `log_level`, `deepspeed.initialize` sets that one later.
+    """
+    is_debugged = logging.getLogger("pipeline").isEnabledFor(logging.DEBUG)
+    set_log_level_from_string("debug" if is_debugged else "warning")
+    deepspeed.utils.logger.addFilter(is_wanted)
+
+
 def start_deepspeed(job: Job) -> None:
     """Hands the job's process group to DeepSpeed and turns off what a CPU run does not need."""
-    deepspeed.utils.logger.setLevel(logging.WARNING)
+    quiet_deepspeed()
     # ninja, which compiles DeepSpeed's ops, lies beside the venv's python, activated or not.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times a step: 5 % of it, and the log.
