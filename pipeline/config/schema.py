@@ -129,22 +129,23 @@ class LogConfig(Closed):
 
 
 class WandbConfig(Closed):
-    """Weights & Biases. Rank 0 of the job logs; nobody else opens a run."""
+    """Weights & Biases. Rank 0 of the job logs; nobody else opens a run. Where a key is left out, W&B's own
+    variable is used; one that the recipe overrides is named in one line."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto`: online where there is an API key, offline otherwise."""
-    project: str = "deepspeed-pipeline"
-    """Project the run is filed under."""
+    """`auto`: as `WANDB_MODE` says; without it online where there is an API key, offline otherwise."""
+    project: str | None = None
+    """Project the run is filed under. Default: `WANDB_PROJECT`, else `deepspeed-pipeline`."""
     entity: str | None = None
-    """User or team. Default: the key's own."""
+    """User or team. Default: `WANDB_ENTITY`, else the key's own."""
     group: str | None = None
-    """Group of runs shown together. Default: the run's name."""
+    """Group of runs shown together. Default: `WANDB_RUN_GROUP`, else the run's name."""
     tags: list[str] = Field([])
-    """Labels of the run."""
+    """Labels of the run. Default: `WANDB_TAGS`, with commas between them."""
     notes: str | None = None
-    """What to know about the run, in a few sentences."""
+    """What to know about the run, in a few sentences. Default: `WANDB_NOTES`."""
     job_type: str | None = None
-    """Kind of run within its group, as `train`."""
+    """Kind of run within its group, as `train`. Default: `WANDB_JOB_TYPE`."""
     x_axis: Literal["global_step", "tokens_seen"] = "global_step"
     """What curves are drawn over. `tokens_seen`: of language models."""
     checkpoints: bool = False

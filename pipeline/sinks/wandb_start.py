@@ -11,21 +11,31 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
 from pipeline.optional_packages import require
-from pipeline.redaction import redact_text
+from pipeline.redaction import redact, redact_text
 from pipeline.sinks.wandb_files import NOT_UPLOADED, rows_of
 
 logger = logging.getLogger(__name__)
 
 RUN_ID_FILE = "wandb_run_id"
+PROJECT = "deepspeed-pipeline"
 INIT_TIMEOUT_SECONDS = 10.0
 FINISH_TIMEOUT_SECONDS = 8.0
 ROOM = 8 * 2**20
 """Bytes that the disk with W&B's files has left at the least, where it is to log."""
+VARIABLES = {
+    "project": "WANDB_PROJECT",
+    "entity": "WANDB_ENTITY",
+    "group": "WANDB_RUN_GROUP",
+    "tags": "WANDB_TAGS",
+    "notes": "WANDB_NOTES",
+    "job_type": "WANDB_JOB_TYPE",
+}
+"""Key of the section `wandb` and argument of `wandb.init` -> W&B's own variable for it."""
 _MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's other words
 
 
@@ -37,6 +47,43 @@ def lack_of_room(folder: Path) -> str | None:
         if free < ROOM
         else None
     )
+
+
+def forget_empty_variables() -> None:
+    """Remove W&B's variables that are set to nothing: W&B takes the empty text for a value, or refuses it."""
+    for name, value in list(os.environ.items()):
+        if name.startswith("WANDB_") and not value.strip():
+            del os.environ[name]
+
+
+def run_arguments(config: WandbConfig, run_name: str, run_dir: Path) -> dict[str, Any]:
+    """Return where and under which name `wandb.init` files the run; one line says what the recipe overrides.
+
+    Args:
+        config: The section `wandb` of the recipe; W&B's variables stand for what it leaves out.
+        run_name: Group of the run where neither names one.
+        run_dir: Directory of the run.
+    """
+    arguments: dict[str, Any] = {"project": PROJECT, "group": run_name}
+    overridden = []
+    theirs: Any = os.environ.get("WANDB_MODE")
+    if config.mode != "auto" and theirs not in (None, config.mode):
+        overridden.append(f"mode {config.mode} from the recipe, not {theirs} from WANDB_MODE")
+    for key, variable in VARIABLES.items():
+        given = getattr(config, key)
+        theirs = os.environ.get(variable)
+        if theirs is not None and key == "tags":
+            theirs = theirs.split(",")
+        if given and theirs not in (None, given):
+            overridden.append(f"{key} {given} from the recipe, not {theirs} from {variable}")
+        if given or theirs:
+            arguments[key] = given or theirs
+    if "WANDB_DIR" in os.environ:
+        overridden.append(f"the folder {run_dir}, where `sync` and a resume look, not WANDB_DIR")
+    if overridden:
+        logger.info("W&B: %s", redact_text("; ".join(overridden)))
+    name = os.environ.get("WANDB_NAME", run_dir.resolve().name)
+    return arguments | {"notes": redact(arguments.get("notes")), "name": name, "dir": str(run_dir)}
 
 
 def choose_mode(config: WandbConfig) -> tuple[str, str]:
@@ -84,11 +131,12 @@ def open_run(
     # create_new: a run of the user's own in this process stays what it is.
     shared = {"reinit": "create_new", "settings": settings, **arguments}
     folder, id_file = run_dir / "wandb", run_dir / RUN_ID_FILE
+    resume: Literal["allow"] | None = "allow" if is_resume else None  # None: as WANDB_RESUME says
     if mode == "online":
         try:
-            run_id = _run_id(id_file, reuse=is_resume)
+            run_id = _run_id(id_file, is_resume=is_resume, reuse=is_resume)
             with _arguments_redacted():
-                run = wandb.init(mode="online", id=run_id, resume="allow", **shared)
+                run = wandb.init(mode="online", id=run_id, resume=resume, **shared)
             _forget_unfinished(folder)
             _set_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
             logger.info("W&B run: %s", run.url)
@@ -102,9 +150,9 @@ def open_run(
     if newest is None:
         _forget_unfinished(folder)
         _set_aside(folder.glob("offline-run-*"))
-    run_id = _run_id(id_file, reuse=newest is not None)
+    run_id = _run_id(id_file, is_resume=is_resume, reuse=newest is not None)
     with _arguments_redacted():
-        run = wandb.init(mode="offline", id=run_id, resume="allow", **shared)
+        run = wandb.init(mode="offline", id=run_id, resume=resume, **shared)
     paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
     logger.warning(
         "W&B is offline (%s); to upload: wandb sync %s", reason, " ".join(shlex.quote(str(p)) for p in paths)
@@ -137,13 +185,17 @@ def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
     return None
 
 
-def _run_id(path: Path, *, reuse: bool) -> str:
+def _run_id(path: Path, *, is_resume: bool, reuse: bool) -> str:
     """The id kept in the run directory, or a new one, kept there from now on."""
+    wanted = os.environ.get("WANDB_RUN_ID")
     if reuse and path.exists():
-        return path.read_text().strip()
-    # An agent of a sweep knows its trial by the id that it gives.
-    run_id = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
-    run_id = run_id or secrets.token_hex(4)
+        run_id = path.read_text().strip()
+        if wanted not in (None, run_id):
+            logger.info("W&B: this run goes on under its own id %s, not under WANDB_RUN_ID", run_id)
+        return run_id
+    # A resume asks for another id than the one before; an agent of a sweep knows its trial by no other.
+    is_given = not is_resume or "WANDB_SWEEP_ID" in os.environ
+    run_id = (wanted if is_given else None) or secrets.token_hex(4)
     path.write_text(run_id + "\n")
     return run_id
 

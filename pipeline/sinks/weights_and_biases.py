@@ -27,7 +27,14 @@ from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
 from pipeline.sinks.wandb_checkpoints import CheckpointArtifacts
 from pipeline.sinks.wandb_files import NOT_UPLOADED
-from pipeline.sinks.wandb_start import FINISH_TIMEOUT_SECONDS, choose_mode, lack_of_room, open_run
+from pipeline.sinks.wandb_start import (
+    FINISH_TIMEOUT_SECONDS,
+    choose_mode,
+    forget_empty_variables,
+    lack_of_room,
+    open_run,
+    run_arguments,
+)
 from pipeline.working_tree import GIT_DIFF
 
 logger = logging.getLogger(__name__)
@@ -55,8 +62,8 @@ def open_wandb(
 
     Args:
         config: The section `wandb` of the recipe.
-        run_name: Group of the run where the recipe names none.
-        run_dir: Directory of the run; its name is the run's name, and W&B's files go to `wandb/` in it.
+        run_name: Group of the run where neither the recipe nor W&B's variable names one.
+        run_dir: Directory of the run; W&B's files go to `wandb/` in it.
         start_step: 0 makes a new W&B run; otherwise the run goes on under the id it had.
         run_config: Shown as the run's configuration.
         earlier: Reads rows and rollbacks up to `start_step`; rows that W&B has not got are sent again.
@@ -70,6 +77,7 @@ def open_wandb(
         # wandb posts its own telemetry to the same server. With a server that hangs, that kept the process
         # 20 s at its exit. The variable is wandb's own switch and is read when its service starts.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        forget_empty_variables()
         mode, reason = choose_mode(config)
         if mode == "disabled":
             return None
@@ -78,20 +86,20 @@ def open_wandb(
             logger.warning("W&B is left out: %s; metrics.jsonl has them all", lacking)
             return None
         arguments = {
-            "project": config.project,
-            "entity": config.entity,
-            "group": config.group or run_name,
-            "tags": config.tags or None,
-            "notes": redact(config.notes),
-            "job_type": config.job_type,
-            "name": run_dir.resolve().name,
-            "dir": str(run_dir),
+            **run_arguments(config, run_name, run_dir),
             "config": redact(run_config),
         }
         run, newest = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
         if (run_dir / GIT_DIFF).exists():
             run.save(str(run_dir / GIT_DIFF), base_path=str(run_dir), policy="now")
         sink = WandbSink(run, newest, AXES[config.x_axis])
+        if start_step == 0 and newest >= 0:
+            logger.warning(
+                "W&B: run %s has steps up to %d already and keeps them; this run's rows up to there are in "
+                "metrics.jsonl alone (another WANDB_RUN_ID, or none, begins anew)",
+                run.id,
+                newest,
+            )
         if start_step > 0:
             for record in earlier():
                 sink.repeat(record)

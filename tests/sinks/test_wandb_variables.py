@@ -1,0 +1,141 @@
+"""W&B's own variables, with the real client against a server on this machine: they stand for what the recipe
+leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support.wandb_server import KEY, Server, environment, offline_rows, run_id
+
+from pipeline.config.schema import WandbConfig
+from pipeline.sinks.wandb_start import run_arguments
+
+PROGRAM = """
+    import json, logging, sys
+    from pathlib import Path
+    from pipeline.config.model_schema import CNNConfig
+    from pipeline.config.data_schema import DigitsDataConfig
+    from pipeline.config.schema import RunConfig, WandbConfig
+    from pipeline.sinks import build_sinks
+
+    run_dir, start, section = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    logging.basicConfig(level=logging.INFO, format="LOG %(message)s", stream=sys.stdout)
+    config = RunConfig(name="trial", max_steps=40, model=CNNConfig(kind="cnn"),
+                       data=DigitsDataConfig(kind="digits"), wandb=WandbConfig(**section))
+    run_dir.mkdir(exist_ok=True)
+    with build_sinks(config, run_dir=run_dir, is_main_process=True, start_step=start, max_steps=40,
+                     run_config={}) as sinks:
+        for step in range(start + 1, start + 4):
+            sinks.write(step, {"train/loss": step / 7})
+"""
+ALL = {
+    "WANDB_PROJECT": "theirs",
+    "WANDB_ENTITY": "team",
+    "WANDB_NAME": "a name",
+    "WANDB_RUN_GROUP": "ablation",
+    "WANDB_TAGS": "one,two",
+    "WANDB_NOTES": "why",
+    "WANDB_JOB_TYPE": "train",
+}
+RECIPE = {"project": "ours", "group": "g", "tags": ["t"], "notes": "n", "job_type": "j", "entity": "me"}
+
+
+def start(folder: Path, env: dict[str, str], step: int = 0, **section: object) -> list[str]:
+    """Run the program; the answer is what it said of W&B."""
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(step), json.dumps(section)]
+    done = subprocess.run(
+        program, env=env, cwd=folder.parent, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return [line for line in done.stdout.splitlines() if "W&B" in line]
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    for name in (*ALL, "WANDB_MODE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda given: [monkeypatch.setenv(name, value) for name, value in given.items()]
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "expected", "said"),
+    [
+        ({}, {}, {"project": "deepspeed-pipeline", "group": "trial", "name": "run-1", "notes": None}, ""),
+        (
+            {},
+            ALL,
+            {
+                "project": "theirs",
+                "entity": "team",
+                "name": "a name",
+                "group": "ablation",
+                "tags": ["one", "two"],
+                "notes": "why",
+                "job_type": "train",
+            },
+            "",
+        ),
+        (RECIPE, {}, RECIPE, ""),
+        (RECIPE, {"WANDB_PROJECT": "ours", "WANDB_TAGS": "t"}, RECIPE, ""),
+        (
+            RECIPE,
+            {"WANDB_PROJECT": "theirs", "WANDB_TAGS": "t,u"},
+            RECIPE,
+            "W&B: project ours from the recipe, not theirs from WANDB_PROJECT; "
+            "tags ['t'] from the recipe, not ['t', 'u'] from WANDB_TAGS",
+        ),
+        (
+            {"mode": "online"},
+            {"WANDB_MODE": "offline"},
+            {},
+            "W&B: mode online from the recipe, not offline from WANDB_MODE",
+        ),
+        (
+            {},
+            {"WANDB_DIR": "/elsewhere", "WANDB_MODE": "offline"},
+            {"dir": "runs/run-1"},
+            "W&B: the folder runs/run-1, where `sync` and a resume look, not WANDB_DIR",
+        ),
+    ],
+)
+def test_a_variable_stands_for_what_the_recipe_leaves_out(section, given, expected, said, variables, caplog):
+    variables(given)
+    with caplog.at_level(logging.INFO, logger="pipeline"):
+        found = run_arguments(WandbConfig(**section), "trial", Path("runs/run-1"))
+    assert found | expected == found
+    assert caplog.messages == [said] * bool(said)
+
+
+@pytest.mark.slow
+def test_the_server_has_what_the_variables_say_and_a_resume_its_own_id(tmp_path):
+    folder = tmp_path / "trial-1"
+    with Server(tmp_path / "server") as server:
+        env = environment(tmp_path, server.url, **KEY, **ALL, WANDB_RUN_ID="my-id", WANDB_RESUME="never")
+        (said,) = start(folder, env)
+        assert said.startswith("LOG W&B run: ")
+        ((name, kept),) = server.runs().items()
+        assert name == run_id(folder) == "my-id"
+        assert (kept["project"], kept["displayName"], kept["groupName"]) == ("theirs", "a name", "ablation")
+        assert kept["tags"] == ["one", "two"]
+        other = env | {"WANDB_RUN_ID": "another"}
+        said = start(folder, other, 3)
+        assert said[0] == "LOG W&B: this run goes on under its own id my-id, not under WANDB_RUN_ID"
+        assert list(server.runs()) == ["my-id"]
+        assert [row["_step"] for row in server.rows("my-id")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_empty_variables_are_none(tmp_path):
+    folder = tmp_path / "trial-1"
+    names = (*ALL, "WANDB_MODE", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID")
+    (said,) = start(folder, environment(tmp_path, "http://127.0.0.1:9", **dict.fromkeys(names, "")))
+    assert "W&B is offline (no API key" in said
+    assert len(offline_rows(folder)) == 3
+    assert len(run_id(folder)) == 8
