@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.events import PLAN
+from pipeline.events import PLAN, TIME
 from pipeline.sinks.console import count, decimals, duration
 from pipeline.sinks.jsonl import METRICS_FILE, iterate_record
+
+
+def closing_line(name: str, text: object) -> str:
+    """Return a line whose text stands under that of the others."""
+    return f"{name:<13}  {text}"
 
 
 def summed_up(run_dir: Path) -> list[str]:
@@ -28,45 +33,58 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     Args:
         rows: Lines of metrics.jsonl, in order.
     """
-    step, seconds, tokens = 0, 0.0, 0.0
-    losses, evaluations, plan = _Best(), _Best(), ""
+    step = 0
+    seconds = tokens = 0.0
+    plan = ""
+    metrics: dict[str, _Best] = {}
     for row in rows:
         if row.get("event") == PLAN:
             plan = str(row["message"]).removeprefix("plan: ")
+        if row.get("event") == TIME:  # has the steps behind the last row, too
+            step = int(row["step"])
+            seconds = row["goodput"] * row["elapsed_seconds"]
+            tokens = row.get("tokens_seen", tokens)
         if "train/loss" in row:
             before, step = step, int(row["step"])
             seconds += (step - before) * row.get("perf/step_time_seconds", 0.0)
             tokens = row.get("train/tokens_seen", 0.0)
-            losses.add(step, row["train/loss"])
-        if "eval/loss" in row:
-            evaluations.add(int(row["step"]), row["eval/loss"])
+        for key in row:
+            if (name := _name(key)) is not None:
+                metrics.setdefault(name, _Best(is_loss=name.endswith("loss"))).add(int(row["step"]), row[key])
     if step:
         seen = f", {count(tokens)} tokens" if tokens else ""
-        yield f"steps       {step:,} in {duration(seconds)}{seen}"
-    for name, best in (("loss", losses), ("eval loss", evaluations)):
-        if best.has_any:
-            yield f"{name:<10}  {best}"
+        yield closing_line("steps", f"{step:,} in {duration(seconds)}{seen}")
+    for name in ("loss", "accuracy", "eval loss", "eval accuracy"):
+        if name in metrics:
+            yield closing_line(name, metrics[name])
     if plan:
-        yield f"plan        {plan}"
+        yield closing_line("plan", plan)
+
+
+def _name(key: str) -> str | None:
+    """Return what a column is called here: a loss, or an accuracy as classes and preferences have one."""
+    group, _, metric = key.partition("/")
+    if group not in ("train", "eval") or metric not in ("loss", "accuracy", "rewards/accuracy"):
+        return None
+    return f"{'eval ' if group == 'eval' else ''}{metric.removeprefix('rewards/')}"
 
 
 class _Best:
-    """The last of some losses, and the lowest."""
+    """The last of a metric's values, and the best: the lowest loss, the highest accuracy."""
 
-    def __init__(self) -> None:
-        self.has_any = False
-        self._last, self._lowest = (0, math.nan), (0, math.inf)
+    def __init__(self, *, is_loss: bool) -> None:
+        self._sign, self._word = (1, "lowest") if is_loss else (-1, "highest")
+        self._last, self._best = (0, math.nan), (0, math.nan)
 
-    def add(self, step: int, loss: float) -> None:
-        self.has_any = True
-        self._last = step, loss
-        if loss < self._lowest[1]:
-            self._lowest = step, loss
+    def add(self, step: int, value: float) -> None:
+        self._last = step, value
+        if math.isnan(self._best[1]) or self._sign * value < self._sign * self._best[1]:
+            self._best = self._last
 
     def __str__(self) -> str:
         last = f"{decimals(self._last[1])} at step {self._last[0]}"
-        if math.isinf(self._lowest[1]):
+        if math.isnan(self._best[1]):
             return last
-        if self._lowest[0] == self._last[0]:
-            return f"{last}, the lowest"
-        return f"{last}; lowest {decimals(self._lowest[1])} at step {self._lowest[0]}"
+        if self._best[0] == self._last[0]:
+            return f"{last}, the {self._word}"
+        return f"{last}; {self._word} {decimals(self._best[1])} at step {self._best[0]}"

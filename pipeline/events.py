@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +44,20 @@ class Event:
 
     @property
     def line(self) -> str:
-        """Message and advice as the log has them."""
+        """Message and advice."""
         return f"{self.message}; {self.advice}" if self.advice else self.message
+
+    def log_line(self, step: int) -> str:
+        """Return the line of the log: an alert begins with its name and its step, news is its own words.
+
+        Args:
+            step: Where it is told; the field `at_step` has that of the alert, where it is another one.
+        """
+        if self.level == "info":
+            return self.line
+        at = int(self.fields.get("at_step", step))
+        names_step = re.search(rf"\bstep {at}\b", self.message) is not None
+        return f"{self.name}: {self.line}" if names_step else f"{self.name}: step {at}: {self.line}"
 
     @property
     def columns(self) -> dict[str, str | float]:

@@ -20,7 +20,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.resident import process_peak
 from pipeline.errors import ModelError, PipelineError, one_line
-from pipeline.events import PLAN, Event, Level
+from pipeline.events import PLAN, Event
 from pipeline.models import sizes
 from pipeline.planning.account import Planned
 from pipeline.planning.forecast import Forecast, forecast_of, job_of, largest_that_fits
@@ -33,10 +33,6 @@ from pipeline.watchers import Seen
 
 log = logging.getLogger(__name__)
 
-FAR = 0.20
-"""Of what was expected, by which what was measured may differ without a warning."""
-FAR_GIB = 0.5
-"""What a process has besides, libraries and data, differs by as much from run to run."""
 LEAST_ROWS = 3
 """With a speed, behind the first one, which has the compiler's time: fewer say little."""
 
@@ -94,22 +90,16 @@ class Expectation:
             return None
         fields: dict[str, str | float] = {}
         told: list[str] = []
-        far: list[float] = []
-        memory = self._memory(found, fields, told, far)
-        speed, flops = self._speed(found, fields, told, far)
+        memory = self._memory(found, fields, told)
+        speed, flops = self._speed(found, fields, told)
         if self._history is not None and (memory or speed or flops):
             kind = Kind.of(found.place.gpu.name, found.model, found.config, found.resolved)
             self._history.add(Measured(kind, memory, speed, flops))
         if not told:
             return None
-        is_far = max(far, default=0.0) > FAR
-        advice = f"more than {FAR:.0%} beside the plan; the next one here is corrected by it"
-        level: Level = "warning" if is_far else "info"
-        return Event(PLAN, f"plan: {'; '.join(told)}", advice if is_far else "", level, fields)
+        return Event(PLAN, f"plan: {'; '.join(told)}", level="info", fields=fields)
 
-    def _memory(
-        self, found: Forecast, fields: dict[str, str | float], told: list[str], far: list[float]
-    ) -> float | None:
+    def _memory(self, found: Forecast, fields: dict[str, str | float], told: list[str]) -> float | None:
         """Adds what is to be told of it; the peak over the formulas', None: not known."""
         expected = found.peak / GIB
         # The system knows a process's peak alone, and a notebook's may have held more before.
@@ -118,13 +108,10 @@ class Expectation:
             return None
         fields |= {"memory_expected_gib": expected, "memory_measured_gib": self._peak}
         told.append(f"memory {self._peak:.2f} GiB of {expected:.2f} expected")
-        beside = abs(self._peak - expected)
-        if found.memory.is_complete and beside > FAR_GIB:
-            far.append(beside / expected)
         return self._peak / expected * found.correction.memory if found.memory.is_complete else None
 
     def _speed(
-        self, found: Forecast, fields: dict[str, str | float], told: list[str], far: list[float]
+        self, found: Forecast, fields: dict[str, str | float], told: list[str]
     ) -> tuple[float | None, float | None]:
         """The same of tokens a second; and FLOPs a second of a rank."""
         if len(self._speeds) <= LEAST_ROWS or not self._length:
@@ -135,8 +122,6 @@ class Expectation:
             return None, self._flops(found, measured)
         fields["tokens_per_second_expected"] = expected
         told.append(f"{measured:,.0f} tokens/s of {expected:,.0f} expected")
-        if found.place.device.kind == "cuda":  # a CPU has other work, too
-            far.append(abs(measured / expected - 1))
         return measured / expected * found.correction.speed, self._flops(found, measured)
 
     def _flops(self, found: Forecast, tokens_per_second: float) -> float | None:

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import printable, shown
+from pipeline.events import PLAN
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
@@ -30,12 +31,13 @@ class _Printable(logging.Formatter):
         return printable(super().format(record))
 
 
-class _Short(_Printable):
-    """For the console: without megabytes."""
+class _ConsoleFormatter(_Printable):
+    """Formats a line for the console: without megabytes, and with its level from warnings on."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = shown(record.message)
-        return super().formatMessage(record)
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return level + super().formatMessage(record)
 
 
 class _File(logging.FileHandler):
@@ -45,6 +47,11 @@ class _File(logging.FileHandler):
         pass
 
 
+def _is_for_console(record: logging.LogRecord) -> bool:
+    """Return whether the console shows a record now: running.py shows a failure and the plan at the end."""
+    return record.name != "pipeline.failure" and getattr(record, "event", None) != PLAN
+
+
 def log_to_console(ranks: Ranks, level: str = "info") -> None:
     """Rank 0 speaks, the others keep to errors; libraries to warnings.
 
@@ -52,10 +59,10 @@ def log_to_console(ranks: Ranks, level: str = "info") -> None:
         level: Of rank 0's lines, from `debug` to `error`. Files have all from `info` on, whatever it is.
     """
     console = _CurrentStderr()
-    console.setFormatter(_Short("%(message)s"))
+    console.setFormatter(_ConsoleFormatter("%(message)s"))
     wanted: int = getattr(logging, level.upper())
     console.setLevel(wanted if ranks.is_main_process else logging.ERROR)
-    console.addFilter(lambda record: record.name != "pipeline.failure")  # running.py shows that one, once
+    console.addFilter(_is_for_console)
     logger = logging.getLogger("pipeline")
     logger.setLevel(min(wanted, logging.INFO))
     logger.propagate = False

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.api import Run
 from pipeline.checkpoint.catalog import steps_in
-from pipeline.closing import summed_up
+from pipeline.closing import closing_line, summed_up
 from pipeline.config.settings import Settings
 from pipeline.device_failures import explain, of_training
 from pipeline.distributed.ranks import Ranks, write_exit_code
@@ -106,11 +106,11 @@ def _conclude(run: Run, text: str | None) -> None:
         print(f"\nthe model wrote:\n\n{printable(text)}\n")
     for line in summed_up(path):
         print(line)
-    print(f"metrics     {path / 'metrics.jsonl'}")
+    print(closing_line("metrics", path / "metrics.jsonl"))
     if (report := write_at_end(path)) is not None:
-        print(f"report      {report}")
-    print(f"checkpoint  {path / 'checkpoints'}")
-    print(f"settings    {path / 'recipe.yaml'}", flush=True)
+        print(closing_line("report", report))
+    print(closing_line("checkpoint", path / "checkpoints"))
+    print(closing_line("settings", path / "recipe.yaml"), flush=True)
 
 
 def _report(begun: Joined) -> None:
@@ -120,7 +120,7 @@ def _report(begun: Joined) -> None:
         return
     if (report := write_at_end(directory)) is not None:
         with suppress(OSError):  # not by a stream, whose lock a stuck thread may have
-            os.write(STDOUT, f"report      {report}\n".encode())
+            os.write(STDOUT, f"{closing_line('report', report)}\n".encode())
 
 
 def _end(

@@ -181,10 +181,11 @@ class Safeguard:
         """
         field = CAUSES.get(event.name)
         action = getattr(self._watch, field) if field is not None else "log"
-        if action == "stop":
-            raise StoppedError(f"{event.line} (watch.{field}: stop)")
+        bad_step = int(event.fields.get("at_step", step))
+        if action == "stop":  # what happened, and what to try, the event has said
+            raise StoppedError(f"{event.name} at step {bad_step} ends the run (watch.{field}: stop)")
         if action == "rollback":
-            raise GoBack(int(event.fields.get("at_step", step)), event)
+            raise GoBack(bad_step, event)
 
     def going_back(self, found: GoBack) -> int:
         """The step that a checkpoint must not be beyond, if the run is to go on from it.
@@ -196,8 +197,8 @@ class Safeguard:
         self._furthest = max(self._furthest, found.step)
         if self._backs > MOST_IN_A_ROW:
             raise StoppedError(
-                f"{found.why.line}; the run went back {MOST_IN_A_ROW} times and came no further: lower "
-                "optimizer.learning_rate, or look at the data"
+                f"the run went back {MOST_IN_A_ROW} times and came no further than {found.why.name} at step "
+                f"{found.step}: lower optimizer.learning_rate, or look at the data"
             )
         return max(found.step - self._watch.rollback_steps, 0)
 

@@ -99,8 +99,8 @@ class Stepper:
             parts.checkpoints.distrust_after(good)
             parts.replica_check.leave()
             raise DeviceFailedError(
-                f"{found.line}; no checkpoint after step {good} counts any more: the same command goes on "
-                "from one before (watch.on_corruption)"
+                f"{found.name} at step {step} on ranks {found.fields['ranks']}: no checkpoint after step "
+                f"{good} counts any more; the same command goes on from one before (watch.on_corruption)"
             )
 
     def answer(self, step: int, event: Event) -> None:
@@ -135,8 +135,8 @@ class Stepper:
             remembered = parts.checkpoints.go_back(parts.engine, until)
         if remembered is None:
             raise StoppedError(
-                f"{found.why.line}; there is no checkpoint of step {until} or before it to go back to: lower "
-                "checkpoint.every or watch.rollback_steps, or raise checkpoint.keep_last"
+                f"{found.why.name} at step {found.step}: there is no checkpoint of step {until} or before it "
+                "to go back to; lower checkpoint.every or watch.rollback_steps, or raise checkpoint.keep_last"
             )
         state = TrainState.of(remembered, parts.engine.device)
         stretches = parts.safeguard.leave_out(found)

@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -170,7 +170,11 @@ class Loop:
         if self._has_begun and not self._parts.sinks.is_empty:
             if (came := self._parts.expectation.conclusion()) is not None:
                 self._parts.sinks.tell(self.state.global_step, came)
-            self._parts.sinks.tell(self.state.global_step, self._parts.meters.conclusion())
+            time_spent = self._parts.meters.conclusion()
+            if self._parts.objective.unit == "tokens":
+                tokens = {"tokens_seen": float(self.state.tokens_seen)}
+                time_spent = replace(time_spent, fields={**time_spent.fields, **tokens})
+            self._parts.sinks.tell(self.state.global_step, time_spent)
 
     def __enter__(self) -> Loop:
         return self

@@ -144,7 +144,7 @@ def test_sigterm_saves_leaves_and_goes_on(tmp_path, ranks):
     assert second.returncode == 0, second.stderr
     assert [row["step"] for row in numbers(run) if "train/loss" in row] == list(range(1, 11))
     assert reported(run, "finished")
-    assert f"report      {run / 'report.html'}" in second.stdout
+    assert f"report         {run / 'report.html'}" in second.stdout
 
 
 def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
@@ -157,7 +157,7 @@ def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
     assert "[rank 1]" in both
     (run,) = run_directories(tmp_path)
     assert "a programmer's mistake" in why_failed(run)
-    assert f"report      {run / 'report.html'}" in result.stdout
+    assert f"report         {run / 'report.html'}" in result.stdout
 
 
 MEMORY = (
@@ -199,7 +199,7 @@ def test_a_run_that_fails_while_it_is_built_has_a_report_too(tmp_path, fault, ra
     assert result.returncode != 0
     (run,) = run_directories(tmp_path)
     assert said in why_failed(run)
-    assert f"report      {run / 'report.html'}" in result.stdout
+    assert f"report         {run / 'report.html'}" in result.stdout
     assert run_command(["report", str(run)]) == 0
 
 
@@ -230,7 +230,7 @@ def test_a_killed_rank_ends_the_others_without_their_tracebacks(tmp_path, rank):
     assert re.search(gone, result.stderr, re.M), result.stderr
     (run,) = run_directories(tmp_path)
     assert re.search(gone, why_failed(run))
-    assert f"report      {run / 'report.html'}" in result.stdout
+    assert f"report         {run / 'report.html'}" in result.stdout
 
 
 def test_gradients_that_stay_nan_end_the_run_with_one_line(tmp_path):

@@ -92,16 +92,45 @@ ROWS: list[dict[str, float]] = [
 
 def test_a_run_is_summed_up_from_its_record():
     assert list(lines_of(ROWS)) == [
-        "steps       20 in 1m42s, 2.0k tokens",
-        "loss        2.0000 at step 20; lowest 1.0000 at step 10",
-        "eval loss   1.2500 at step 20, the lowest",
+        "steps          20 in 1m42s, 2.0k tokens",
+        "loss           2.0000 at step 20; lowest 1.0000 at step 10",
+        "eval loss      1.2500 at step 20, the lowest",
     ]
+
+
+def test_steps_behind_the_last_row_are_counted_with_their_time_and_tokens():
+    """A run was stopped at step 23, goes on from there, and has a row at step 30."""
+    time = {"event": "time", "elapsed_seconds": 400.0, "goodput": 0.3, "tokens_seen": 2345}
+    rows = [*ROWS, {"step": 23, **time}]
+    assert next(lines_of(rows)) == "steps          23 in 2m00s, 2.3k tokens"
+    rows.append({"step": 30, "train/loss": 1.0, "perf/step_time_seconds": 1.0, "train/tokens_seen": 3000})
+    assert next(lines_of(rows)) == "steps          30 in 2m07s, 3.0k tokens"
+
+
+def test_accuracies_are_summed_up_where_there_are_some_and_memory_once():
+    rows = [
+        {"step": 0, "eval/loss": 2.0, "eval/accuracy": 0.1, "eval/more/accuracy": 1.0},
+        {"step": 1, "train/loss": 2.0, "train/accuracy": 0.5},
+        {"step": 2, "train/loss": 1.0, "train/accuracy": 0.25},
+        {"step": 2, "eval/loss": 3.0, "eval/accuracy": 0.9, "eval/more/accuracy": 0.0},
+        {"step": 2, "event": "plan", "message": "plan: memory 0.95 GiB of 0.94 expected"},
+    ]
+    assert list(lines_of(rows)) == [
+        "steps          2 in 0s",
+        "loss           1.0000 at step 2, the lowest",
+        "accuracy       0.2500 at step 2; highest 0.5000 at step 1",
+        "eval loss      3.0000 at step 2; lowest 2.0000 at step 0",
+        "eval accuracy  0.9000 at step 2, the highest",
+        "plan           memory 0.95 GiB of 0.94 expected",
+    ]
+    pairs = [{"step": 5, "eval/loss": 0.6, "eval/rewards/accuracy": 0.75, "eval/rewards/margin": 1.0}]
+    assert list(lines_of(pairs))[1:] == ["eval accuracy  0.7500 at step 5, the highest"]
 
 
 def test_what_was_not_measured_is_not_said():
     assert list(lines_of([])) == []
     rows = [{"step": 1, "train/loss": math.nan, "perf/step_time_seconds": 1.0}]
-    assert list(lines_of(rows)) == ["steps       1 in 1s", "loss        nan at step 1"]
+    assert list(lines_of(rows)) == ["steps          1 in 1s", "loss           nan at step 1"]
 
 
 def test_a_record_that_cannot_be_read_leaves_it_out(tmp_path):
@@ -117,7 +146,7 @@ def test_the_console_shows_a_level_and_what_is_worse_and_files_all(level, shown,
     logger = logging.getLogger("pipeline.any")
     for name, number in (("d", 10), ("i", 20), ("w", 30), ("e", 40)):
         logger.log(number, name)
-    assert capsys.readouterr().err.split() == list(shown)
+    assert [line[-1] for line in capsys.readouterr().err.splitlines()] == list(shown)
     assert logger.isEnabledFor(logging.INFO), "the run's files"
 
 
@@ -204,7 +233,7 @@ def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
     done = launch("--config", str(recipe), "--quiet", "name=tiny-quiet", "schedule.warmup_steps=50")
     assert done.returncode == 0
     (warning,) = done.stderr.splitlines()
-    assert warning.startswith("schedule.warmup_steps 50 is longer")
+    assert warning.startswith("warning: schedule.warmup_steps 50 is longer")
     assert [line.split()[0] for line in done.stdout.splitlines()] == [
         *("steps", "loss", "eval", "plan", "metrics", "report", "checkpoint", "settings"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,13 @@ from support.record import numbers
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
+from pipeline.closing import summed_up
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import NonFiniteLossError
 from pipeline.rows import LateRow, LateRows
 from pipeline.sinks import Sinks
+from pipeline.sinks.jsonl import iterate_record
 from pipeline.training import Loop
 from pipeline.watchers import Seen
 
@@ -165,3 +168,15 @@ def test_numbers_of_any_shape_come_over_in_one_piece():
     late = LateRow(numbers, lambda host: Seen({n: float(each.sum()) for n, each in host.items()}))
     numbers["b"].zero_()  # the next step has begun
     assert late.read().row == {"a": 3.0, "b": 1.0, "c": 1.0}
+
+
+def test_the_closing_lines_have_the_steps_behind_the_last_row(tmp_path):
+    """It was stopped at step 6, has a row of step 4, and its stop is agreed a step later."""
+    run(tmp_path, event=signal.SIGTERM, at=6, changes={"log": {"every": 4}, "max_steps": 20})
+    (saved,) = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1:]
+    stopped_at = int(saved.removeprefix("step-"))
+    assert stopped_at >= 6
+    rows = [row for row in iterate_record(tmp_path / "metrics.jsonl") if "train/tokens_seen" in row]
+    assert rows[-1]["step"] == 4
+    found = re.fullmatch(rf"steps          {stopped_at} in \d+s, (\d+) tokens", summed_up(tmp_path)[0])
+    assert int(found[1]) > rows[-1]["train/tokens_seen"]

@@ -46,7 +46,7 @@ def stop_with_launcher(ranks: Ranks, period: float = PERIOD) -> None:
         detach_closed_terminal()
         log.warning("%s", line)
         if not ranks.is_main_process:  # whose console shows warnings
-            print(line, file=sys.stderr, flush=True)
+            print(f"warning: {line}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.config.loading import read_yaml
 from pipeline.errors import ConfigError, PipelineError, listed, printable
-from pipeline.events import PLAN, RUN_FAILED, TIME
+from pipeline.events import RUN_FAILED, TIME
 from pipeline.foreign import CONFIGURATION, open_plain, read_plain
 from pipeline.report.killed import why_killed
 from pipeline.report.record import Record, read_record

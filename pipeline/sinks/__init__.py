@@ -68,7 +68,8 @@ class Sinks:
         """
         self._step = step
         level = logging.getLevelName(event.level.upper())
-        logger.log(min(level, logging.WARNING) if self.is_empty else level, "%s", event.line)
+        level = min(level, logging.WARNING) if self.is_empty else level
+        logger.log(level, "%s", event.log_line(step), extra={"event": event.name})
         for sink in self._sinks:
             sink.tell(step, event)
 

@@ -60,7 +60,7 @@ def test_what_happened_is_logged_once_and_handed_to_every_sink(caplog):
         Sinks(sinks).tell(step, event)
     assert sinks[0].events == sinks[1].events == list(enumerate(events))
     assert [(each.levelname, each.message) for each in caplog.records] == [
-        ("WARNING", "the loss is 9; look at the data"),
+        ("WARNING", "loss_spike: step 0: the loss is 9; look at the data"),
         ("INFO", "left out"),
     ]
 
@@ -68,7 +68,9 @@ def test_what_happened_is_logged_once_and_handed_to_every_sink(caplog):
 def test_a_rank_without_sinks_says_no_error_of_what_all_ranks_know(caplog):
     """Errors of any rank come to the console."""
     Sinks().tell(3, Event("corruption", "bits differ", level="error"))
-    assert [(each.levelname, each.message) for each in caplog.records] == [("WARNING", "bits differ")]
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("WARNING", "corruption: step 3: bits differ")
+    ]
 
 
 def test_exit_code_is_0_normally_and_1_after_an_exception():
