@@ -42,6 +42,7 @@ from pipeline.parts import Parts
 from pipeline.plan import announce
 from pipeline.planning.account import Account
 from pipeline.profiling import build_profiler, watch_memory
+from pipeline.redaction import redact
 from pipeline.remedies import of_generation
 from pipeline.report.killed import note_processes
 from pipeline.report.page import report_of_killed
@@ -276,7 +277,7 @@ class Run:
         summary = {
             "global_step": self.global_step,
             "skipped_steps": int(self._loop.state.skipped_steps),
-            "sample": self._sample,
+            "sample": redact(self._sample),
         }
         try:
             replace_text(self.directory / "summary.json", json.dumps(summary, indent=2))

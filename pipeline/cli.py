@@ -22,8 +22,15 @@ from pipeline.config.split import Device
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks, write_exit_code
 from pipeline.distributed.signals import Terminated, reports_own_exit, terminable
-from pipeline.errors import CommandLine, PipelineError, shown, too_long_a_name
+from pipeline.errors import (
+    CommandLine,
+    PipelineError,
+    hide_secrets_in_tracebacks,
+    shown,
+    too_long_a_name,
+)
 from pipeline.launching.environment import take_up
+from pipeline.redaction import redact
 from pipeline.schedule import remark
 
 LEVELS: tuple[str, ...] = get_args(LogLevel)
@@ -72,6 +79,7 @@ def _positive(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns the process's exit code."""
+    hide_secrets_in_tracebacks()
     ranks = Ranks(0, 0, 1, 1)
     try:
         handed_over = take_up(os.environ)
@@ -161,7 +169,7 @@ def describe(settings: Settings, world_size: int) -> str:
     if filled is not None:
         parts += [
             f"# DeepSpeed ({settings.split_path}, every auto filled)",
-            json.dumps(filled, indent=2),
+            json.dumps(redact(filled), indent=2),
             "",
         ]
     ranks = f"{world_size} rank{'s' * (world_size > 1)}"

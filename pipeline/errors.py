@@ -1,7 +1,7 @@
 """The errors a user can cause. Each is shown as one line, without a traceback, and ends the run with code 2.
 
 A programmer's mistake raises anything else and keeps its traceback. What a message repeats may come from
-anywhere: it is cleaned and cut here, wherever it is shown.
+anywhere: secrets are hidden, escapes are written out and it is cut here, wherever it is shown.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ import difflib
 import errno
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
+from types import TracebackType
 from typing import NoReturn
+
+from pipeline.redaction import redact_text
 
 # What moves a terminal's cursor, turns text round or cannot be written at all: control characters but for
 # line breaks and tabs, separators of lines, overrides of direction, halves of surrogate pairs.
@@ -24,13 +29,13 @@ LONGEST_LINE, LONGEST_WORD = 1000, 400  # characters; a path may have 4096, but 
 
 
 def printable(text: str) -> str:
-    """The text with what no terminal should be given written as an escape: `\\x1b`."""
-    return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """The text without secrets, with what no terminal should be given written as an escape: `\\x1b`."""
+    return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), redact_text(text))
 
 
 def shown(text: str, longest: int = LONGEST_LINE) -> str:
     """At most three lines of what a message says, without megabytes and escapes of what it repeats."""
-    lines = [_cut(printable(line), longest) for line in text.strip().split("\n")]
+    lines = [_cut(line, longest) for line in printable(text.strip()).split("\n")]
     if len(lines) > MOST_LINES:
         more = len(lines) - MOST_LINES + 1
         lines = [*lines[: MOST_LINES - 1], f"... and {more} more"]
@@ -39,7 +44,7 @@ def shown(text: str, longest: int = LONGEST_LINE) -> str:
 
 def one_line(error: BaseException, most: int = 200) -> str:
     """What a library says of its failure, in `most` characters; its class where it says nothing."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
+    return redact_text(" ".join(str(error).split()))[:most] or type(error).__name__
 
 
 def _cut(text: str, most: int) -> str:
@@ -107,8 +112,20 @@ def too_long_a_name(error: OSError) -> PipelineError | None:
     return PipelineError(f"{error.filename}: {error.strerror}; a name has 255 bytes at most, a path 4095")
 
 
+def hide_secrets_in_tracebacks() -> None:
+    """Print exceptions that nothing catches, on any thread, without secrets."""
+
+    def show(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            print(printable("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
+
+    sys.excepthook = show
+    threading.excepthook = lambda ended: show(ended.exc_type, ended.exc_value, ended.exc_traceback)
+
+
 def report_errors(work: Callable[[], int | None], interrupted: str | None = None) -> int:
     """What a command ends with: what `work` returns or 0, 2 bad input, 130 Ctrl-C (`interrupted` is said)."""
+    hide_secrets_in_tracebacks()
     try:
         return work() or 0
     except (PipelineError, OSError) as error:

@@ -11,6 +11,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.redaction import redact, redact_text
+
 RUN_FAILED = "run_failed"
 TIME = "time"
 """The last line of a process that ended as it should: where its time went."""
@@ -30,7 +32,10 @@ Level = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a step: a line of the log and of metrics.jsonl, an alert elsewhere."""
+    """Something that happened at a step: a line of the log and of metrics.jsonl, an alert elsewhere.
+
+    Its texts have no secrets, whoever makes it and wherever it goes.
+    """
 
     name: str
     """One of few words in snake_case, as `loss_spike`: what a reader filters by."""
@@ -41,6 +46,11 @@ class Event:
     level: Level = "warning"
     fields: Mapping[str, str | float] = field(default_factory=dict)
     """Further columns of its line in metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", redact_text(self.message))
+        object.__setattr__(self, "advice", redact_text(self.advice))
+        object.__setattr__(self, "fields", redact(dict(self.fields)))
 
     @property
     def line(self) -> str:

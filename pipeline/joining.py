@@ -15,6 +15,7 @@ from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.distributed.process_group import Job, start_job
 from pipeline.distributed.ranks import Ranks
 from pipeline.logs import log_to_console
+from pipeline.redaction import declare_secret_variable
 from pipeline.sinks import check_sinks
 
 
@@ -36,6 +37,8 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     Raises:
         PipelineError: the JSON or the data cannot be used; not all ranks came.
     """
+    if (variable := settings.config.notify.webhook_env) is not None:
+        declare_secret_variable(variable)
     log_to_console(ranks, settings.config.log.console)
     raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
     choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed, which would choose itself

@@ -25,7 +25,7 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
 
 
 class _Printable(logging.Formatter):
-    """What a line repeats may come from anywhere; a traceback keeps its lines."""
+    """What a line repeats may come from anywhere: no secrets, no escapes; a traceback keeps its lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -1,72 +1,378 @@
-"""What leaves a machine is rid of keys first: fields and variables named as one, and what looks like one.
+"""Secrets are removed here from every text and every setting that a process writes, prints or sends.
 
-Not here: files that the user wrote, as a run's recipe.yaml, which stay as they are.
+Three rules find them: the forms that providers give their keys, names that say "secret" in front of a value,
+and the values of environment variables with such names. pipeline.secret_names knows the names.
 """
 
 from __future__ import annotations
 
+import base64
+import importlib
+import json
 import os
 import re
+from collections.abc import Iterable
+from functools import cache, lru_cache
 from typing import Any
+from urllib.parse import quote, quote_plus
+
+from pipeline.secret_names import (
+    PASSWORD,
+    SECRET,
+    UNCERTAIN,
+    is_placeholder,
+    is_secret_variable,
+    looks_random,
+    strength_of,
+)
 
 REDACTED = "[redacted]"
-SHORTEST = 8  # characters of a secret: shorter ones are words
+LONGEST_VALUE = 4096
+_declared_variables = set[str]()
 
-_NAME = r"(?:key|token|secret|password|passwd|credential)s?"
-_IS_NAMED = re.compile(rf"(?:^|[_-]|[a-z](?=[A-Z])|api|access|auth){_NAME}$", re.IGNORECASE)
-_KNOWN = re.compile(
-    r"""-----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
-    | \bwandb_v1_\w{20,} | \blocal-[0-9a-f]{40}\b
-    | \bhf_[A-Za-z0-9]{20,} | \bsk-[\w-]{16,} | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b
-    | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_\w{20,} | \bxox[abprs]-[\w-]{10,} | \bAIza[\w-]{30,}
-    | \beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+""",
-    re.VERBOSE | re.DOTALL,
+# Module of detect-secrets -> a part of its keys: a text without it needs no import. Left out: jwt, openai and
+# npm (quadratic time on a long line), private_key (finds its first line alone), basic_auth, the second
+# expressions of artifactory (words as APACHELICENSE) and aws, and those that hide any value behind `key:`
+# (cloudant, ibm_*, softlayer). discord and telegram_token have no such part. The rules here cover them.
+_PLUGINS = {
+    "artifactory": "AKC",
+    "aws": "A",
+    "azure_storage_key": "AccountKey=",
+    "github_token": "gh",
+    "gitlab_token": "gl",
+    "mailchimp": "-us",
+    "pypi_token": "pypi-",
+    "sendgrid": "SG.",
+    "slack": "xox",
+    "square_oauth": "sq0csp-",
+    "stripe": "k_live_",
+    "twilio": "K",
+}
+_PRIVATE_KEY = re.compile(
+    r"""-----BEGIN\ [A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?-----
+        (?: [^-]*+(?:-(?!----(?:BEGIN|END)\ )[^-]*+)*+-----END\ [A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?-----
+        | (?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]{16,}+)++ )
+    | Private-(?:MAC|Hash):\ \S+""",
+    re.VERBOSE,
 )
-_IN_URL = re.compile(r"(?<=://)[^\s/:@]*:[^\s/@]+(?=@)")
-# W&B's older keys look as git's names of commits do.
-_FORTY = re.compile(r"\b[0-9a-f]{40}\b")
-_IS_COMMIT = re.compile(r"commit|revision|sha|hash|fingerprint|digest", re.IGNORECASE)
-# NAME = "value", NAME: value and --name=value; a call or a mere name of code is no value.
-_ASSIGNED = re.compile(
-    rf"""(?P<name>[\w-]*{_NAME})(?P<between>["']?\s*[:=]\s*)
-    (?: (?P<quote>["'])[^"'\s]{{{SHORTEST},}}(?P=quote)
-    | (?=[^\s"']*\d)[\w+/=.~!@#$%^&*-]{{{SHORTEST},}}(?![\w(\[]) )""",
-    re.VERBOSE | re.IGNORECASE,
+_FORMS = re.compile(
+    r"""\b(?:
+    # Model hubs, trackers, model servers.
+      hf_[A-Za-z0-9]{20,} | api_org_[A-Za-z0-9]{20,} | wandb_v1_\w{20,} | local-[0-9a-f]{40}\b
+    | sk-(?:ant|proj|or|lf|svcacct|admin|live|test|None)-[\w-]{8,} | sk-(?=[A-Za-z]{0,40}\d)[A-Za-z0-9_]{16,}
+    | (?:gsk|xai|pplx|nvapi|r8|tgp_v1|fw|rpa|esecret|lsv2_pt|lsv2_sk|csk)[_-](?=[A-Za-z_]{0,40}\d)[\w-]{20,}
+    | eyJhcGlf[\w+/=]{20,}
+    # Clouds.
+    | A(?:3T[A-Z0-9]|BIA|CCA|KIA|SIA)[0-9A-Z]{16}\b | AGE-SECRET-KEY-[0-9A-Z-]{20,}
+    | AIza[\w-]{30,} | ya29\.[\w-]{20,} | GOCSPX-[\w-]{20,} | 1//0[\w-]{25,}
+    | \w{3}\dQ~[\w~.-]{31,} | dapi[0-9a-f]{32}(?:-\d)?\b | do[por]_v1_[0-9a-f]{64}\b
+    | hv[sbr]\.[\w-]{20,} | pul-[0-9a-f]{40}\b | dp\.(?:pt|st|ct|sa|scim|audit)\.[\w.-]{20,}
+    # Forges, registries, chats, payments.
+    | gh[pousr]_[A-Za-z0-9]{20,} | github_pat_\w{20,}
+    | gl(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas|ffct|wt)-[\w.-]{16,} | AT(?:ATT3|BB)[\w=-]{20,}
+    | npm_[A-Za-z0-9]{30,} | pypi-[\w-]{50,} | rubygems_[0-9a-f]{40,} | dckr_[po]at_[\w-]{20,}
+    | xox[a-z](?:\.xox[a-z])?-[\w-]{10,} | xapp-\d-[\w-]{10,} | (?:bot)?\d{8,10}:[\w-]{35}(?![\w-])
+    | [MNO][A-Za-z\d_-]{23,25}\.[A-Za-z\d_-]{6}\.(?=[\w-]{0,40}\d)[A-Za-z\d_-]{27,}
+    | [sr]k_(?:live|test)_[0-9a-zA-Z]{16,} | whsec_[\w+/=]{20,} | SG\.[\w-]{16,}\.[\w-]{16,}
+    | sq0[a-z]{3}-[\w-]{22,} | shp(?:at|ss|ca|pa)_[0-9a-fA-F]{32}\b | key-[0-9a-f]{32}\b
+    | (?:glsa|lin_api|figd|sntrys|sntryu|PMAK|ntn|CFPAT|phx)[_-](?=[A-Za-z_]{0,40}[0-9])[\w=+/-]{20,}
+    | NRAK-[A-Z0-9]{27}\b | pat[A-Za-z0-9]{14}\.[0-9a-f]{64}\b | \w{14}\.atlasv1\.[\w-]{60,}
+    | (?<!-)eyJ[\w-]{8,}+\.[\w-]{8,}+(?:\.[\w-]*+)*+
+    )""",
+    re.VERBOSE,
 )
+_URL_PATH = re.compile(
+    r"(?<=\bhooks\.slack\.com/)[\w/-]{20,} | (?<=\bdiscord\.com/api/webhooks/)\d+/[\w-]+"
+    r"| (?<=\bdiscordapp\.com/api/webhooks/)\d+/[\w-]+ | (?<=\.webhook\.office\.com/)[\w/@-]{20,}"
+    r"| (?<=[?&]key=)(?=[A-Za-z_]{0,40}\d)\w{20,}",
+    re.VERBOSE,
+)
+# user:password@, and TOKEN@ where it is no name of a user. Behind a colon a number is a port; behind the @ a
+# digest is that of an image.
+_URL_PASSWORD = re.compile(
+    r"(?<=://)[^\s/:@\[\]\"'<>]{0,256}+:(?!\d{1,5}(?:[/,?#]|$))[^\s\"'<>@]{0,256}+"
+    r"(?:@[^\s/\"'<>@]{0,256}+(?=@))*+(?=@)(?!@sha\d)"
+)
+_URL_USER = re.compile(r"(?<=://)([^\s/:@\[\]\"'<>?#]{1,512}+)(?=@)")
+_ORACLE = re.compile(r"(?<=jdbc:oracle:thin:)[^\s/@]{1,128}/[^\s@]{1,256}(?=@)")
+# W&B's older keys look as git's names of commits do: only next to that name.
+_WANDB_KEY = re.compile(r"(?i)(?<=wandb)(\W[^\n]{0,40}?)\b[0-9a-f]{40}\b")
+_COMMIT = re.compile(r"(?i)commit|revision|sha|hash|fingerprint|digest|index")
+_SCHEME = r"(?:Bearer|Basic|Token|ApiKey|Api-Key|Bot|Negotiate|Digest|Splunk|GenieKey|SSWS)"
+_AUTHORIZATION = re.compile(
+    rf"(?i)(authorization\\*[\"']?\s*[:=,]\s*b?\\*[\"']?\s*{_SCHEME}\s+)([^\s\"'\\,;]{{2,}}|[^\s\"'\\]{{2,}})"
+)
+_BEARER = re.compile(r"(?i)(\bbearer[ \t]+)(?=[A-Za-z_./+~-]{0,200}\d)([\w.~+/-]{8,}=*)")
+_BASIC = re.compile(r"(\bBasic[ \t]+)([A-Za-z0-9+/]{6,}={0,2})")
+# What a text has somewhere -> in front of what it has a secret.
+_PHRASES = {
+    "uthorization": _AUTHORIZATION,
+    "UTHORIZATION": _AUTHORIZATION,
+    "earer ": _BEARER,
+    "EARER ": _BEARER,
+    # Programs that take a password as a bare argument.
+    "curl": re.compile(r"(\bcurl\b[^\n]{0,300}?\s(?:-u|--user|-U|--proxy-user)[ =]?[\"']?[^\s:\"']+:)(\S+)"),
+    "docker": re.compile(r"(\bdocker\b[^\n]{0,300}?\s-p[ ]?[\"']?)([^\s\"':]+)(?=[\"']?(?:\s|$))"),
+    "sshpass": re.compile(r"(\bsshpass\s+-p[ ]?[\"']?)([^\s\"']+)"),
+    "mysql": re.compile(r"(\bmysql\w*[^\n]{0,300}?\s-p[\"']?)([^\s\"']+)"),
+    " password ": re.compile(r"(\b(?:login|machine|account)[ \t]+\S{1,256}\s+password[ \t]+)(\S+)"),
+    "auth=(": re.compile(r"(\bauth=\(\s*[\"'][^\"'\n]{0,256}[\"'],\s*[\"'])([^\"'\n]{1,256})"),
+    # In a sentence.
+    "ass": re.compile(
+        r"(?i)(\bpass(?:word|phrase|wd)[ ]+(?:(?:is|was)[ ]+)?[\"']?)"
+        r"(?=[a-z!$%&*+.-]{0,40}\d)(?=\d{0,40}[a-z])([^\s\"',;=]{6,})"
+    ),
+    " ": re.compile(
+        r"(?i)(\b(?:token|api[ _-]?key|secret)[ ]+(?:(?:is|was)[ ]+)?[\"']?)"
+        r"(?=[a-z]{0,80}\d)(?=\d{0,80}[a-z])([a-z0-9]{20,})"
+    ),
+}
+_XML = re.compile(r"<([A-Za-z][\w.-]{0,80})>([^<>\n]{1,512})</")
+# name = value, "name": value, ['name'] = value, --name value; what follows is looked at by _secret_behind.
+_NAMING = re.compile(
+    r"pass|pwd|secret|token|key|auth|cred|pat(?![a-z])|cookie|bearer|dsn(?![a-z])|hook|jwt(?![a-z])|otp(?![a-z])"
+    r"|sig(?:nature)?(?![a-z])|sas(?![a-z])|conn|sess"
+)
+_NAME = re.compile(
+    r"""(?P<dashes>-{0,2})(?P<name>\w[\w-]{0,100}+)
+    (?P<close>\\{0,4}["']?\]?)
+    (?P<separator>[ \t]*(?:=>|:=|:(?!:)|={1,2}|,(?=[ \t]*["']))[ \t]*|[ \t]+(?=[^\s=:]))""",
+    re.VERBOSE,
+)
+_QUOTED = re.compile(r"(?:[brfuBRFU]{0,2})(\\{0,4}[\"'])")
+_BARE = re.compile(r"(?:[^\s\"'&;,]|,(?![\s\"']|\w+[=:]|$)){1,4096}")
+_CALL = re.compile(r"[A-Za-z_][\w.]*[(\[]")
 
 
 def redact_text(text: str) -> str:
-    """The text, with secrets replaced."""
-    text = _KNOWN.sub(REDACTED, text)
-    for value in _in_environment():
-        text = text.replace(value, REDACTED)
-    text = _IN_URL.sub(REDACTED, text)
-    return "".join(map(_redact_line, text.splitlines(keepends=True)))
+    """Return the text with secrets replaced; a text without any is returned as it is."""
+    if "PRIVATE KEY" in text or "Private-" in text:
+        text = _PRIVATE_KEY.sub(REDACTED, text)
+    text = _FORMS.sub(REDACTED, text)
+    for plugin, mark in _PLUGINS.items():
+        if mark in text:
+            for form in _library_forms(plugin):
+                text = form.sub(_without_delimiters, text)
+    if (values := _values_in_environment()) is not None:
+        text = values.sub(REDACTED, text)
+    if "://" in text:
+        text = _URL_PATH.sub(REDACTED, text)
+        text = _URL_PASSWORD.sub(REDACTED, text)
+        text = _URL_USER.sub(_hide_url_user, text)
+    if "jdbc:oracle" in text:
+        text = _ORACLE.sub(REDACTED, text)
+    if "wandb" in text:
+        text = _WANDB_KEY.sub(_hide_wandb_key, text)
+    if "Basic " in text:
+        text = _BASIC.sub(_hide_basic, text)
+    for mark, phrase in _PHRASES.items():
+        if mark in text:
+            text = phrase.sub(_behind_prefix, text)
+    if "</" in text:
+        text = _XML.sub(_hide_element, text)
+    return _redact_assignments(text)
 
 
 def redact(tree: Any, name: str = "") -> Any:
-    """Dicts and lists of plain values, with secrets replaced.
+    """Return dicts, lists and tuples of plain values with secrets replaced; other objects stay as they are.
 
     Args:
-        name: Of the field that holds it.
+        name: Field that holds the tree.
     """
     if isinstance(tree, dict):
-        return {key: redact(value, str(key)) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [redact(value, name) for value in tree]
+        named = tree.get("name", tree.get("key"))
+        if isinstance(named, str) and "value" in tree:  # an entry of a list of variables
+            return {key: redact(value, named if key == "value" else "") for key, value in tree.items()}
+        return {_key(key): redact(value, _inherited(str(key), name)) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        before = ["", *tree]  # the word after --token
+        entries = (
+            redact(value, option[2:] if _is_option(option, value) else name)
+            for option, value in zip(before, tree, strict=False)
+        )
+        return [*entries] if isinstance(tree, list) else tuple(entries)
+    strength = strength_of(name) if name else 0
+    if isinstance(tree, (int, float)) and not isinstance(tree, bool):
+        return REDACTED if strength == PASSWORD else tree
     if not isinstance(tree, str):
         return tree
-    if _IS_NAMED.search(name) and len(tree) >= SHORTEST:
-        return REDACTED
-    return tree if _IS_COMMIT.search(name) else redact_text(tree)
+    return REDACTED if _is_secret_field(tree, strength, name) else redact_text(tree)
 
 
-def _redact_line(line: str) -> str:
-    if not _IS_COMMIT.search(line):
-        line = _FORTY.sub(REDACTED, line)
-    return _ASSIGNED.sub(lambda found: f"{found['name']}{found['between']}{REDACTED}", line)
+def declare_secret_variable(name: str) -> None:
+    """Hide the value of this environment variable from now on, whatever its name says."""
+    _declared_variables.add(name)
 
 
-def _in_environment() -> list[str]:
-    """Values of variables that are named as secrets."""
-    return [v for name, v in os.environ.items() if _IS_NAMED.search(name) and len(v) >= SHORTEST]
+def _key(key: Any) -> Any:
+    return redact_text(key) if isinstance(key, str) else key
+
+
+def _inherited(name: str, parent: str) -> str:
+    """`secrets: {a: x}` hides x; `auth: {user: x, password: y}` hides y."""
+    is_collection = parent and parent.lower().endswith(
+        ("secrets", "credentials", "passwords", "keys", "tokens")
+    )
+    return parent if is_collection and strength_of(parent) and not strength_of(name) else name
+
+
+def _is_option(option: Any, value: Any) -> bool:
+    is_value = isinstance(value, str) and not value.startswith("-")
+    return is_value and isinstance(option, str) and option.startswith("--") and strength_of(option[2:]) > 0
+
+
+def _is_secret_field(value: str, strength: int, name: str) -> bool:
+    if not strength or is_placeholder(value, strength):
+        return False
+    if strength == UNCERTAIN:
+        return len(value) >= 8 if name.lower() != "token" else looks_random(value, 8) or len(value) >= 20
+    return True
+
+
+@cache
+def _library_forms(plugin: str) -> tuple[re.Pattern[str], ...]:
+    """Return expressions of detect-secrets; the first import takes 0.08 s."""
+    module = importlib.import_module(f"detect_secrets.plugins.{plugin}")
+    own = (each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__)
+    (detector,) = (each for each in own if hasattr(each, "denylist"))
+    return tuple(detector.denylist)[: 1 if plugin in ("artifactory", "aws") else None]
+
+
+def _without_delimiters(found: re.Match[str]) -> str:
+    """Some expressions take the quotes or spaces around a key too; a key has a digit."""
+    key = found[0].strip(' \t\r\n\f\v"=:')
+    return found[0].replace(key, REDACTED) if re.search(r"\d|hooks\.", key) else found[0]
+
+
+def _values_in_environment() -> re.Pattern[str] | None:
+    return _pattern_of(frozenset(os.environb.items()), frozenset(_declared_variables))
+
+
+@lru_cache(maxsize=4)
+def _pattern_of(
+    environment: Iterable[tuple[bytes, bytes]], declared: frozenset[str]
+) -> re.Pattern[str] | None:
+    """Return an expression for the values of secret variables as they are, quoted, and in base64."""
+    forms = set[str]()
+    for raw_name, raw_value in environment:
+        name, value = os.fsdecode(raw_name), os.fsdecode(raw_value).strip()
+        if name not in declared and not is_secret_variable(name, value):
+            continue
+        written = {
+            value,
+            json.dumps(value)[1:-1],
+            json.dumps(value, ensure_ascii=False)[1:-1],
+            repr(value)[1:-1],
+        }
+        written |= {call(value, errors="replace") for call in (quote, quote_plus)}
+        written.add(quote(value, safe="", errors="replace"))
+        written.add(base64.b64encode(raw_value.strip()).decode().rstrip("="))
+        # A short value may be a part of a word.
+        is_short = len(value) < 12 or not looks_random(value, 12)
+        edges = (r"(?<![^\W_])", r"(?![^\W_])") if is_short else ("", "")
+        forms |= {f"{edges[0]}{re.escape(form)}{edges[1]}" for form in written}
+    return re.compile("|".join(sorted(forms, key=len, reverse=True))) if forms else None
+
+
+def _behind_prefix(found: re.Match[str]) -> str:
+    return found[0] if is_placeholder(found[2], PASSWORD) else found[1] + REDACTED
+
+
+def _hide_url_user(found: re.Match[str]) -> str:
+    """`https://TOKEN@host` has a secret, `ssh://git@host` none."""
+    scheme = found.string[max(0, found.start() - 8) : found.start()].lower()
+    is_web = scheme.endswith(("http://", "https://"))
+    is_token = looks_random(found[1], 8 if is_web else 16) or (is_web and len(found[1]) >= 16)
+    return REDACTED if is_token and not is_placeholder(found[1], PASSWORD) else found[0]
+
+
+def _hide_wandb_key(found: re.Match[str]) -> str:
+    return found[0] if _COMMIT.search(found[1]) else found[1] + REDACTED
+
+
+def _hide_basic(found: re.Match[str]) -> str:
+    try:
+        is_pair = b":" in base64.b64decode(found[2] + "=" * (-len(found[2]) % 4), validate=True)
+    except ValueError:
+        is_pair = False
+    return found[1] + REDACTED if is_pair else found[0]
+
+
+def _hide_element(found: re.Match[str]) -> str:
+    is_secret = strength_of(found[1]) >= SECRET and not is_placeholder(found[2], PASSWORD)
+    return f"<{found[1]}>{REDACTED}</" if is_secret else found[0]
+
+
+def _redact_assignments(text: str) -> str:
+    parts, done, looked_at = list[str](), 0, 0
+    lowered = text.lower()
+    for hit in _NAMING.finditer(lowered if len(lowered) == len(text) else text):
+        if hit.start() < looked_at:
+            continue
+        start = hit.start()
+        while start > max(looked_at, hit.start() - 80) and (
+            text[start - 1].isalnum() or text[start - 1] in "_-"
+        ):
+            start -= 1
+        found = _NAME.match(text, start)
+        looked_at = hit.end() if found is None else found.end("name")
+        if found is None or not (strength := strength_of(found["name"])):
+            continue
+        if (span := _secret_behind(text, found, strength)) is not None:
+            parts += [text[done : span[0]], REDACTED]
+            done = looked_at = span[1]
+    return "".join([*parts, text[done:]]) if parts else text
+
+
+def _secret_behind(text: str, found: re.Match[str], strength: int) -> tuple[int, int] | None:
+    """Return where the secret behind a name begins and ends."""
+    separator, start = found["separator"].strip(), found.end()
+    is_option = len(found["dashes"]) == 2
+    if not separator and not is_option:
+        return None
+    if (opening := _QUOTED.match(text, start)) is not None:
+        quote_, start = opening[1], opening.end()
+        end = text.find(quote_, start, start + LONGEST_VALUE)
+        while end > 0 and len(quote_) == 1 and text[end - 1] == "\\" and text[end - 2] != "\\":
+            end = text.find(quote_, end + 1, start + LONGEST_VALUE)
+        if end > start and "\n" not in text[start:end]:
+            value = text[start:end]
+            is_pair = separator != "," or (found["close"] and (is_option or looks_random(value, 4)))
+            return (start, end) if is_pair and _is_quoted_secret(value, strength, found["name"]) else None
+    if separator == "," or (bare := _BARE.match(text, start)) is None:
+        return None
+    value = bare[0].rstrip(").]}:!?>`\\")
+    return (start, start + len(value)) if _is_bare_secret(text, found, value, strength) else None
+
+
+def _is_quoted_secret(value: str, strength: int, name: str) -> bool:
+    if is_placeholder(value, strength):
+        return False
+    if strength > UNCERTAIN:
+        return True
+    return looks_random(value, 8) or (name.lower() != "token" and len(value) >= 8 and " " not in value)
+
+
+def _is_bare_secret(text: str, found: re.Match[str], value: str, strength: int) -> bool:
+    """Tell a value from prose and code: `password: hunter2` from "password: see below" and `token = f(x)`."""
+    separator, end = found["separator"], found.end() + len(value)
+    name = found["name"]
+    if not value or is_placeholder(value, strength) or _CALL.match(value) or value.lower() == name.lower():
+        return False
+    if value.startswith(REDACTED[:-1]) or (value[0] in "([{<" and separator != "="):
+        return False
+    if value.rpartition(".")[2].lower() == name.lower():  # an attribute, as self.password
+        return False
+    if looks_random(value, 8 if strength == UNCERTAIN else 4):
+        return True
+    if strength == PASSWORD and len(value) >= 4 and any(character.isdigit() for character in value):
+        return True
+    is_alone = re.match(r"[\"'`,;}\])]*[ \t]*(?:$|[\r\n]|--?\w)", text[end : end + 8]) is not None
+    before = text[found.start() - 1 : found.start()]
+    if before in ("?", "&"):  # a parameter of a URL
+        return True
+    if separator == "=":
+        is_typed = len(found["dashes"]) == 2 or name.isupper()
+        return strength == PASSWORD or (len(value) >= 4 and (strength == SECRET or is_typed))
+    is_long = strength == PASSWORD or (strength == SECRET and len(value) >= 16)
+    return is_long and is_alone and not is_placeholder(value, SECRET)

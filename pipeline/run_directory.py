@@ -24,6 +24,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.durable import replace_text
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
+from pipeline.redaction import redact
 from pipeline.run_lock import LOCK_FILE
 from pipeline.sinks.jsonl import METRICS_FILE
 from pipeline.working_tree import GIT_DIFF, git_commit, git_diff
@@ -222,6 +223,7 @@ def _describe(path: Path, config: RunConfig, split: Tree) -> None:
 
 def describe_split(path: Path, split: Tree) -> None:
     """How the work is divided, as it is known by now. For rank 0."""
+    split = redact(split)
     replace_text(path / "split.json", json.dumps(split, indent=2))
     if split["deepspeed"] is not None:
         replace_text(path / "ds_config.json", json.dumps(split["deepspeed"], indent=2))

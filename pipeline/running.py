@@ -140,7 +140,7 @@ def _end(
     first = ranks.local_rank == 0 or reports_own_exit(False) if job is None else job.claim_failure(code)
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
-        print(prefix + message.rstrip(), file=sys.stderr, flush=True)
+        print(prefix + printable(message.rstrip()), file=sys.stderr, flush=True)
         if watchdog is not None and not ranks.is_main_process:  # whose own failure the sinks have told
             watchdog.tell(prefix + message.strip().rpartition("\n")[2])
     if begun is not None and ranks.is_main_process:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.batch import BatchPlan, plan_batch
 from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig
 from pipeline.config.deepspeed_json import precision_of
-from pipeline.config.loading import parse_override
+from pipeline.config.loading import parse_override, read_yaml
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
@@ -42,6 +42,7 @@ from pipeline.models.sharding import Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.objectives import BySegment, build_objective
+from pipeline.redaction import REDACTED
 from pipeline.reference_logps import with_reference
 from pipeline.remedies import of_evaluation, of_generation
 from pipeline.sampling import asks_in_template, generate_text
@@ -49,6 +50,8 @@ from pipeline.sampling import asks_in_template, generate_text
 log = logging.getLogger(__name__)
 
 CHANGEABLE = ("data", "eval", "loader", "batch")
+READ = ("data", "eval", "model", "objective")
+"""Sections of the recipe that are used here."""
 REMOTE_CODE = "model.trust_remote_code"
 
 
@@ -76,8 +79,16 @@ def _open(path: Path, step: str | int, overrides: Sequence[str], import_paths: b
     """
     run, checkpoint, _ = find_checkpoint(path, str(step), "step")
     changed = [".".join(parse_override(argument)[0]) for argument in overrides]
+    recipe = read_yaml(run / "recipe.yaml").tree
+    hidden = [key for key in _hidden_keys(recipe) if key.partition(".")[0] in READ]
+    for key in hidden:
+        if not any(f"{key}.".startswith(f"{each}.") for each in changed):
+            raise ConfigError(
+                f"{run / 'recipe.yaml'}: {key} is {REDACTED}, as a run keeps no secrets; give it again "
+                f"behind the command: {key}=..., or have your code read it from an environment variable"
+            )
     for key in changed:
-        if key.partition(".")[0] not in CHANGEABLE and key != REMOTE_CODE:
+        if key.partition(".")[0] not in CHANGEABLE and key not in {REMOTE_CODE, *hidden}:
             raise ConfigError(
                 f"command line: {key}: the checkpoint decides this; what can be changed: "
                 f"{', '.join(f'{section}.*' for section in CHANGEABLE)}"
@@ -94,6 +105,15 @@ def _open(path: Path, step: str | int, overrides: Sequence[str], import_paths: b
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{run / 'split.json'} cannot be read ({error}); bring it back") from None
     return Trained(run, checkpoint, _with_its_tokenizer(config, run / DESCRIPTION), split)
+
+
+def _hidden_keys(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys whose value the run did not keep, as it held a secret."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _hidden_keys(value, f"{prefix}.{key}" if prefix else str(key))
+    elif REDACTED in str(tree):
+        yield prefix
 
 
 def _with_its_tokenizer(config: RunConfig, folder: Path) -> RunConfig:

@@ -30,6 +30,7 @@ from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
 from pipeline.models import adapter_files
 from pipeline.models.transformers_folder import auto_class_for
+from pipeline.redaction import redact_text
 from pipeline.remedies import of_files
 from pipeline.shards import WEIGHT
 
@@ -206,7 +207,7 @@ def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     try:  # a link may lead anywhere
         content = foreign.read_plain(run / "recipe.yaml", foreign.CONFIGURATION, follow_links=False)
-        recipe = content.decode(errors="replace")
+        recipe = redact_text(content.decode(errors="replace"))
     except OSError:
         recipe = ""
     return f"# {run.name}\n\n| | |\n|---|---|\n{table}\n\nThe recipe:\n\n```yaml\n{recipe}```\n"

@@ -31,6 +31,7 @@ from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.config.yaml_loader import Dumper
 from pipeline.errors import ConfigError
 from pipeline.foreign import CONFIGURATION, is_path, read_plain
+from pipeline.redaction import redact
 
 # Of two ways to say one thing, the one on the command line takes the place of the other in the file.
 ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
@@ -309,10 +310,10 @@ def _with_examples(config: RunConfig) -> RunConfig:
 
 
 def recipe_yaml(config: RunConfig) -> str:
-    """The resolved recipe, every default written out; valid as a recipe itself.
+    """The resolved recipe without secrets, every default written out; valid as a recipe itself.
 
     `engine` stands in it only where the user wrote it: beside a DeepSpeed JSON it must be absent.
     """
     left_out = set() if "engine" in config.model_fields_set else {"engine"}
     tree = config.model_dump(mode="json", exclude_none=True, exclude=left_out)
-    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(redact(tree), Dumper=Dumper, sort_keys=False, allow_unicode=True)

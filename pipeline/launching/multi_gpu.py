@@ -30,14 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: the run's; 2 bad input."""
     options, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
     folder = Path(tempfile.gettempdir()) / f"pipeline-{secrets.token_hex(8)}"
-    # The ranks are children of this shell: their environment and arguments come by themselves.
-    document = {"folder": str(folder), "environment": {}, "arguments": []}
+    # The ranks are children of this shell: their environment comes by itself. Arguments go by a file, since
+    # deepspeed prints its command where a rank fails, and other users see it in the list of processes.
+    document = {"folder": str(folder), "environment": {}, "arguments": arguments}
     guards = {"this machine": local_command("pipeline.launching.guard")}
 
     def start(master: Mapping[str, Any]) -> list[str]:
         # The user's own of these come later, and are taken.
         given = [f"--master_port={master['port']}", "--log_level=warning"]
-        return [program("deepspeed"), *given, *options, str(TRAIN), *arguments]
+        return [program("deepspeed"), *given, *options, str(TRAIN)]
 
     def run() -> int:
         check(options, os.environ)

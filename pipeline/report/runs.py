@@ -14,8 +14,9 @@ from typing import Any
 
 from pipeline.config.loading import read_yaml
 from pipeline.errors import ConfigError, PipelineError, listed, printable
-from pipeline.events import RUN_FAILED, TIME
+from pipeline.events import PLAN, RUN_FAILED, TIME
 from pipeline.foreign import CONFIGURATION, open_plain, read_plain
+from pipeline.redaction import redact, redact_text
 from pipeline.report.killed import why_killed
 from pipeline.report.record import Record, read_record
 from pipeline.run_lock import is_held
@@ -71,9 +72,10 @@ def read_run(path: Path, ended: bool = False) -> RunView:
         state = "running"
     else:
         state, failure = how_it_ended(path, record.last)
+        failure = redact_text(failure)
     text = _json(path / "summary.json").get("sample")
     if isinstance(text, str) and record.step not in [sample["step"] for sample in record.samples]:
-        record.samples.append({"step": record.step, "text": text})
+        record.samples.append({"step": record.step, "text": redact_text(text)})
     settings = dict(_settings(path))
     environment = _json(path / "environment.json")
     devices = environment.get("devices")
@@ -93,7 +95,7 @@ def read_run(path: Path, ended: bool = False) -> RunView:
         "not finite": listed([f"{key} {number:,}" for key, number in lost.items() if number]),
         "commit": str(environment.get("git_commit", ""))[:10],
     }
-    facts = {name: fact for name, fact in facts.items() if fact}
+    facts = {name: redact_text(fact) for name, fact in facts.items() if fact}
     return RunView(
         name=printable(path.absolute().name),
         state=state,
@@ -138,8 +140,8 @@ def after(state: str, step: int) -> str:
 
 def _settings(path: Path) -> Iterator[tuple[str, str]]:
     with suppress(ConfigError, OSError):
-        yield from _flatten(read_yaml(path / "recipe.yaml").tree, "")
-    yield from _flatten(_json(path / "ds_config.json"), "ds.")
+        yield from _flatten(redact(read_yaml(path / "recipe.yaml").tree), "")
+    yield from _flatten(redact(_json(path / "ds_config.json")), "ds.")
     if (world_size := _json(path / "split.json").get("world_size")) is not None:
         yield "world_size", str(world_size)
 

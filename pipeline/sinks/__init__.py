@@ -22,7 +22,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import PipelineError, one_line
 from pipeline.events import RUN_FAILED, Event, Shown
 from pipeline.optional_packages import require
-from pipeline.redaction import redact_text
+from pipeline.redaction import redact, redact_text
 from pipeline.sinks.console import ConsoleSink
 from pipeline.sinks.dispensable import Dispensable, SinkThread, open_dispensable, wait_for
 from pipeline.sinks.interface import Shows, Sink
@@ -112,9 +112,9 @@ class Sinks:
         """To the sinks alone: who ends the run shows it on the console."""
         is_users = isinstance(error, PipelineError)
         kind = "" if is_users else f"{type(error).__name__}: "
-        lines = "".join(traceback.format_exception(error)).splitlines()[-FAILURE_LINES:]
+        lines = redact_text("".join(traceback.format_exception(error))).splitlines()[-FAILURE_LINES:]
         # What a user can cause is in the message; a mistake of ours is in the lines that led there.
-        fields = {} if is_users else {"traceback": redact_text("\n".join(lines))}
+        fields = {} if is_users else {"traceback": "\n".join(lines)}
         event = Event(RUN_FAILED, f"{kind}{one_line(error, 1000)}", level="error", fields=fields)
         for sink in self._sinks:
             with suppress(OSError, PipelineError):  # as a full disk, of which that very error may be
@@ -157,7 +157,8 @@ def build_sinks(
         is_main_process: False gives an empty `Sinks`: only one process of a job writes.
         start_step: Optimizer steps done before this process. Rows of later steps are taken back.
         max_steps: Optimizer steps of the whole run.
-        run_config: What Weights & Biases shows as the run's configuration. No secrets.
+        run_config: What Weights & Biases and sinks of the user's own show as the run's configuration; they
+            get it without secrets.
         due: Group of metrics, `train` or `eval` -> steps up to `start_step` of which metrics.jsonl has a row;
             those that it lacks are told in one line.
         redo_evaluation: The evaluation of `start_step` comes again.
@@ -170,6 +171,7 @@ def build_sinks(
     if not is_main_process:
         return Sinks()
     sinks: list[Sink] = []
+    run_config = redact(run_config)
     with ExitStack() as undo:
         undo.callback(lambda: Sinks(sinks).close(1))
         record = JsonlSink(run_dir / METRICS_FILE, start_step=start_step, redo_evaluation=redo_evaluation)

@@ -20,6 +20,7 @@ from pydantic_core import from_json
 from pipeline.durable import synchronise
 from pipeline.errors import PipelineError, stretches
 from pipeline.events import CORRUPTION, ROLLBACK, Event
+from pipeline.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -152,7 +153,8 @@ def iterate_record(path: Path) -> Iterator[dict[str, Any]]:
     out.
 
     Yields:
-        In file order: `step` and the metrics, non-finite numbers as floats again; or the fields of an event.
+        In file order: `step` and the metrics, non-finite numbers as floats again; or the fields of an event,
+        without secrets that an earlier version wrote.
 
     Raises:
         MetricsFileError: The file cannot be read, or a line before the last is no row.
@@ -167,7 +169,7 @@ def iterate_record(path: Path) -> Iterator[dict[str, Any]]:
                 if row is None:
                     torn = number, line.rstrip(b"\n")
                 else:
-                    yield row
+                    yield redact(row) if "event" in row else row
     except OSError as error:
         raise MetricsFileError(f"{path}: cannot read the metrics ({error.strerror})") from error
 

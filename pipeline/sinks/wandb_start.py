@@ -163,7 +163,7 @@ def open_run(
 @contextlib.contextmanager
 def _arguments_redacted() -> Iterator[None]:
     """wandb sends sys.argv on, where overrides of the recipe stand."""
-    kept, sys.argv = sys.argv, [redact_text(word) for word in sys.argv]
+    kept, sys.argv = sys.argv, redact(sys.argv)
     try:
         yield
     finally:

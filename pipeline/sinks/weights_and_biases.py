@@ -21,7 +21,7 @@ import numpy as np
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
 from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
-from pipeline.redaction import redact, redact_text
+from pipeline.redaction import redact
 from pipeline.sinks.dispensable import SinkThread, wait_for
 from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
@@ -85,10 +85,7 @@ def open_wandb(
         if (lacking := lack_of_room(run_dir / "wandb")) is not None:
             logger.warning("W&B is left out: %s; metrics.jsonl has them all", lacking)
             return None
-        arguments = {
-            **run_arguments(config, run_name, run_dir),
-            "config": redact(run_config),
-        }
+        arguments = redact(run_arguments(config, run_name, run_dir) | {"config": run_config})
         run, newest = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
         if (run_dir / GIT_DIFF).exists():
             run.save(str(run_dir / GIT_DIFF), base_path=str(run_dir), policy="now")
@@ -247,9 +244,7 @@ class WandbSink:
 
     def _alert(self, step: int, event: Event) -> bool:
         level = "ERROR" if event.level == "error" else "WARN"
-        self._run.alert(
-            title=event.name, text=redact_text(f"step {step}: {event.line}"), level=level, wait_duration=60
-        )
+        self._run.alert(title=event.name, text=f"step {step}: {event.line}", level=level, wait_duration=60)
         if event.name == RUN_FAILED:
             self._run.summary[FAILURE] = str(event.fields.get("traceback", event.message))
         return True
