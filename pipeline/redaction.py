@@ -187,7 +187,7 @@ def redact(tree: Any, name: str = "") -> Any:
     if isinstance(tree, (list, tuple)):
         before = ["", *tree]  # the word after --token
         entries = (
-            redact(value, option[2:] if _is_option(option, value) else name)
+            REDACTED if _is_option_value(option, value) else redact(value, name)
             for option, value in zip(before, tree, strict=False)
         )
         return [*entries] if isinstance(tree, list) else tuple(entries)
@@ -216,12 +216,16 @@ def _inherited(name: str, parent: str) -> str:
     return parent if is_collection and strength_of(parent) and not strength_of(name) else name
 
 
-def _is_option(option: Any, value: Any) -> bool:
-    is_value = isinstance(value, str) and not value.startswith("-")
-    return is_value and isinstance(option, str) and option.startswith("--") and strength_of(option[2:]) > 0
+def _is_option_value(option: Any, value: Any) -> bool:
+    if not (isinstance(option, str) and option.startswith("--") and isinstance(value, str)):
+        return False
+    strength = strength_of(option[2:])
+    return strength > 0 and not value.startswith("-") and not is_placeholder(value, strength)
 
 
 def _is_secret_field(value: str, strength: int, name: str) -> bool:
+    if "wandb" in name.lower() and re.fullmatch(r"[0-9a-f]{40}", value):
+        return True
     if not strength or is_placeholder(value, strength):
         return False
     if strength == UNCERTAIN:

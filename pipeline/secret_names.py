@@ -42,10 +42,9 @@ _HARMLESS_KEYS = _set(
 _OF_TOKENIZERS = _set(
     "eos bos pad unk sep cls mask image video audio start end stop special extra additional prefix suffix "
     "middle decoder encoder max min num per first last next prev previous new word text think thinking "
-    "tool system assistant eot eom fim boi eoi bot_token content begin beginning of by each every the a "
-    "this that same other sub input output target label reward memory register class cross no one single "
-    "current any some all newline space language lang sot nl eod document separator soft virtual prompt "
-    "bad good unknown padding masked sample generated predicted likeliest second third"
+    "tool system assistant eot eom fim boi eoi content begin beginning sub input output target label reward "
+    "memory register class cross single current newline space language lang sot nl eod document separator "
+    "soft virtual prompt unknown padding masked sample generated predicted likeliest"
 )
 _SIGNATURES = frozenset({"sig", "signature", "sas"})
 _OTHER = frozenset({"auth", "oauth", "pat", "cookie", "cookies", "bearer", "dsn", "webhook", "jwt", "otp"})

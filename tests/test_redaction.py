@@ -1,17 +1,27 @@
-"""Keys do not leave the machine: not in what W&B shows of a run, not in the difference to the commit."""
+"""No secret leaves a process: every form, harmless text that looks similar, and every way out of a run."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
+from sinks.test_sinks_notify import Server as Webhook
+from support.launch import Launched, launch, run_directories, run_python, write_recipe
+from support.secret_forms import FORMS, HARMLESS, HARMLESS_VARIABLES, VARIABLES
 from support.wandb_server import KEY, Server, environment
 
-from pipeline.redaction import REDACTED, redact, redact_text
+from pipeline.errors import ConfigError, one_line, printable
+from pipeline.events import Event
+from pipeline.redaction import REDACTED, declare_secret_variable, redact, redact_text
+from pipeline.report.page import encode
+from pipeline.trained import evaluate
 from pipeline.working_tree import git_diff
 
 # Made for this test.
@@ -103,21 +113,114 @@ def test_secrets_are_in_no_file_of_the_run_and_in_nothing_that_is_sent(tmp_path:
     assert not [name for name, secret in secrets.items() if secret in done.stdout + done.stderr]
 
 
+def rests(secret: str) -> set[str]:
+    """The secret, or the longest parts of one that is long, none of which may be left."""
+    return {secret} if len(secret) < 16 else {secret[i : i + 12] for i in range(len(secret) - 11)}
+
+
+@pytest.mark.parametrize(("text", "secret"), FORMS, ids=[str(number) for number in range(len(FORMS))])
+def test_a_secret_is_hidden_whatever_its_form(text: str, secret: str):
+    hidden = redact_text(text)
+    assert REDACTED in hidden
+    assert not [rest for rest in rests(secret) if rest in hidden], hidden
+    assert redact_text(hidden) == hidden
+    assert not [rest for rest in rests(secret) if rest in redact_text(f"a line\n  {text}\nanother, {text}")]
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_harmless_text_stays_as_it_is(text: str, monkeypatch):
+    for name, value in HARMLESS_VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    assert redact_text(text) == text
+    assert redact({"text": text, "words": [text]}) == {"text": text, "words": [text]}
+
+
+def test_the_tables_are_as_long_as_they_must_be():
+    assert len(FORMS) >= 60
+    assert len(HARMLESS) >= 40
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_the_value_of_a_secret_variable_is_hidden_anywhere(name: str, monkeypatch):
+    value = VARIABLES[name]
+    monkeypatch.setenv(name, value)
+    for written in (value, json.dumps(value), repr(value), shlex.quote(value)):
+        assert redact_text(f"before {written} behind") != f"before {written} behind"
+        assert value not in redact_text(f"before ({written}) behind")
+
+
+@pytest.mark.parametrize("name", HARMLESS_VARIABLES)
+def test_the_value_of_another_variable_is_not(name: str, monkeypatch):
+    monkeypatch.setenv(name, HARMLESS_VARIABLES[name])
+    text = f"before {HARMLESS_VARIABLES[name]} behind; nobody is true to one"
+    assert redact_text(text) == text
+
+
+def test_a_variable_can_be_declared_secret(monkeypatch):
+    monkeypatch.setenv("MY_PLACE", "https://localhost/my-place")
+    assert "my-place" in redact_text("to https://localhost/my-place")
+    declare_secret_variable("MY_PLACE")
+    assert "my-place" not in redact_text("to https://localhost/my-place")
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "text",
+    "part",
     [
-        "token = tokenizer.encode(text)",
-        "for key in keys:",
-        'tokenizer: "gpt2"',
-        "num_key_value_heads: 8",
-        "data.tokenizer.vocab_size=32000",
-        "index 0123456..89abcde 100644",
-        "revision: " + "0" * 40,
-        'group_key = "name"',
+        *(
+            "a",
+            "key-",
+            "password=",
+            "--token ",
+            "://",
+            "a://b:c",
+            "eyJ-",
+            "https://a@",
+            '\\"',
+            "A7.",
+            "curl -u ",
+        ),
+        "-----BEGIN " + "PRIVATE KEY-----",
     ],
 )
-def test_what_is_no_secret_stays(text: str):
-    assert redact_text(text) == text
+def test_the_time_is_linear_in_the_length_of_a_line(part: str):
+    """Quadratic, two million characters would take hours."""
+    redact_text(part * (2_000_000 // len(part)))
+
+
+def test_words_behind_an_option_and_entries_of_a_list_of_variables():
+    words = ["train.py", "--token", "abc", "--api-key=abcdefgh", "--steps", "3", "--quiet"]
+    assert redact(words) == [
+        "train.py",
+        "--token",
+        REDACTED,
+        f"--api-key={REDACTED}",
+        "--steps",
+        "3",
+        "--quiet",
+    ]
+    variables = [{"name": "DB_PASSWORD", "value": "x"}, {"name": "STEPS", "value": "3"}]
+    assert redact(variables) == [{"name": "DB_PASSWORD", "value": REDACTED}, {"name": "STEPS", "value": "3"}]
+
+
+def test_numbers_are_hidden_in_a_password_alone():
+    tree = {"password": 12345678, "tokens": 5, "max_tokens": 2048, "token": 7, "secrets": {"a": "b", "n": 3}}
+    hidden = tree | {"password": REDACTED, "secrets": {"a": REDACTED, "n": 3}}
+    assert redact(tree) == hidden
+    assert redact(hidden) == hidden
+
+
+def test_errors_events_and_log_lines_have_none_also_where_they_are_cut():
+    secret = "hf" + "_" + "Ab1" * 12
+    for start in range(0, 1200, 7):
+        error = ConfigError("x" * start + f" token {secret} " + "y" * 1200)
+        for said in (str(error), one_line(error), one_line(RuntimeError(f"{'x ' * start}{secret}"), 1000)):
+            assert secret[:8] not in said
+    assert secret not in printable(f"got {secret}")
+    event = Event("run_failed", secret, secret, fields={"traceback": secret, "loss": 1.0, "password": "x"})
+    assert event == Event(
+        "run_failed", REDACTED, REDACTED, fields={"traceback": REDACTED, "loss": 1.0, "password": REDACTED}
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,3 +243,233 @@ def test_no_diff_outside_of_a_repository(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_diff() is None
+
+
+OWN = """
+    import os
+    from pathlib import Path
+
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from pipeline.events import Event
+
+    RANK = int(os.environ.get("RANK", "0"))
+
+
+    class Data(TensorDataset):
+        taken = 0
+
+        def __getitem__(self, index):
+            type(self).taken += 1
+            if self.taken > 20 and RANK == int(os.environ["FAILS"]):
+                raise RuntimeError(Path(os.environ["TEXT"]).read_text())
+            return super().__getitem__(index)
+
+
+    def data(split, **arguments):
+        return Data(torch.randn(64, 3), torch.arange(64) % 4)
+
+
+    def model(**arguments):
+        return torch.nn.Linear(3, 4)
+
+
+    class Sink:
+        def __init__(self, run_dir, start_step, run_config, password):
+            assert password == "own-sinks-word"  # what it is given itself is true
+            self.file = open(Path(run_dir) / "own_sink.txt", "a")
+            print(run_config, file=self.file)
+
+        def write(self, step, row):
+            pass
+
+        def tell(self, step, event):
+            print(step, event, file=self.file, flush=True)
+
+        def close(self, exit_code):
+            self.file.close()
+"""
+KEEPER = "import os, sys; open(sys.argv[1], 'a').write(sys.stdin.read() + str(dict(os.environ)) + chr(10))"
+IN_RECIPE = {
+    "hub_token": "recipe-word-1",
+    "url": "https://me:recipe-word-2@localhost/data",
+    "words": ["--api-key", "recipe-word-3"],
+    "password": 73218764,
+}
+TRUE_ARGUMENTS = {"eos_token": "</s>", "primary_key": "identifier", "max_tokens": 2048, "pad_token": "<pad>"}
+WORDS = ("recipe-word-1", "recipe-word-2", "recipe-word-3", "73218764", "own-sinks-word", "command-line-word")
+TAG = "hf" + "_" + "TagTagTag7" * 3
+
+
+def failing_recipe(folder: Path, name: str) -> Path:
+    """A run with every sink, whose recipe has secrets, and whose data raise an error that has them all."""
+    folder.mkdir(exist_ok=True)
+    (folder / "own_code.py").write_text(textwrap.dedent(OWN))
+    (folder / "keeper.py").write_text(KEEPER)
+    # A header hides the rest of its line, and a private key its lines: one form a line.
+    text = "\n".join(
+        [*(text for text, _ in FORMS), *HARMLESS, *(f"found {value} there" for value in VARIABLES.values())]
+    )
+    (folder / "message.txt").write_text(text)
+    return write_recipe(
+        folder,
+        max_steps=40,
+        model={"kind": "own_code:model", "args": {"api_key": "recipe-word-1", **TRUE_ARGUMENTS}},
+        data={"kind": "own_code:data", "args": IN_RECIPE | TRUE_ARGUMENTS},
+        objective={"kind": "classification"},
+        eval={},
+        batch={"micro_batch_size": 2, "global_batch_size": 4},
+        log={
+            "every": 1,
+            "tensorboard": True,
+            "sinks": [{"kind": "own_code:Sink", "args": {"password": "own-sinks-word"}}],
+        },
+        wandb={"mode": "offline", "tags": [TAG], "notes": f"with {TAG}", "job_type": TAG, "group": TAG},
+        notify={
+            "command": f"{sys.executable} {folder / 'keeper.py'} {folder / 'told.txt'}",
+            "webhook_env": "PLACE_OF_MINE",
+        },
+        checkpoint={"every": 2},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2], ids=["the main process fails", "rank 1 of 2 fails"])
+def test_no_secret_leaves_a_run_by_any_way(tmp_path: Path, ranks: int):
+    folder = tmp_path / "made"
+    recipe, webhook = failing_recipe(folder, "run"), Webhook()
+    extra = VARIABLES | HARMLESS_VARIABLES
+    extra |= {"FAILS": str(ranks - 1), "TEXT": str(folder / "message.txt"), "PLACE_OF_MINE": webhook.url}
+    extra |= {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    words = ["--config", str(recipe), "data.args.client_secret=command-line-word"]
+    if ranks == 1:
+        done = launch(*words, **extra)
+    else:
+        done = run_python("-m", "pipeline.launching.multi_gpu", "--num_gpus", "2", *words, **extra)
+    webhook.http.shutdown()
+    assert done.returncode == 1, done.stderr[-3000:]
+    (run,) = run_directories(folder)
+    assert webhook.posted
+    told = folder / "told.txt"
+    # The command has the run's own environment, as it has to.
+    (folder / "told.json").write_text(
+        "\n".join(line.partition("}{")[0] for line in told.read_text().splitlines())
+    )
+    told.unlink()
+    (folder / "posted.json").write_text(json.dumps([body for _, body in webhook.posted]))
+    check_that_nothing_leaked(folder, run, done, ranks - 1, webhook.url)
+
+
+def check_that_nothing_leaked(folder: Path, run: Path, done: Launched, failed: int, url: str) -> None:
+    secrets = {secret for _, secret in FORMS} | set(VARIABLES.values()) | {*WORDS, TAG, url}
+    secrets -= {"x1", "short", "escaped", "a b"}  # also words of our own text
+    looked_at = {
+        path: path.read_bytes()
+        for path in [*run.rglob("*"), folder / "told.json", folder / "posted.json"]
+        if path.is_file()
+    }
+    looked_at[Path("console")] = (done.stdout + done.stderr).encode()
+    for path, content in looked_at.items():
+        for secret in secrets:
+            assert secret.encode() not in content, (path, secret)
+    names = {path.name for path in looked_at}
+    assert {
+        "metrics.jsonl",
+        "recipe.yaml",
+        "report.html",
+        "own_sink.txt",
+        "manifest.json",
+        f"rank{failed:05d}.log",
+    } <= names
+    assert any("tfevents" in name for name in names)
+    assert any(name.endswith(".wandb") for name in names)
+    log = (run / "logs" / f"rank{failed:05d}.log").read_text()
+    assert not [text for text in HARMLESS if text not in log]
+    kept = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert kept["data"]["args"].items() >= TRUE_ARGUMENTS.items()
+    assert kept["model"]["args"].items() >= TRUE_ARGUMENTS.items()
+    assert kept["data"]["args"]["words"] == ["--api-key", REDACTED]
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch) -> Path:
+    """A recipe with secrets, whose run needs none of them."""
+    monkeypatch.setenv("FAILS", "none")
+    folder = tmp_path / "made"
+    folder.mkdir()
+    (folder / "own_code.py").write_text(textwrap.dedent(OWN).replace('int(os.environ["FAILS"])', "None"))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(folder))
+    return write_recipe(
+        folder,
+        max_steps=2,
+        model={"kind": "own_code:model"},
+        data={"kind": "own_code:data", "args": {"hub_token": "first-word-1", "eos_token": "</s>"}},
+        objective={"kind": "classification"},
+        eval={},
+    )
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_token_and_a_command_asks_for_it(own_code: Path):
+    done = launch("--config", str(own_code))
+    assert done.returncode == 0, done.stderr
+    (run,) = run_directories(own_code.parent)
+    assert "first-word-1" not in (run / "recipe.yaml").read_text()
+    done = launch(
+        "--config", str(own_code), "data.args.hub_token=other-word-2", "max_steps=4", f"run_dir={run}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run / "summary.json").read_text())["global_step"] == 4
+    done = launch("--config", str(own_code), "data.args.eos_token=<s>", "max_steps=6", f"run_dir={run}")
+    assert done.returncode == 2
+    assert "data.args.eos_token was </s>, is <s>" in done.stderr
+    with pytest.raises(ConfigError, match=r"data.args.hub_token is \[redacted\], as a run keeps no secrets"):
+        evaluate(run)
+    row = evaluate(run, ["data.args.hub_token=third-word-3"])
+    assert "eval/loss" in row
+
+
+def test_a_dry_run_shows_none(own_code: Path):
+    done = launch("--config", str(own_code), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "hub_token: '[redacted]'" in done.stdout
+    assert "first-word-1" not in done.stdout + done.stderr
+
+
+def test_an_exception_that_nothing_catches_is_printed_without(tmp_path: Path):
+    program = """
+        import sys, threading
+        from pipeline.errors import report_errors
+
+        def fail():
+            raise ValueError("password=hunter2")
+
+        def work():
+            thread = threading.Thread(target=fail)
+            thread.start()
+            thread.join()
+            fail()
+
+        report_errors(work)
+    """
+    done = run_python(sys.executable, "-c", textwrap.dedent(program))
+    assert done.returncode == 1
+    assert "hunter2" not in done.stderr
+    assert done.stderr.count("ValueError: password=[redacted]") == 2
+
+
+def test_the_report_of_an_earlier_version_s_run_has_none(tmp_path: Path):
+    run, secret = tmp_path / "run", "gl" + "pat-" + "abc7" * 6
+    (run / "logs").mkdir(parents=True)
+    row = {"step": 1, "train/loss": 1.0}
+    events = [{"step": 1, "event": name, "message": secret, "level": "error"} for name in ("x", "run_failed")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [row, *events]))
+    (run / "recipe.yaml").write_text(
+        f"model: {{kind: x:y, args: {{password: {secret}, words: [--token, {secret}]}}}}\n"
+    )
+    (run / "logs" / "rank00000.log").write_text(f"2026-11-27 10:00:00,000 ERROR pipeline.failure {secret}\n")
+    shown = encode([run])
+    assert shown.count(REDACTED) >= 5
+    assert secret not in shown

@@ -132,7 +132,7 @@ def _forms() -> list[tuple[str, str]]:
         ("https://h/x?X-Goog-Signature={}", _made(64, _HEX)),
         ("https://a.blob.core.windows.net/c?sv=2022&sig={}&se=2026", _made(40) + "%3D"),
         ("https://h/x?Expires=1&Signature={}&Key-Pair-Id=A", _made(50)),
-        ("https://h/x?access_token={}", "abcdefgh"),
+        ("https://h/x?access_token={}", "zqwvk" + "jxm"),
         ("https://h/x?y=1&api_key={}#top", _made(12)),
         # By a name in front.
         ("password: {}", "hunter2"),
@@ -151,7 +151,7 @@ def _forms() -> list[tuple[str, str]]:
         ("aws_secret_access_key = {}", "wJa" + "lr/" + _made(34)),
         ("AWS_SESSION_TOKEN={}", long),
         ("client_secret: {}", _made(24)),
-        ('api_key = "{}"', "abcdefghij"),
+        ('api_key = "{}"', "qvzkj" + "xwmpb"),
         ("os.environ['MY_SECRET'] = '{}'", "quiet please"),
         ('{{"auths": {{"r.io": {{"auth": "{}"}}}}}}', _PAIR),
         ("//registry.npmjs.org/:_authToken={}", _made(30)),
