@@ -344,9 +344,11 @@ def test_no_secret_leaves_a_run_by_any_way(tmp_path: Path, ranks: int):
     extra |= {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     words = ["--config", str(recipe), "data.args.client_secret=command-line-word"]
     if ranks == 1:
-        done = launch(*words, **extra)
+        done = launch(*words, cwd=folder, **extra)
     else:
-        done = run_python("-m", "pipeline.launching.multi_gpu", "--num_gpus", "2", *words, **extra)
+        done = run_python(
+            "-m", "pipeline.launching.multi_gpu", "--num_gpus", "2", *words, cwd=folder, **extra
+        )
     webhook.http.shutdown()
     assert done.returncode == 1, done.stderr[-3000:]
     (run,) = run_directories(folder)
@@ -417,12 +419,11 @@ def test_a_run_goes_on_with_another_token_and_a_command_asks_for_it(own_code: Pa
     assert done.returncode == 0, done.stderr
     (run,) = run_directories(own_code.parent)
     assert "first-word-1" not in (run / "recipe.yaml").read_text()
-    done = launch(
-        "--config", str(own_code), "data.args.hub_token=other-word-2", "max_steps=4", f"run_dir={run}"
-    )
+    again = ["--config", str(own_code), f"run_dir={run}"]
+    done = launch(*again, "data.args.hub_token=other-word-2", "max_steps=4")
     assert done.returncode == 0, done.stderr
     assert json.loads((run / "summary.json").read_text())["global_step"] == 4
-    done = launch("--config", str(own_code), "data.args.eos_token=<s>", "max_steps=6", f"run_dir={run}")
+    done = launch(*again, "data.args.eos_token=<s>", "max_steps=6")
     assert done.returncode == 2
     assert "data.args.eos_token was </s>, is <s>" in done.stderr
     with pytest.raises(ConfigError, match=r"data.args.hub_token is \[redacted\], as a run keeps no secrets"):
@@ -454,7 +455,8 @@ def test_an_exception_that_nothing_catches_is_printed_without(tmp_path: Path):
 
         report_errors(work)
     """
-    done = run_python(sys.executable, "-c", textwrap.dedent(program))
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    done = run_python(str(tmp_path / "program.py"))
     assert done.returncode == 1
     assert "hunter2" not in done.stderr
     assert done.stderr.count("ValueError: password=[redacted]") == 2
@@ -466,9 +468,8 @@ def test_the_report_of_an_earlier_version_s_run_has_none(tmp_path: Path):
     row = {"step": 1, "train/loss": 1.0}
     events = [{"step": 1, "event": name, "message": secret, "level": "error"} for name in ("x", "run_failed")]
     (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [row, *events]))
-    (run / "recipe.yaml").write_text(
-        f"model: {{kind: x:y, args: {{password: {secret}, words: [--token, {secret}]}}}}\n"
-    )
+    arguments = {"password": secret, "words": ["--token", secret]}
+    (run / "recipe.yaml").write_text(json.dumps({"model": {"kind": "x:y", "args": arguments}}))
     (run / "logs" / "rank00000.log").write_text(f"2026-11-27 10:00:00,000 ERROR pipeline.failure {secret}\n")
     shown = encode([run])
     assert shown.count(REDACTED) >= 5
