@@ -31,6 +31,7 @@ from pipeline.launching.environment import (
 from pipeline.launching.hostfile import Devices, Selection, choose_devices, read_hostfile
 from pipeline.launching.node_agent import SSH_OPTIONS, ssh_command
 from pipeline.launching.supervise import Supervisor
+from pipeline.redaction import redact
 
 TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
 REFUSED = {
@@ -176,7 +177,8 @@ def plan(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
     devices = choose_devices(read_hostfile(options.hostfile), wanted)
     if options.bind_cores_to_rank:
         arguments = [*arguments, "distributed.bind_cores=true"]  # pdsh would drop it
-    is_safe = all(is_plain(argument) for argument in arguments)
+    # deepspeed prints the command, and `ps` shows it.
+    is_safe = all(map(is_plain, arguments)) and redact(arguments) == arguments
     folder = f"/tmp/pipeline-{secrets.token_hex(8)}"
     document = {
         "folder": folder,
