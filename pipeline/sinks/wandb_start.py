@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
 from pipeline.optional_packages import require
-from pipeline.redaction import redact, redact_text
+from pipeline.redaction import redact
 from pipeline.sinks.wandb_files import NOT_UPLOADED, rows_of
 
 logger = logging.getLogger(__name__)
@@ -56,13 +55,16 @@ def forget_empty_variables() -> None:
             del os.environ[name]
 
 
-def run_arguments(config: WandbConfig, run_name: str, run_dir: Path) -> dict[str, Any]:
+def run_arguments(
+    config: WandbConfig, run_name: str, run_dir: Path, run_config: dict[str, Any]
+) -> dict[str, Any]:
     """Return where and under which name `wandb.init` files the run; one line says what the recipe overrides.
 
     Args:
         config: The section `wandb` of the recipe; W&B's variables stand for what it leaves out.
         run_name: Group of the run where neither names one.
         run_dir: Directory of the run.
+        run_config: Shown as the run's configuration.
     """
     arguments: dict[str, Any] = {"project": PROJECT, "group": run_name}
     overridden = []
@@ -78,12 +80,12 @@ def run_arguments(config: WandbConfig, run_name: str, run_dir: Path) -> dict[str
             overridden.append(f"{key} {given} from the recipe, not {theirs} from {variable}")
         if given or theirs:
             arguments[key] = given or theirs
-    if "WANDB_DIR" in os.environ:
-        overridden.append(f"the folder {run_dir}, where `sync` and a resume look, not WANDB_DIR")
     if overridden:
-        logger.info("W&B: %s", redact_text("; ".join(overridden)))
+        logger.info("W&B: %s", "; ".join(overridden))
     name = os.environ.get("WANDB_NAME", run_dir.resolve().name)
-    return arguments | {"notes": redact(arguments.get("notes")), "name": name, "dir": str(run_dir)}
+    folder = os.environ.get("WANDB_DIR", str(run_dir))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return redact(arguments | {"name": name, "config": run_config}) | {"dir": folder}
 
 
 def choose_mode(config: WandbConfig) -> tuple[str, str]:
@@ -135,8 +137,7 @@ def open_run(
     if mode == "online":
         try:
             run_id = _run_id(id_file, is_resume=is_resume, reuse=is_resume)
-            with _arguments_redacted():
-                run = wandb.init(mode="online", id=run_id, resume=resume, **shared)
+            run = _init("online", folder, id=run_id, resume=resume, **shared)
             _forget_unfinished(folder)
             _set_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
             logger.info("W&B run: %s", run.url)
@@ -151,8 +152,7 @@ def open_run(
         _forget_unfinished(folder)
         _set_aside(folder.glob("offline-run-*"))
     run_id = _run_id(id_file, is_resume=is_resume, reuse=newest is not None)
-    with _arguments_redacted():
-        run = wandb.init(mode="offline", id=run_id, resume=resume, **shared)
+    run = _init("offline", folder, id=run_id, resume=resume, **shared)
     paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
     logger.warning(
         "W&B is offline (%s); to upload: wandb sync %s", reason, " ".join(shlex.quote(str(p)) for p in paths)
@@ -160,14 +160,20 @@ def open_run(
     return run, -1 if newest is None else newest
 
 
-@contextlib.contextmanager
-def _arguments_redacted() -> Iterator[None]:
-    """wandb sends sys.argv on, where overrides of the recipe stand."""
+def _init(mode: str, folder: Path, **arguments: Any) -> Any:
+    """Start a run; where its files lie elsewhere (WANDB_DIR), `folder` has a link to them."""
+    import wandb
+
+    # wandb sends sys.argv on, where overrides of the recipe stand.
     kept, sys.argv = sys.argv, redact(sys.argv)
     try:
-        yield
+        run = wandb.init(mode=mode, **arguments)
     finally:
         sys.argv = kept
+    files = Path(run.dir).resolve().parent
+    if files.parent != folder.resolve():
+        (folder / files.name).symlink_to(files)
+    return run
 
 
 def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
@@ -209,5 +215,6 @@ def _forget_unfinished(folder: Path) -> None:
 def _set_aside(runs: Iterable[Path]) -> None:
     """Move offline files out of the way of `wandb sync`, which would double their rows."""
     for old in sorted(runs):
-        (old.parent / "superseded").mkdir(exist_ok=True)
-        old.rename(old.parent / "superseded" / old.name)
+        for each in {old, old.resolve()}:  # a link, and what it leads to
+            (each.parent / "superseded").mkdir(exist_ok=True)
+            each.rename(each.parent / "superseded" / each.name)

@@ -21,7 +21,6 @@ import numpy as np
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
 from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
-from pipeline.redaction import redact
 from pipeline.sinks.dispensable import SinkThread, wait_for
 from pipeline.sinks.rewinds import is_rollback
 from pipeline.sinks.scratch import temporary_files_in_scratch
@@ -63,7 +62,7 @@ def open_wandb(
     Args:
         config: The section `wandb` of the recipe.
         run_name: Group of the run where neither the recipe nor W&B's variable names one.
-        run_dir: Directory of the run; W&B's files go to `wandb/` in it.
+        run_dir: Directory of the run; its folder `wandb` has W&B's files, or links to them.
         start_step: 0 makes a new W&B run; otherwise the run goes on under the id it had.
         run_config: Shown as the run's configuration.
         earlier: Reads rows and rollbacks up to `start_step`; rows that W&B has not got are sent again.
@@ -85,7 +84,7 @@ def open_wandb(
         if (lacking := lack_of_room(run_dir / "wandb")) is not None:
             logger.warning("W&B is left out: %s; metrics.jsonl has them all", lacking)
             return None
-        arguments = redact(run_arguments(config, run_name, run_dir) | {"config": run_config})
+        arguments = run_arguments(config, run_name, run_dir, run_config)
         run, newest = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
         if (run_dir / GIT_DIFF).exists():
             run.save(str(run_dir / GIT_DIFF), base_path=str(run_dir), policy="now")

@@ -15,6 +15,7 @@ import pytest
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
 from pipeline.config.schema import WandbConfig
+from pipeline.sinks.wandb_files import files_to_upload
 from pipeline.sinks.wandb_start import run_arguments
 
 PROGRAM = """
@@ -97,18 +98,14 @@ def variables(monkeypatch):
             {},
             "W&B: mode online from the recipe, not offline from WANDB_MODE",
         ),
-        (
-            {},
-            {"WANDB_DIR": "/elsewhere", "WANDB_MODE": "offline"},
-            {"dir": "runs/run-1"},
-            "W&B: the folder runs/run-1, where `sync` and a resume look, not WANDB_DIR",
-        ),
     ],
 )
-def test_a_variable_stands_for_what_the_recipe_leaves_out(section, given, expected, said, variables, caplog):
+def test_a_variable_stands_for_what_the_recipe_leaves_out(
+    section, given, expected, said, variables, caplog, tmp_path
+):
     variables(given)
     with caplog.at_level(logging.INFO, logger="pipeline"):
-        found = run_arguments(WandbConfig(**section), "trial", Path("runs/run-1"))
+        found = run_arguments(WandbConfig(**section), "trial", tmp_path / "run-1", {})
     assert found | expected == found
     assert caplog.messages == [said] * bool(said)
 
@@ -139,3 +136,21 @@ def test_empty_variables_are_none(tmp_path):
     assert "W&B is offline (no API key" in said
     assert len(offline_rows(folder)) == 3
     assert len(run_id(folder)) == 8
+
+
+@pytest.mark.slow
+def test_files_lie_where_wandb_dir_says_and_a_resume_and_sync_find_them(tmp_path):
+    folder, elsewhere = tmp_path / "trial-1", tmp_path / "large" / "disk"
+    env = environment(tmp_path, "http://127.0.0.1:9", WANDB_DIR=str(elsewhere), WANDB_MODE="offline")
+    start(folder, env)
+    start(tmp_path / "trial-2", env)  # another run's files beside them
+    start(folder, env, 3)
+    own = run_id(folder)
+    files = sorted(elsewhere.glob(f"wandb/offline-run-*-{own}"))
+    assert len(files) == 2
+    assert not any(path.is_symlink() for path in files)
+    assert [each.folder.resolve() for each in files_to_upload(folder)] == files
+    assert [row["_step"] for row in offline_rows(folder)] == [1, 2, 3, 4, 5, 6]
+    start(folder, env)  # begins anew
+    assert not list(elsewhere.glob(f"wandb/offline-run-*-{own}"))
+    assert len(list(elsewhere.glob("wandb/offline-run-*"))) == 2
