@@ -50,7 +50,7 @@ def why_failed(run: Path) -> str:
     )
     (view,) = json.loads(data[1])["runs"]
     assert view["state"] == "failed"
-    return view["facts"]["why"]
+    return view["failure"]
 
 
 def splits():
