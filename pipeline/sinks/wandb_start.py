@@ -160,7 +160,7 @@ def open_run(
     return run, -1 if newest is None else newest
 
 
-def _init(mode: str, folder: Path, **arguments: Any) -> Any:
+def _init(mode: Literal["online", "offline"], folder: Path, **arguments: Any) -> Any:
     """Start a run; where its files lie elsewhere (WANDB_DIR), `folder` has a link to them."""
     import wandb
 

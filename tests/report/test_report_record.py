@@ -70,13 +70,6 @@ def test_information_is_no_alert(make_run):
     assert [each["event"] for each in record.events] == ["time", "profile"]
 
 
-def test_plan_and_time_are_no_alerts(make_run):
-    lines = [row(1), event(1), event(1, "plan", message="plan: memory 1 GiB"), event(1, "time")]
-    record = read_record(make_run(lines=lines) / "metrics.jsonl")
-    assert [each["event"] for each in record.events] == ["loss_spike"]
-    assert record.plan == "memory 1 GiB"
-
-
 def test_of_many_events_the_first_and_the_last_stay(make_run):
     lines = [event(step) for step in range(1000)] + [event(2, "plan", level="info")]
     record = read_record(make_run(lines=lines) / "metrics.jsonl")
