@@ -121,14 +121,14 @@ def test_nothing_is_a_spike_at_first_nor_what_is_not_finite():
 @pytest.mark.parametrize("at", [LEAST, 24, 40, 80, 127])
 @pytest.mark.parametrize("fall", ["exponential", "power"])
 def test_a_spike_stands_out_while_the_loss_falls(at, fall):
-    """From step 20 on a rise to the first loss is a spike, and so are 16 deviations above the local level, 10 later."""
+    """From step 20 on a rise to the first loss is a spike, and so are 20 deviations above the local level, 10 later."""
     steps = np.arange(200)
     curve = 0.002 + 10.7 * np.exp(-steps / 15) if fall == "exponential" else 10.7 / (1 + steps)
     for seed in range(10):
         values = curve * np.exp(np.random.default_rng(seed).normal(0, 0.06, len(steps)))
         for height in (
             values[0],
-            max(curve[at - 3] * math.exp((10 if at >= 80 else 16) * 0.06), 0.3 * np.median(values[:LEAST])),
+            max(curve[at - 3] * math.exp((10 if at >= 80 else 20) * 0.06), 0.3 * np.median(values[:LEAST])),
         ):
             assert spikes(Band(LOSS), [*values[:at], height, *values[at:]]) == [at], (seed, height)
 
