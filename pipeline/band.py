@@ -12,18 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW = 128  # values that say what is normal
-RECENT = 32  # differences of neighbours, which say how the series scatters now
+RECENT = 32  # values whose differences say how the series scatters now
 LOCAL = 5  # last values, whose median is the local level
 LEAST = 19  # values before anything is a spike: step 20 is the first one checked
-NEARLY = 0.02  # by so much less of the logarithm a value is as high as the first one
+NEARLY = 0.05  # by so much less of the logarithm a value is as high as the first one
 NEW_LEVEL = 16  # spikes in a row that are no spikes any more
 FLOOR = 0.25  # of the first LEAST values' median: below, nothing is worth the word
-TAIL = 0.95  # quantile that stands for the upper half
-RISES = 0.98  # quantile of harmless rises, the highest of the first 50: hard sources have few batches
+RISES = 0.98  # quantile of harmless rises above the local level: hard sources have few batches
 CORE = 0.8  # share of the differences that counts; outliers make the rest
-# Of the difference of two normal values: mean of that share of its amount, and its quantile RISES.
-GAUSSIAN_CORE, GAUSSIAN_RISE = 0.79, 2.90  # standard deviations of one value
-GAUSSIAN_MIDDLE, GAUSSIAN_TAIL = 0.6745, 1.6449  # standard deviations there
+# Of a normal value with standard deviation 1: the mean of that share of the differences of neighbours, and
+# its quantile RISES.
+GAUSSIAN_CORE, GAUSSIAN_RISE = 0.79, 2.054
+GAUSSIAN_MIDDLE, GAUSSIAN_TAIL, TAIL = 0.6745, 1.6449, 0.95  # of `scatter`, standard deviations there
 TINY = sys.float_info.min
 LOG_TINY = math.log(TINY)
 
@@ -40,9 +40,10 @@ class Reach:
     """The same for a value that is as high as the first one of the run."""
 
 
-# Shipped recipes, cyclic rates, tiny batches and noisy labels, without a fault, on a CPU: tests/test_band.py.
-LOSS = Reach(1.5, 8.0, 5.0)
-GRADIENT_NORM = Reach(15.0, 16.0, 16.0)
+# From runs without a fault on a CPU: shipped recipes, cyclic rates, tiny batches, noisy labels, preferences.
+# tests/test_band.py has their curves.
+LOSS = Reach(1.5, 8.0, 5.5)
+GRADIENT_NORM = Reach(6.0, 12.0, 12.0)
 
 
 class Band:
@@ -111,17 +112,13 @@ class Band:
         if not self._floor:
             return
         logs = np.array(self._logs)
+        level = _median(np.sort(logs[-LOCAL:]))
         deviation = local_scatter(logs)
-        level, ceiling = _level_and_ceiling(logs)
-        least = level + math.log(self._reach.ratio)
-
-        def limit(deviations: float) -> float:
-            return max(least, level + deviations * deviation, ceiling + deviations / 2 * deviation)
-
-        above = limit(self._reach.deviations)
+        least = math.log(self._reach.ratio)
+        above = level + max(least, self._reach.deviations * deviation)
         if self._first > 0:
-            just_below_first = math.log(self._first) - NEARLY
-            above = min(above, max(limit(self._reach.of_first), just_below_first))
+            high = level + max(least, self._reach.of_first * deviation)
+            above = min(above, max(high, math.log(self._first) - NEARLY))
         self._limit = max(math.exp(min(above, 700.0)), self._floor)
 
     def state_dict(self) -> dict[str, list[float]]:
@@ -145,31 +142,19 @@ class Band:
 
 
 def local_scatter(logs: NDArray[np.float64]) -> float:
-    """Return the standard deviation by the differences of neighbours, which a steady fall leaves alone.
+    """Return the standard deviation about a level that falls or bends, or that of rises where it is more.
 
     Args:
-        logs: (values,), of positive values in order.
+        logs: (values,), at least LEAST, of positive values in order.
     """
-    steps = logs[1:] - logs[:-1]
-    recent = np.sort(steps[-RECENT:])
-    off = np.sort(np.abs(recent - _median(recent)))
+    recent = logs[-RECENT:]
+    steps = recent[1:] - recent[:-1]
+    off = np.sort(np.abs(steps - _median(np.sort(steps))))
     core = off[: math.ceil(CORE * len(off))]
-    deviation = float(core.sum()) / (len(core) * GAUSSIAN_CORE)
-    steps.sort()
-    highest = float(steps[int(RISES * len(steps))]) - _median(steps)
-    return max(deviation, highest / GAUSSIAN_RISE)
-
-
-def _level_and_ceiling(logs: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the local level, and how high harmless values lie over the lowest level so far.
-
-    Cyclic rates and hard sources raise the ceiling. The fall of a loss does not.
-    """
-    shifted = [logs[at : len(logs) - LOCAL + 1 + at] for at in range(LOCAL)]
-    levels = np.sort(shifted, axis=0)[LOCAL // 2]
-    lowest = np.minimum.accumulate(levels)
-    rises = np.sort(logs[LOCAL:] - lowest[:-1])
-    return float(levels[-1]), float(lowest[-1] + rises[int(RISES * len(rises))])
+    levels = np.sort([logs[at : len(logs) - LOCAL + at] for at in range(LOCAL)], axis=0)[LOCAL // 2]
+    rises = np.sort(logs[LOCAL:] - levels)
+    rise = float(rises[min(int(RISES * len(rises)), len(rises) - 2)])  # one outlier says nothing
+    return max(float(core.sum()) / (len(core) * GAUSSIAN_CORE), rise / GAUSSIAN_RISE)
 
 
 def scatter(logs: NDArray[np.float64]) -> float:

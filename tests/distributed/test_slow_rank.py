@@ -65,7 +65,7 @@ def test_a_slowed_rank_is_named_once_and_measured(ranks, tmp_path, split, slow):
     """Also where the others wait for it in the middle of their forwards, for its share of the parameters."""
     found = ranks(2).run(warnings_of_a_run, tmp_path, SPLITS[split], slow, 0)
     (line,) = found[0][0]
-    assert line.startswith(f"rank {slow} on {platform.node()} ")
+    assert f": rank {slow} on {platform.node()} " in line
     assert f"(pid {found[slow][1]}) is slow: the forward takes it" in line
     (event,), rows = slow_events(tmp_path)
     assert (event["rank"], event["phase"]) == (slow, "forward")
@@ -82,7 +82,7 @@ def test_a_slowed_rank_is_named_once_and_measured(ranks, tmp_path, split, slow):
 def test_a_stage_that_becomes_slow_is_named(ranks, tmp_path, slow):
     found = ranks(2).run(warnings_of_a_run, tmp_path, SPLITS["pipeline"], slow, 40)
     (line,) = found[0][0]
-    assert line.startswith(f"rank {slow} on {platform.node()} ")
+    assert f": rank {slow} on {platform.node()} " in line
     (event,), _ = slow_events(tmp_path)
     assert (event["rank"], event["phase"]) == (slow, "forward")
     assert " and before that " in event["message"]
