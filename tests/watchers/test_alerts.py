@@ -42,9 +42,7 @@ def test_a_spike_between_two_rows_is_told_once_with_its_step():
     rows = of_losses(*[[2.0] * 10] * 5, [2.0, 2.0, 7.0, 6.0, *[2.0] * 6], [2.0] * 10)
     ((step, event),) = asked(Spikes.of_losses(Band(LOSS)), rows)
     assert (step, event.name, event.level) == (60, "loss_spike", "warning")
-    assert event.message.startswith(
-        "the loss of step 53 is 7, 3.5 times what was normal before (2, up to 3)"
-    )
+    assert event.message.startswith("the loss of step 53 is 7, 3.5 times what was normal before (2, up to 3)")
     assert "optimizer.learning_rate" in event.advice
     assert event.fields == {"at_step": 53, "value": 7.0, "normal": 2.0, "limit": pytest.approx(3.0)}
 
