@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.redaction import redact, redact_text
+
+if TYPE_CHECKING:  # commands that import no numpy use events
+    import numpy as np
+    import numpy.typing as npt
 
 RUN_FAILED = "run_failed"
 TIME = "time"

@@ -48,10 +48,12 @@ _PLUGINS = {
     "stripe": "k_live_",
     "twilio": "K",
 }
+# Atomic groups, since Python before 3.11.5 does not match possessive quantifiers of groups as it should.
 _PRIVATE_KEY = re.compile(
     r"""-----BEGIN\ [A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?-----
-        (?: [^-]*+(?:-(?!----(?:BEGIN|END)\ )[^-]*+)*+-----END\ [A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?-----
-        | (?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]{16,}+)++ )
+        (?: [^-]*+(?>(?:-(?!----(?:BEGIN|END)\ )[^-]*+)*)
+            -----END\ [A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?-----
+        | (?>(?:(?>(?:\s|\\[nr])*)[A-Za-z0-9+/=]{16,}+)+) )
     | Private-(?:MAC|Hash):\ \S+""",
     re.VERBOSE,
 )
@@ -77,7 +79,7 @@ _FORMS = re.compile(
     | sq0[a-z]{3}-[\w-]{22,} | shp(?:at|ss|ca|pa)_[0-9a-fA-F]{32}\b | key-[0-9a-f]{32}\b
     | (?:glsa|lin_api|figd|sntrys|sntryu|PMAK|ntn|CFPAT|phx)[_-](?=[A-Za-z_]{0,40}[0-9])[\w=+/-]{20,}
     | NRAK-[A-Z0-9]{27}\b | pat[A-Za-z0-9]{14}\.[0-9a-f]{64}\b | \w{14}\.atlasv1\.[\w-]{60,}
-    | (?<!-)eyJ[\w-]{8,}+\.[\w-]{8,}+(?:\.[\w-]*+)*+
+    | (?<!-)eyJ[\w-]{8,}+\.[\w-]{8,}+(?:\.[\w-]*+)*
     )""",
     re.VERBOSE,
 )
@@ -91,7 +93,7 @@ _URL_PATH = re.compile(
 # digest is that of an image.
 _URL_PASSWORD = re.compile(
     r"(?<=://)[^\s/:@\[\]\"'<>]{0,256}+:(?!\d{1,5}(?:[/,?#]|$))[^\s\"'<>@]{0,256}+"
-    r"(?:@[^\s/\"'<>@]{0,256}+(?=@))*+(?=@)(?!@sha\d)"
+    r"(?>(?:@[^\s/\"'<>@]{0,256}+(?=@))*)(?=@)(?!@sha\d)"
 )
 _URL_USER = re.compile(r"(?<=://)([^\s/:@\[\]\"'<>?#]{1,512}+)(?=@)")
 _ORACLE = re.compile(r"(?<=jdbc:oracle:thin:)[^\s/@]{1,128}/[^\s@]{1,256}(?=@)")

@@ -71,7 +71,7 @@ _METAVAR = re.compile(
 _PATH = re.compile(
     r"(?:~|\.{1,2})?/(?:[\w.@%+ -]+/)+[\w.@%+ -]*|(?:~|\.{1,2})/[\w.-]*|/[\w-]+(?:\.\w+)?|[A-Z]:\\.*"
 )
-_CAMEL_CASE = re.compile(r"(?:[A-Z]{0,5}+[a-z]{2,}+[._-]?+)++[A-Z]{0,5}")
+_CAMEL_CASE = re.compile(r"(?>(?:[A-Z]{0,5}+[a-z]{2,}+[._-]?+)+)[A-Z]{0,5}")
 
 
 @lru_cache(maxsize=4096)

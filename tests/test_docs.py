@@ -264,12 +264,13 @@ def test_a_printed_file_of_the_project_is_there(page):
 HOW_TO = ROOT / "docs" / "how-to.md"
 
 
-def test_the_picture_of_the_curves_is_drawn(run, tmp_path, monkeypatch):
-    (snippet,) = blocks(HOW_TO, "python")
+def test_the_picture_of_the_curves_is_drawn_and_the_table_written(run, tmp_path, monkeypatch):
+    snippet = "\n".join(blocks(HOW_TO, "python"))
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet.replace("RUN/", f"{run}/"), "how-to.md", "exec"), {})
     assert (tmp_path / "curves.png").stat().st_size > 5000
+    assert "train/loss" in (tmp_path / "metrics.csv").read_text().splitlines()[0]
 
 
 def test_the_table_of_memory_is_what_its_sentence_says():

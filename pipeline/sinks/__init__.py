@@ -180,20 +180,7 @@ def build_sinks(
             logger.warning("%s %s; the run goes on without them", record.path, said)
         sinks += _open_further(config, run_dir, start_step, run_config, record.path)
         if config.wandb.mode != "disabled":
-            # 0.4 s of imports: only where it is used.
-            from pipeline.sinks.weights_and_biases import open_wandb
-
-            online = open_wandb(
-                config.wandb,
-                run_name=config.name,
-                run_dir=run_dir,
-                start_step=start_step,
-                run_config=run_config,
-                earlier=partial(replay, record.path, start_step),
-            )
-            if online is not None:
-                resend = f", and the same command with run_dir={shlex.quote(str(run_dir))} sends them to W&B"
-                sinks.append(SinkThread(lambda: online, "W&B", resend=resend))
+            sinks += _open_wandb(config, run_dir, start_step, run_config, record.path)
         if ways := ways_of(config.notify):
             make_notify = partial(NotifySink, ways, config.notify.level, run_dir.resolve().name)
             sinks.append(SinkThread(make_notify, "notify", takes_rows=False))
@@ -202,6 +189,27 @@ def build_sinks(
             sinks.append(Dispensable(_open_console(max_steps), "the console"))
         undo.pop_all()
     return Sinks(sinks, start_step)
+
+
+def _open_wandb(
+    config: RunConfig, run_dir: Path, start_step: int, run_config: dict[str, Any], record: Path
+) -> list[Sink]:
+    """Return the sink of Weights & Biases; none where it cannot be started."""
+    # 0.4 s of imports: only where it is used.
+    from pipeline.sinks.weights_and_biases import open_wandb
+
+    online = open_wandb(
+        config.wandb,
+        run_name=config.name,
+        run_dir=run_dir,
+        start_step=start_step,
+        run_config=run_config,
+        earlier=partial(replay, record, start_step),
+    )
+    if online is None:
+        return []
+    resend = f", and the same command with run_dir={shlex.quote(str(run_dir))} sends them to W&B"
+    return [SinkThread(lambda: online, "W&B", resend=resend)]
 
 
 def _open_console(max_steps: int) -> Sink:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from pipeline.events import Event, Histograms, SavedCheckpoint, Shown
@@ -44,8 +43,11 @@ class CheckpointArtifacts:
             aliases |= {"best"} if each is what.best else set()
             self._known[each] = aliases
             if not aliases <= known.get(each, set()):
-                with suppress(FileNotFoundError):  # it was deleted before its turn came
+                try:
                     self._run.log_artifact(self._artifact(each), aliases=sorted(aliases))
+                except (OSError, ValueError):  # wandb raises ValueError for a file that is not there
+                    if each.folder.exists():  # else it was deleted before its turn came
+                        raise
 
     def close(self, exit_code: int) -> None:
         """Nothing."""

@@ -133,7 +133,8 @@ def open_run(
     # create_new: a run of the user's own in this process stays what it is.
     shared = {"reinit": "create_new", "settings": settings, **arguments}
     folder, id_file = run_dir / "wandb", run_dir / RUN_ID_FILE
-    resume: Literal["allow"] | None = "allow" if is_resume else None  # None: as WANDB_RESUME says
+    is_left = not is_resume and "WANDB_RESUME" in os.environ
+    resume: Literal["allow"] | None = None if is_left else "allow"  # None: as the variable says
     if mode == "online":
         try:
             run_id = _run_id(id_file, is_resume=is_resume, reuse=is_resume)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,9 @@ def told(said: str) -> list[str]:
 def test_it_fills_up_in_the_run(tmp_path: Path, folder: Path, server: Server, is_online: bool):
     env = environment(tmp_path, server.url, **(KEY if is_online else {}))
     (line,) = told(run(folder, env, 0, ["rows", 1, 10, 0], ["fill"], ["rows", 11, 400, 0]))
-    assert "W&B gets no more rows from step 10 on" in line
+    found = re.search(r"W&B gets no more rows from step (\d+) on", line)
+    assert found
+    assert int(found[1]) <= 10  # its thread may be behind
     assert "metrics.jsonl has them all" in line
     assert (folder / "metrics.jsonl").read_text().count("train/loss") == 400
     (folder / "wandb" / "filler").unlink()

@@ -68,7 +68,7 @@ def variables(monkeypatch):
 @pytest.mark.parametrize(
     ("section", "given", "expected", "said"),
     [
-        ({}, {}, {"project": "deepspeed-pipeline", "group": "trial", "name": "run-1", "notes": None}, ""),
+        ({}, {}, {"project": "deepspeed-pipeline", "group": "trial", "name": "run-1"}, ""),
         (
             {},
             ALL,
