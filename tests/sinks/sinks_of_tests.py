@@ -51,7 +51,7 @@ class Failing:
         self._do("close")
 
 
-class Blocked:
+class Blocked(Failing):
     """Never comes back from one of its methods, nor from its exit handler."""
 
     def __init__(self, run_dir, start_step, run_config, at, close_seconds=None):
@@ -63,15 +63,6 @@ class Blocked:
     def _do(self, what):
         if self.at == what:
             threading.Event().wait()
-
-    def write(self, step, row):
-        self._do("write")
-
-    def tell(self, step, event):
-        self._do("tell")
-
-    def close(self, exit_code):
-        self._do("close")
 
 
 class ReadsTheRecord(Blocked):
