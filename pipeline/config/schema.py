@@ -27,6 +27,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 RUN_NAME = r"^[\w.-]+$"
 MOST_SAMPLES_AT_ONCE = MOST_ACCUMULATED = 2**24
 MOST_SAMPLES_A_STEP = 2**40
+BEST_MODES = {"loss": "min", "perplexity": "min", "accuracy": "max"}
+"""Which value of a metric is the best, by the last part of its name."""
 
 
 Position = Annotated[int, Field(ge=0, le=2**62)]
@@ -161,6 +163,24 @@ class EvalConfig(Closed):
     """Optimizer steps between evaluations; 0: only before the first and after the last step."""
     max_samples: int | None = Field(None, gt=0)
     """Samples at the most, the first ones of the split. Default: the whole split."""
+    best_metric: str = Field("loss", min_length=1)
+    """Metric that decides which evaluation is the best, by its name without `eval/`: `loss`, `perplexity`,
+    `accuracy`, `NAME/loss` of one data set, or a metric of your own objective."""
+    best_mode: Literal["min", "max"] | None = None
+    """Whether the lowest or the highest `best_metric` is the best. Default: `min` for a loss and a
+    perplexity, `max` for an accuracy; other metrics need it."""
+
+    @property
+    def best_is_lowest(self) -> bool:
+        """Whether the lowest value of `best_metric` is the best."""
+        return (self.best_mode or BEST_MODES.get(self.best_metric.rpartition("/")[2])) == "min"
+
+    @model_validator(mode="after")
+    def _has_best_mode(self) -> EvalConfig:
+        name = self.best_metric.rpartition("/")[2]
+        if self.best_mode is None and name not in BEST_MODES:
+            raise ValueError(f"best_metric is {self.best_metric}: write best_mode too, min or max")
+        return self
 
 
 class CheckpointConfig(Closed):
