@@ -49,8 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--config",
         type=Path,
         metavar="RECIPE.yaml",
-        default=DEFAULT_RECIPE,
-        help="recipe (default: %(default)s)",
+        help=f"recipe (default: {DEFAULT_RECIPE})",
     )
     parser.add_argument(
         "overrides",
@@ -108,7 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import_paths = not arguments.no_import_paths
         settings = load_settings(
-            arguments.config, arguments.deepspeed, arguments.overrides, import_paths=import_paths
+            arguments.config or DEFAULT_RECIPE,
+            arguments.deepspeed,
+            arguments.overrides,
+            import_paths=import_paths,
+            is_default=arguments.config is None,
         )
         is_told = ranks.is_main_process and settings.config.log.shows_rows
         if is_told and settings.split is not None:

@@ -69,9 +69,12 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
     """For no machine yet. Of a run that is given: what it writes to, and which native ops it needs."""
     runs, cache, ops = "runs", "~/.cache/deepspeed-pipeline", None
     if arguments.deepspeed or arguments.config or arguments.overrides:
-        recipe = arguments.config or DEFAULT_RECIPE
         settings = load_settings(
-            recipe, arguments.deepspeed, arguments.overrides, import_paths=not arguments.no_import_paths
+            arguments.config or DEFAULT_RECIPE,
+            arguments.deepspeed,
+            arguments.overrides,
+            import_paths=not arguments.no_import_paths,
+            is_default=arguments.config is None,
         )
         runs = str(settings.config.runs_dir)
         cache = str(getattr(settings.config.data, "cache_dir", cache))

@@ -80,13 +80,14 @@ def _positive(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.config is None:
-        from pipeline.cli import DEFAULT_RECIPE
+    from pipeline.cli import DEFAULT_RECIPE
 
-        arguments.config = DEFAULT_RECIPE
-    import_paths = not arguments.no_import_paths
     settings = load_settings(
-        arguments.config, arguments.deepspeed, arguments.overrides, import_paths=import_paths
+        arguments.config or DEFAULT_RECIPE,
+        arguments.deepspeed,
+        arguments.overrides,
+        import_paths=not arguments.no_import_paths,
+        is_default=arguments.config is None,
     )
     history = None if arguments.no_history else history_of(settings.config)
     place = place_of(

@@ -1,9 +1,8 @@
-"""Loads the DeepSpeed JSON, checks it against the recipe, fills in every "auto", and returns a plain dict."""
+"""Loads the DeepSpeed JSON, fills in every "auto", and returns a plain dict."""
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,7 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.deepspeed_check import check, rules
 from pipeline.config.deepspeed_conflicts import refuse_conflicts
 from pipeline.config.half_masters import refuse_half_masters
-from pipeline.config.loading import (
-    ConfigFile,
-    Tree,
-    did_you_mean,
-    get_dotted,
-    is_comment,
-    read_json,
-    set_dotted,
-)
+from pipeline.config.loading import ConfigFile, Tree, get_dotted, read_json
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device
 from pipeline.errors import ConfigError
@@ -40,106 +31,6 @@ def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> C
     check(file)
     refuse_conflicts(file)
     return file
-
-
-def adopt_stated_numbers(recipe: ConfigFile, file: ConfigFile) -> None:
-    """Completes the recipe with numbers that a JSON from elsewhere states and the recipe does not.
-
-    Raises:
-        ConfigError: both state a number and the two differ (both are quoted), the JSON's optimizer or
-            scheduler is of a type this trainer does not build, or has parameters that nothing here reads.
-    """
-    tree = file.tree
-    optimizer, scheduler = get_dotted(tree, "optimizer.type"), get_dotted(tree, "scheduler.type")
-    if optimizer is not None and str(optimizer).lower() not in keys.OPTIMIZERS:
-        raise ConfigError(
-            f"{file.at('optimizer.type')}: {optimizer!r}; this trainer builds AdamW, SGD and Adafactor (drop "
-            "the section)"
-        )
-    if scheduler is not None and (not isinstance(scheduler, str) or scheduler not in keys.SCHEDULES):
-        place = file.at("scheduler.type")
-        raise ConfigError(f"{place}: {scheduler!r}; set schedule.kind in the recipe instead")
-    _refuse_unread(file)
-    stated = [(json_key, mine, get_dotted(tree, json_key)) for json_key, mine in keys.RECIPE_OWNS.items()]
-    stated.append(("optimizer.type", "optimizer.kind", keys.OPTIMIZERS.get(str(optimizer).lower())))
-    stated.append(("scheduler.type", "schedule.kind", keys.SCHEDULES.get(scheduler or "")))
-    adopted: dict[str, str] = {}
-    for json_key, mine, value in stated:
-        if value is None or value == "auto":
-            continue
-        own = get_dotted(recipe.tree, mine)
-        if own is None:
-            adopted[mine] = file.at(json_key)
-            set_dotted(recipe.tree, mine.split("."), value, adopted[mine])
-        elif own != value and isinstance(value, str) and not json_key.endswith(".type"):
-            wanted = "a whole number" if mine.endswith(("size", "steps")) else "a number"
-            raise ConfigError(
-                f'{file.at(json_key)}: expected {wanted} or "auto", given {value!r}, which is a text; '
-                "write it without quotes"
-            )
-        elif own != value:
-            theirs = "the command line's" if recipe.places.get(mine) == "command line" else "the recipe's"
-            other = adopted.get(mine, f"{theirs} {mine}")
-            raise ConfigError(f'{file.at(json_key)} is {value}, {other} is {own}; write "auto" here')
-    recipe.places |= adopted
-
-
-def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
-    """Gives the recipe the `engine` section that a file with a `torch` section stands for.
-
-    Raises:
-        ConfigError: the recipe has an engine section too, or the file also speaks to DeepSpeed.
-    """
-    tree = file.tree
-    if foreign := sorted(set(tree) - keys.WITH_TORCH):
-        raise ConfigError(
-            f"{file.at('torch')}: plain PyTorch does not read {', '.join(foreign)}; drop torch, or drop these"
-        )
-    if "engine" in recipe.tree:
-        raise ConfigError(f"{file.at('torch')}: the recipe has an engine section too; drop one of the two")
-    if get_dotted(tree, "fp16.enabled") is True:
-        raise ConfigError(
-            f"{file.at('fp16.enabled')}: plain PyTorch computes in fp32 or bf16; use "
-            "ds_configs/zero2_fp16.json"
-        )
-    bf16 = get_dotted(tree, "bf16.enabled")
-    recipe.tree["engine"] = {
-        **tree["torch"],
-        "precision": "auto" if bf16 == "auto" else "bf16" if bf16 else "fp32",
-        "tf32": get_dotted(tree, "tf32.enabled") in (True, "auto"),
-        "compile": "auto" if (asked := get_dotted(tree, "compile.enabled")) is None else asked,
-    }
-    theirs = {"precision": "bf16.enabled", "tf32": "tf32.enabled", "compile": "compile.enabled"}
-    theirs |= {key: f"torch.{key}" for key in tree["torch"]}
-    recipe.places |= {f"engine.{key}": file.at(dotted) for key, dotted in theirs.items()}
-
-
-def _refuse_unread(file: ConfigFile) -> None:
-    """Refuses parameters of the JSON's optimizer and scheduler that change something, but nothing here."""
-    unread: dict[str, str] = {}
-    sections = ("optimizer", "optimizer.params", "scheduler", "scheduler.params")
-    read = {*keys.RECIPE_OWNS, *sections, "optimizer.type", "scheduler.type"}
-    for dotted in sections:
-        part = get_dotted(file.tree, dotted)
-        if part is None:
-            continue
-        if not isinstance(part, dict):
-            raise ConfigError(f"{file.at(dotted)}: expected an object, given {part!r}")
-        for key, value in part.items():
-            full = f"{dotted}.{key}"
-            says_nothing = value in (None, "auto") or is_comment(key)
-            if full not in read and not says_nothing and value not in keys.AS_BUILT.get(full, ()):
-                unread[full] = f"{full} ({json.dumps(value)})"
-    if unread:
-        first = next(iter(unread))
-        section, _, name = first.rpartition(".")
-        known = {key.removeprefix(f"{section}.") for key in (*keys.RECIPE_OWNS, *keys.AS_BUILT)}
-        near = did_you_mean(name, {key for key in known if "." not in key} - {name} | {"type", "params"})
-        raise ConfigError(
-            f"{file.at(first).removesuffix(first)}{', '.join(unread.values())}: the recipe's optimizer and "
-            f"schedule know no such thing{near if 'mean' in near else ''}, and would train without it; drop "
-            "it here"
-        )
 
 
 def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, precision: str) -> Tree:

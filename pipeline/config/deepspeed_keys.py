@@ -38,7 +38,7 @@ REMOVED = {
     "amp": "use bf16 or fp16",
     "compression_training": "compress after training, with the exported weights",
     "cpu_offload": "use zero_optimization.offload_optimizer: {device: cpu}",
-    "curriculum_learning": "order the data in the recipe",
+    "curriculum_learning": "drop it; docs/extending.md shows a curriculum over data.sources",
     "eigenvalue": "drop it",
     "elasticity": "any checkpoint starts on other ranks; set global_batch_size in the recipe",
     "fp32_allreduce": "use communication_data_type: fp32",
@@ -56,7 +56,6 @@ REMOVED = {
 
 # What DeepSpeed has and this trainer does itself, or does not wire up.
 NOT_HERE = {
-    "activation_checkpointing": "set model.activation_checkpointing in the recipe",
     "autotuning": "benchmarks/throughput.py compares settings",
     "checkpoint": "this trainer writes checkpoints itself, which any split reads; set the recipe's "
     "section checkpoint",
@@ -92,6 +91,8 @@ ON_IF_THERE = {"zero_optimization.zenflow"}
 
 # What many files have, and nothing here reads: taken, with a line.
 IGNORED = {
+    "activation_checkpointing": "no model here calls DeepSpeed's; to recompute, set "
+    "model.activation_checkpointing in the recipe",
     "steps_per_print": "the recipe's log.every says which steps are told",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed does not read it",
     "zero_optimization.elastic_checkpoint": "a checkpoint here starts on any number of ranks",
@@ -107,6 +108,7 @@ OTHER_NAMES = {"aio.thread_count": "intra_op_parallelism", "bfloat16": "bf16"}
 _COMPILE = 'write "compile": {"enabled": true}'
 # What other trainers call things in this file, and what to write here.
 ALIASES = dict.fromkeys(("compile.backend", "compile.disable", "compile.kwargs"), _COMPILE)
+ALIASES["fp16.opt_level"] = "only apex read it; drop it"
 
 _POSITIVE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0}
 _DTYPE: dict[str, Any] = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
@@ -165,6 +167,7 @@ RECIPE_OWNS = {
     "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
     "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
     "gradient_clipping": "optimizer.max_grad_norm",
+    "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
     "optimizer.params.lr": "optimizer.learning_rate",
     "optimizer.params.betas": "optimizer.betas",
     "optimizer.params.eps": "optimizer.eps",
@@ -173,7 +176,6 @@ RECIPE_OWNS = {
     "optimizer.params.max_grad_norm": "optimizer.max_grad_norm",
     "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
-    "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
     "scheduler.params.cos_min_ratio": "schedule.min_learning_rate_ratio",
 }
 ADOPTED = RECIPE_OWNS | {"optimizer.type": "optimizer.kind", "scheduler.type": "schedule.kind"}
@@ -190,10 +192,10 @@ AS_BUILT: dict[str, tuple[Any, ...]] = {
     "optimizer.params.nesterov": (False,),
     "optimizer.params.torch_adam": (True, False),
     "scheduler.params.last_batch_iteration": (-1,),
-    "scheduler.params.warmup_min_lr": (0,),
-    "scheduler.params.warmup_min_ratio": (0,),
-    "scheduler.params.warmup_type": ("linear",),
 }
+
+# Of the schedule's warm-up; a line says where it is another one here.
+OF_WARM_UP = {f"scheduler.params.warmup_{name}" for name in ("min_lr", "min_ratio", "type")}
 
 # DeepSpeed's optimizer, in any case -> the recipe's.
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adafactor": "adafactor"}

@@ -75,8 +75,8 @@ def document() -> str:
 
 
 def _deepspeed() -> Iterator[str]:
-    kinds = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in keys.SCHEDULES.items())
-    optimizers = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in keys.OPTIMIZERS.items())
+    kinds = ", ".join(f"`{theirs}` means `{ours}`" for theirs, ours in keys.SCHEDULES.items())
+    optimizers = ", ".join(f"`{theirs}` means `{ours}`" for theirs, ours in keys.OPTIMIZERS.items())
     types = [("optimizer.type", "optimizer.kind"), ("scheduler.type", "schedule.kind")]
     owned = [*keys.RECIPE_OWNS.items(), *types]
     yield "## The DeepSpeed JSON\n"
@@ -101,12 +101,18 @@ def _deepspeed() -> Iterator[str]:
     yield _rows(("key", "meaning"), [(f"`{key}`", text) for key, text in keys.OWN_MEANINGS.items()])
     yield _paragraph(
         'These numbers are the recipe\'s. The JSON says `"auto"` or nothing; a file brought from elsewhere '
-        "may state one where the recipe does not. Two different values for one number are an error."
+        "may state one where the recipe does not. Two different values for one number are an error that "
+        "quotes both. Without `--config` nobody chose the recipe: the JSON's numbers then replace those of "
+        "the default recipe."
     )
     yield _rows(("in the JSON", "in the recipe"), [(f"`{theirs}`", f"`{ours}`") for theirs, ours in owned])
     yield _paragraph(
-        f"As `optimizer.kind`, {optimizers} (in any case); as `schedule.kind`, {kinds}. Any other parameter "
-        "of `optimizer` and `scheduler` is refused, unless it says what is done here anyway."
+        "The JSON's `optimizer.type` (in any case) decides the recipe's `optimizer.kind`: "
+        f"{optimizers}. Its `scheduler.type` decides `schedule.kind`: {kinds}. "
+        "`WarmupDecayLR` ends at 0 and `WarmupCosineLR` at 0.0001 of the peak, as DeepSpeed's do. "
+        "The warm-up is linear here; DeepSpeed's follows a logarithm "
+        "unless `warmup_type` is `linear`, and a line says so. Any other parameter of `optimizer` and "
+        "`scheduler` is refused, unless it says what is done here anyway."
     )
     yield "Taken, with a line, and read by nobody:\n"
     yield _rows(("key", "why"), [(f"`{key}`", text) for key, text in keys.IGNORED.items()])

@@ -14,13 +14,8 @@ from pipeline.config.batch import BatchPlan, plan_batch
 from pipeline.config.choice import Choice
 from pipeline.config.combinations import refuse_impossible
 from pipeline.config.data_schema import DocumentsConfig, PreferenceDataConfig
-from pipeline.config.deepspeed_json import (
-    adopt_stated_numbers,
-    adopt_torch_section,
-    decide_precision,
-    load_deepspeed_json,
-    resolve_deepspeed,
-)
+from pipeline.config.deepspeed_adoption import adopt_stated_numbers, adopt_torch_section
+from pipeline.config.deepspeed_json import decide_precision, load_deepspeed_json, resolve_deepspeed
 from pipeline.config.deepspeed_keys import ADOPTED
 from pipeline.config.extras import refuse_missing
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override, read_yaml
@@ -88,6 +83,8 @@ class Settings:
     """The file after --deepspeed."""
     overrides: tuple[str, ...] = ()
     """Of the command line, as they were given."""
+    is_default: bool = False
+    """Whether nobody chose the recipe."""
 
     def followed_by(self, words: Sequence[str]) -> Settings:
         """The settings of the same command with further words behind it: overrides, `--deepspeed FILE`.
@@ -100,7 +97,8 @@ class Settings:
             at = added.index("--deepspeed")
             path = Path(added[at + 1])
             del added[at : at + 2]
-        return load_settings(self.recipe_path, path, [*self.overrides, *added])
+        words = [*self.overrides, *added]
+        return load_settings(self.recipe_path, path, words, is_default=self.is_default)
 
     @property
     def split_path(self) -> Path | None:
@@ -195,6 +193,7 @@ def load_settings(
     overrides: Sequence[str] = (),
     *,
     import_paths: bool = True,
+    is_default: bool = False,
 ) -> Settings:
     """Reads and checks both files with the command line's overrides.
 
@@ -203,6 +202,7 @@ def load_settings(
         deepspeed: JSON; how the work is split. None: plain PyTorch.
         overrides: `key=value` for the recipe, `ds.key=value` for the JSON.
         import_paths: Whether the recipe may name code to run.
+        is_default: Whether nobody chose the recipe: the JSON's numbers replace those of its file.
 
     Raises:
         ConfigError: see pipeline.config.loading, pipeline.config.recipe and pipeline.config.deepspeed_json.
@@ -228,13 +228,13 @@ def load_settings(
     split = None
     if deepspeed is not None:
         split = load_deepspeed_json(deepspeed, for_deepspeed)
-        adopt_stated_numbers(file, split)
+        adopt_stated_numbers(file, split, is_default=is_default)
         if "torch" in split.tree:
             adopt_torch_section(file, split)
     config = _with_examples(_with_own_tokenizer(_refuse_adapter(validate_recipe(file))))
     if not import_paths:
         refuse_code(config, file)
-    settings = Settings(config, recipe, split, tuple(overrides))
+    settings = Settings(config, recipe, split, tuple(overrides), is_default)
     if settings.deepspeed is not None and "engine" in config.model_fields_set:
         given = [file.place(f"engine.{key}") for key in config.engine.model_fields_set]
         place = "command line" if "command line" in given else [*given, file.place("engine")][0]

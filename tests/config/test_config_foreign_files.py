@@ -219,18 +219,9 @@ TOLD = {
         {"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}},
         "zero_optimization.reduce_bucket_size: expected a whole number above 0, given 0",
     ),
-    "Megatron-DeepSpeed with its own recomputation": (
-        {
-            "activation_checkpointing": {
-                "partition_activations": True,
-                "contiguous_memory_optimization": False,
-            }
-        },
-        "activation_checkpointing: not read here; set model.activation_checkpointing in the recipe",
-    ),
     "curriculum": (
         {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}},
-        "curriculum_learning: DeepSpeed no longer has this; order the data in the recipe",
+        "curriculum_learning: DeepSpeed no longer has this; drop it",
     ),
     "1-bit Adam": (
         {"optimizer": {"type": "OneBitAdam", "params": {"lr": 2e-4, "freeze_step": 16000}}},
@@ -250,19 +241,11 @@ def read(tmp_path):
         recipe = (
             "max_steps: 10\nmodel: {kind: causal_lm, architecture: llama}\ndata: {kind: text, paths: [a]}\n"
         )
-        schedule = get_kind(split)
-        (tmp_path / "recipe.yaml").write_text(
-            recipe + (f"schedule: {{kind: {schedule}}}\n" if schedule else "")
-        )
+        (tmp_path / "recipe.yaml").write_text(recipe)
         settings = load_settings(tmp_path / "recipe.yaml", tmp_path / "split.json", [])
         return settings, settings.resolve(world_size, DEVICE)
 
     return function
-
-
-def get_kind(split):
-    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
-    return kinds.get(split.get("scheduler", {}).get("type"))
 
 
 @pytest.mark.parametrize("name", TAKEN)

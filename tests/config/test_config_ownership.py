@@ -135,8 +135,10 @@ def test_the_same_number_twice_is_fine_and_another_one_is_an_error_that_quotes_b
     assert field(config, mine) == stated
     own = [0.9, 0.95] if isinstance(stated, list) else 71 if isinstance(stated, int) else 0.25
     message = fails_with(load, tmp_path, split, as_yaml(mine, own), max_steps=max_steps)
-    assert (
-        message == f'split.json:1: {json_key} is {stated}, the recipe\'s {mine} is {own}; write "auto" here'
+    line = 3 if mine == "max_steps" else 4
+    assert message == (
+        f"split.json:1: {json_key} is {stated}, recipe.yaml:{line}: {mine} is {own}; "
+        f'write "auto" here, or drop {mine} there'
     )
 
 
@@ -146,28 +148,42 @@ def test_the_optimizers_type_is_a_number_like_any_other(load, tmp_path):
     assert (config.kind, config.learning_rate, config.momentum) == ("sgd", 0.1, 0.8)
     message = fails_with(load, tmp_path, {"optimizer": {"type": "AdamW"}}, "optimizer: {kind: sgd}\n")
     assert message == (
-        'split.json:1: optimizer.type is adamw, the recipe\'s optimizer.kind is sgd; write "auto" here'
+        "split.json:1: optimizer.type is AdamW, recipe.yaml:4: optimizer.kind is sgd; "
+        'write "auto" here, or drop optimizer.kind there'
     )
 
 
 def test_the_command_line_counts_as_the_recipe(load, tmp_path):
     message = fails_with(load, tmp_path, {"gradient_clipping": 0.5}, "", "optimizer.max_grad_norm=2.0")
-    assert "gradient_clipping is 0.5, the command line's optimizer.max_grad_norm is 2.0" in message
+    assert "gradient_clipping is 0.5, command line: optimizer.max_grad_norm is 2.0" in message
 
 
 def test_the_json_may_not_contradict_itself(load, tmp_path):
+    split = {"gradient_clipping": 0.5, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.4}}}
+    message = fails_with(load, tmp_path, split)
+    assert message == (
+        "split.json:1: optimizer.params.max_grad_norm is 0.4, split.json:1: gradient_clipping is 0.5; "
+        'write "auto" here'
+    )
+
+
+def test_the_scheduler_decides_the_peak_as_in_deepspeed(load):
     split = {
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}},
     }
-    message = fails_with(load, tmp_path, split)
-    assert "scheduler.params.warmup_max_lr is 0.0002, split.json:1: optimizer.params.lr is 0.0001" in message
+    settings = load(split)
+    assert settings.config.optimizer.learning_rate == 2e-4
+    (note,) = settings.split.notes
+    assert note.endswith("optimizer.params.lr: DeepSpeed steps at warmup_max_lr, 0.0002, not at 0.0001")
 
 
 def test_an_adopted_number_that_is_none_names_the_json(load, tmp_path):
     message = fails_with(load, tmp_path, nested("optimizer.params.lr", "1e-4"))
-    place = "split.json:1: optimizer.params.lr: optimizer.learning_rate: "
-    assert message == f"{place}input should be a valid number, given '1e-4'"
+    assert message == (
+        "split.json:1: optimizer.params.lr: expected a number or \"auto\", given '1e-4', which is a text; "
+        "write it without quotes"
+    )
     message = fails_with(load, tmp_path, {"gradient_clipping": -1})
     assert message.startswith(
         "split.json:1: gradient_clipping: optimizer.max_grad_norm: input should be greater"
@@ -184,12 +200,12 @@ def test_a_schedule_of_the_json_is_adopted(load, tmp_path, theirs, ours):
     split = {"scheduler": {"type": theirs}}
     assert load(split).config.schedule.kind == ours
     message = fails_with(load, tmp_path, split, "schedule: {kind: wsd}\n")
-    assert f"scheduler.type is {ours}, the recipe's schedule.kind is wsd" in message
+    assert f"scheduler.type is {theirs} (here: {ours}), recipe.yaml:4: schedule.kind is wsd" in message
 
 
 @pytest.mark.parametrize(
     ("section", "kind"),
-    [("optimizer", "Lamb"), ("optimizer", "OneBitAdam"), ("scheduler", "OneCycle"), ("scheduler", "auto")],
+    [("optimizer", "Lamb"), ("optimizer", "OneBitAdam"), ("scheduler", "OneCycle"), ("scheduler", 7)],
 )
 def test_a_type_that_is_not_built_here_is_refused(load, tmp_path, section, kind):
     message = fails_with(load, tmp_path, {section: {"type": kind}})
@@ -206,9 +222,6 @@ def test_a_type_that_is_not_built_here_is_refused(load, tmp_path, section, kind)
         ("optimizer.params.learning_rate", 1e-4, "0.0001"),
         ("optimizer.legacy_fusion", True, "true"),
         ("optimizer.parms", {"lr": 1}, '{"lr": 1}'),
-        ("scheduler.params.warmup_min_lr", 1e-5, "1e-05"),
-        ("scheduler.params.warmup_min_ratio", 0.1, "0.1"),
-        ("scheduler.params.warmup_type", "log", '"log"'),
         ("scheduler.params.cycle_first_step_size", 10, "10"),
         ("scheduler.max_train_steps", 10, "10"),
     ],
@@ -222,16 +235,67 @@ def test_a_parameter_that_nothing_here_reads_is_refused(load, tmp_path, dotted, 
 def test_all_unread_parameters_are_named_at_once(load, tmp_path):
     split = {
         "optimizer": {"type": "AdamW", "params": {"amsgrad": True, "lr": 1e-3}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "log", "warmup_num_steps": 5}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"cycle_min_lr": 1, "warmup_num_steps": 5}},
     }
     message = fails_with(load, tmp_path, split)
-    assert 'optimizer.params.amsgrad (true), scheduler.params.warmup_type ("log"): ' in message
+    assert "optimizer.params.amsgrad (true), scheduler.params.cycle_min_lr (1): " in message
 
 
 @pytest.mark.parametrize(("dotted", "values"), keys.AS_BUILT.items())
 def test_a_parameter_that_says_what_is_done_anyway_is_fine(load, dotted, values):
     for value in [*values, "auto"]:
         assert load(nested(dotted, value)).config == load({}).config
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "kind", "floor"),
+    [
+        ({"type": "WarmupLR"}, "constant", 0.1),
+        ({"type": "WarmupDecayLR"}, "linear", 0.0),
+        ({"type": "WarmupDecayLR", "params": {"warmup_min_lr": 2e-6, "warmup_max_lr": 2e-5}}, "linear", 0.1),
+        ({"type": "WarmupCosineLR"}, "cosine", 0.0001),
+        ({"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.05}}, "cosine", 0.05),
+        ({"type": "WarmupCosineLR", "params": {"cos_min_ratio": "auto"}}, "cosine", 0.1),
+        ({"type": "auto", "params": {"warmup_num_steps": "auto"}}, "cosine", 0.1),
+    ],
+)
+def test_a_schedule_ends_where_deepspeeds_does(load, scheduler, kind, floor):
+    schedule = load({"scheduler": scheduler}).config.schedule
+    assert (schedule.kind, schedule.min_learning_rate_ratio) == (kind, pytest.approx(floor))
+
+
+def test_where_a_schedule_ends_is_the_recipes_where_the_json_leaves_it_open(load, tmp_path):
+    recipe = "schedule: {min_learning_rate_ratio: 0.2}\n"
+    config = load({"scheduler": {"type": "WarmupCosineLR"}}, recipe).config
+    assert config.schedule.min_learning_rate_ratio == 0.2
+    message = fails_with(load, tmp_path, {"scheduler": {"type": "WarmupDecayLR"}}, recipe)
+    assert "recipe.yaml:4: schedule.min_learning_rate_ratio is 0.2" in message
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"warmup_type": "linear"}, ""),
+        ({"warmup_type": "linear", "warmup_min_lr": 0}, ""),
+        ({"warmup_type": "linear", "warmup_min_lr": 1e-6}, "begins at warmup_min_lr 1e-06"),
+        ({}, "rises with the logarithm of the step"),
+        ({"warmup_type": "log"}, "rises with the logarithm of the step"),
+    ],
+)
+def test_another_warm_up_than_here_is_told(load, params, told):
+    split = {"scheduler": {"type": "WarmupLR", "params": params}}
+    assert not load(split).split.notes  # no warm-up at all
+    notes = load(split, "schedule: {warmup_steps: 3}\n").split.notes
+    assert [told in note for note in notes] == [True] * bool(told)
+
+
+def test_total_num_steps_is_compared_with_epochs_too(load, tmp_path):
+    split = nested("scheduler.params.total_num_steps", 70)
+    message = fails_with(load, tmp_path, split, "", max_steps="max_epochs: 70\n")
+    assert message == (
+        "split.json:1: scheduler.params.total_num_steps is 70, recipe.yaml:3: max_epochs is 70; "
+        'write "auto" here, or drop max_epochs there'
+    )
 
 
 @pytest.mark.parametrize("dotted", ["optimizer", "scheduler", "optimizer.params", "scheduler.params"])
@@ -241,7 +305,7 @@ def test_a_section_is_an_object(load, tmp_path, dotted):
 
 
 def test_a_file_from_the_hugging_face_trainer_works(load):
-    settings = load(FROM_THE_TRAINER, "schedule: {kind: constant}\nbatch: {micro_batch_size: 4}\n")
+    settings = load(FROM_THE_TRAINER, "batch: {micro_batch_size: 4}\n")
     found = settings.resolve(2, DEVICE)
     plan, filled = found.plan, found.deepspeed
     assert '"auto"' not in json.dumps(filled)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from pipeline.assemble import build_loader
 from pipeline.build_engine import build_engine
 from pipeline.config.batch import plan_batch
-from pipeline.config.deepspeed_json import adopt_torch_section
+from pipeline.config.deepspeed_adoption import adopt_torch_section
 from pipeline.config.loading import ConfigFile
 from pipeline.config.recipe import validate_recipe
 from pipeline.config.schema import RunConfig
