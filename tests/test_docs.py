@@ -221,6 +221,25 @@ def recipe_blocks():
                 yield pytest.param(block, id=f"{page.name}-{number}")
 
 
+def whole_recipes():
+    """The recipes among them: what says which model is trained on which data."""
+    for case in recipe_blocks():
+        if {"model", "data"} <= set(yaml.safe_load(case.values[0])):
+            yield case
+
+
+@pytest.mark.parametrize("block", whole_recipes())
+def test_a_printed_recipe_runs_as_it_stands(block, tmp_path, monkeypatch):
+    """With nothing added to it but what FOLDER stands for."""
+    monkeypatch.chdir(ROOT)
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(block.replace("FOLDER", str(tokenizer)))
+    load_settings(path, None, [])
+
+
 @pytest.mark.parametrize("block", recipe_blocks())
 def test_a_printed_part_of_a_recipe_is_one(block, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

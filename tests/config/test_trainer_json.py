@@ -1,12 +1,14 @@
-"""DeepSpeed files of the Hugging Face Trainer's users train as they are; trainer_json.json names their origin."""
+"""DeepSpeed files of the Hugging Face Trainer's users train as they are. trainer_json.json has them."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
-from support.launch import numbers
+import yaml
+from support.tiny import curve_of, recipe
 
 from pipeline.cli import DEFAULT_RECIPE, main
 from pipeline.config.settings import load_settings
@@ -18,11 +20,6 @@ max_epochs: 3
 model: {kind: causal_lm, pretrained: gpt2}
 data: {kind: text, paths: [a]}
 """
-TINY = [
-    "model.num_layers=1", "model.num_heads=2", "model.hidden_size=32", "model.intermediate_size=32",
-    "data.sequence_length=16", "data.tokenizer.vocab_size=300", "sample.max_new_tokens=0",
-    "eval.max_samples=2", "checkpoint.every=0", "wandb.mode=disabled", "max_steps=2",
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -43,13 +40,11 @@ def test_there_are_twenty():
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_trainers_file_is_taken_as_it_is(written, tmp_path, capsys, name):
-    path, recipe = written(name), tmp_path / "mine.yaml"
+    path, mine = written(name), tmp_path / "mine.yaml"
     assert main(["--dry-run", "--deepspeed", str(path)]) == 0, capsys.readouterr().err
     is_open = total_num_steps(name) == "auto"
-    recipe.write_text(RECIPE if is_open else RECIPE.replace("max_epochs: 3\n", ""))
-    assert main(["--dry-run", "--deepspeed", str(path), "--config", str(recipe)]) == 0, (
-        capsys.readouterr().err
-    )
+    mine.write_text(RECIPE if is_open else RECIPE.replace("max_epochs: 3\n", ""))
+    assert main(["--dry-run", "--deepspeed", str(path), "--config", str(mine)]) == 0, capsys.readouterr().err
 
 
 def test_a_number_of_the_file_replaces_that_of_a_recipe_nobody_chose(written):
@@ -79,20 +74,15 @@ def total_num_steps(name):
     return FILES[name].get("scheduler", {}).get("params", {}).get("total_num_steps", "auto")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A text, and where it is prepared once for all runs."""
-    folder = tmp_path_factory.mktemp("trainer")
-    (folder / "text.txt").write_text("\n".join(f"{number} lines of text" for number in range(400)))
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", distinct())
-def test_a_trainers_file_trains_two_steps(written, home, tmp_path, capsys, name):
-    words = [*TINY, f"data.paths=[{home}/text.txt]", f"data.cache_dir={home}/cache"]
-    words += [f"run_dir={tmp_path}/run"]
-    if total_num_steps(name) != "auto":
-        words += ["ds.scheduler.params.total_num_steps=auto"]  # as the refusal of another max_steps says
-    assert main(["--deepspeed", str(written(name)), *words]) == 0, capsys.readouterr().err
-    assert [row["step"] for row in numbers(tmp_path / "run") if "train/loss" in row] == [1, 2]
+def test_a_trainers_file_trains_two_steps(ranks, written, tmp_path, name):
+    decided = {"batch", "optimizer", "schedule"} | (
+        {"max_steps"} if total_num_steps(name) != "auto" else set()
+    )
+    tree = {key: value for key, value in recipe().items() if key not in decided}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    settings = load_settings(tmp_path / "recipe.yaml", written(name))
+    ((first, second),) = ranks(1).run(curve_of, settings, 2, timeout=400)
+    assert first[0] == pytest.approx(5.6, abs=0.2), "not the loss of guessing one of 257"
+    assert math.isfinite(second[0])

@@ -128,9 +128,14 @@ def train_curve(
     job: Job, tree: dict[str, Any], deepspeed: dict[str, Any] | None, steps: int = 6
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step: the numbers a run would log."""
+    return curve_of(job, settings(tree, deepspeed), steps)
+
+
+def curve_of(job: Job, chosen: Settings, steps: int) -> list[tuple[float, float]]:
+    """As `train_curve`, of settings as they were read."""
     data = token_bundle()
-    config = settings(tree, deepspeed).config
-    engine = make_engine(job, tree, deepspeed, data)
+    config = chosen.config
+    engine = build_engine(config, chosen.resolve(job.ranks.world_size, CPU), job, data)
     plan = plan_batch(config.batch, engine.dp_world_size)
     loader = build_loader(config, plan, data, engine)
     objective = build_objective(config)
