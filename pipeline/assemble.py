@@ -17,6 +17,7 @@ from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
+from pipeline.config.cadences import resolve_cadences
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
@@ -58,22 +59,21 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         resolved = settled(config, resolved, job, with_zeros(data, objective), engine, objective)
     data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint, adapter)
     loader = build_loader(config, resolved.plan, data, engine)
-    max_steps = config.max_steps or math.ceil(epochs_in_samples(config, loader) / loader.global_batch_size)
-    tell_of_choices(config, resolved, job, loader, max_steps)
+    logs, evaluations, saves = build_cadences(config, loader)
+    tell_of_choices(config, resolved, job, loader, logs.last)
     keep_description(engine, data, job, directory)
     job.progress.at("resuming")
-    start, remembered = go_on(checkpoints, checkpoint, engine, loader, max_steps, adapter)
+    start, remembered = go_on(checkpoints, checkpoint, engine, loader, logs.last, adapter)
     job.progress.at("starting")
     if resolved.plan.is_open:  # weights and states of the checkpoint are there
         resolved = settled(config, resolved, job, data, engine, objective)
         loader.divide(resolved.plan.micro_batch_size, resolved.plan.gradient_accumulation_steps)
     held_out = build_eval_loader(config, resolved.plan, data, engine)
-    logs, evaluations = Cadence(config.log.every, max_steps), Cadence(config.eval.every, max_steps)
     owes = remembered.get("eval_loss") is None and evaluations.due_or_first(start.global_step)
     meters = build_meters(config, resolved, engine, objective, job, directory, checkpoint)
     due = rows_until(start.global_step, logs, evaluations if held_out else None, owes)
-    sinks = open_sinks(config, resolved, job, checkpoints, span := (start.global_step, max_steps), due, owes)
-    safeguard = build_safeguard(config, sinks, remembered)
+    sinks = open_sinks(config, resolved, job, checkpoints, span := (start.global_step, logs.last), due, owes)
+    safeguard = build_safeguard(config, logs.every, sinks, remembered)
     with freed_at_once():  # checksums of all weights
         watchers = build_watchers(config, resolved, engine, job, span, safeguard.bands, remembered)
     return Parts(
@@ -93,17 +93,18 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         watchers=(*watchers, expectation),
         start=start,
         owes_evaluation=owes,
-        max_steps=max_steps,
+        max_steps=logs.last,
         peak_learning_rate=config.optimizer.learning_rate or learning_rate_for(engine.module),
         schedule=config.schedule,
         seed=config.seed,
+        best_by=config.eval,
         log=logs,
         eval=evaluations,
-        save=Cadence(config.checkpoint.every, max_steps),
+        save=saves,
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,
         adapter=adapter,
-        histograms=HistogramMeter(engine, job, every) if (every := config.wandb.histograms_every) else None,
+        histograms=HistogramMeter(engine, job, steps) if (steps := config.wandb.histograms_every) else None,
         adds_noise=config.model.neftune_alpha is not None,
         tell_sample=build_sampler(engine, data, config, sinks.tell),
     )
@@ -153,9 +154,16 @@ def with_its_reference(
     return compute_reference(rows, engine, objective, directory, cache, job, key)
 
 
-def epochs_in_samples(config: RunConfig, loader: TrainLoader) -> float:
-    """Samples of all epochs that a recipe asks for."""
-    return (config.max_epochs or 1.0) * loader.samples_per_epoch
+def build_cadences(config: RunConfig, loader: TrainLoader) -> tuple[Cadence, Cadence, Cadence]:
+    """Return those of rows, evaluations and checkpoints, up to the run's last step.
+
+    Raises:
+        ConfigError: see resolve_cadences.
+    """
+    samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
+    last = config.max_steps or math.ceil(samples / loader.global_batch_size)
+    every = resolve_cadences(config, loader.steps_per_epoch)
+    return Cadence(every.log, last), Cadence(every.eval, last), Cadence(every.save, last)
 
 
 def keep_description(engine: Engine, data: DataBundle, job: Job, directory: Path) -> None:
@@ -211,9 +219,9 @@ def open_sinks(
     return sinks
 
 
-def build_safeguard(config: RunConfig, sinks: Sinks, remembered: Mapping[str, Any]) -> Safeguard:
-    """What is done about a step that goes wrong, with what was normal before."""
-    safeguard = Safeguard(config.watch, config.log.every, sinks.tell)
+def build_safeguard(config: RunConfig, log: int, sinks: Sinks, remembered: Mapping[str, Any]) -> Safeguard:
+    """What is done about a step that goes wrong, with what was normal before. `log`: steps between rows."""
+    safeguard = Safeguard(config.watch, log, sinks.tell)
     safeguard.load_state_dict(remembered.get("safeguard", {}))
     return safeguard
 

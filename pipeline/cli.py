@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from pipeline.config.cadences import intervals_in_words
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.recipe import OPTION
 from pipeline.config.schema import LogLevel
@@ -185,4 +186,5 @@ def describe(settings: Settings, world_size: int) -> str:
         parts += [line, *filter(None, [remark(config.schedule, config.max_steps)])]
     else:
         parts.append(f"{config.max_epochs:g} epochs of the training data (counted when it is read)")
+    parts += intervals_in_words(config, None, config.max_steps)
     return "\n".join(parts)

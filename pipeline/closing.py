@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.schema import EvalConfig
 from pipeline.errors import PipelineError
 from pipeline.events import PLAN, TIME
 from pipeline.sinks.console import count, decimals, duration
@@ -19,20 +20,22 @@ def closing_line(name: str, text: object) -> str:
     return f"{name:<13}  {text}"
 
 
-def summed_up(run_dir: Path) -> list[str]:
+def summed_up(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]:
     """Lines whose first words stand under each other; none where the record cannot be read."""
     try:
-        return list(lines_of(iterate_record(run_dir / METRICS_FILE)))
+        return list(lines_of(iterate_record(run_dir / METRICS_FILE), best_by))
     except PipelineError:
         return []
 
 
-def lines_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def lines_of(rows: Iterable[Mapping[str, Any]], best_by: EvalConfig | None = None) -> Iterator[str]:
     """The lines.
 
     Args:
         rows: Lines of metrics.jsonl, in order.
+        best_by: Which metric chooses the best checkpoint; it has a line as well.
     """
+    chosen = best_by or EvalConfig()
     step = 0
     seconds = tokens = 0.0
     plan = ""
@@ -49,14 +52,17 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             seconds += (step - before) * row.get("perf/step_time_seconds", 0.0)
             tokens = row.get("train/tokens_seen", 0.0)
         for key in row:
-            if (name := _name(key)) is not None:
-                metrics.setdefault(name, _Best(is_loss=name.endswith("loss"))).add(int(row["step"]), row[key])
+            chooses = key == f"eval/{chosen.best_metric}"
+            name = _name(key) or (f"eval {chosen.best_metric}" if chooses else "")
+            if name:
+                is_lowest = chosen.best_is_lowest if chooses else name.endswith("loss")
+                metrics.setdefault(name, _Best(is_lowest=is_lowest)).add(int(row["step"]), row[key])
     if step:
         seen = f", {count(tokens)} tokens" if tokens else ""
         yield closing_line("steps", f"{step:,} in {duration(seconds)}{seen}")
-    for name in ("loss", "accuracy", "eval loss", "eval accuracy"):
-        if name in metrics:
-            yield closing_line(name, metrics[name])
+    first = ("loss", "accuracy", "eval loss", "eval accuracy")
+    for name in (*(name for name in first if name in metrics), *sorted(metrics.keys() - set(first))):
+        yield closing_line(name, metrics[name])
     if plan:
         yield closing_line("plan", plan)
 
@@ -72,8 +78,8 @@ def _name(key: str) -> str | None:
 class _Best:
     """The last of a metric's values, and the best: the lowest loss, the highest accuracy."""
 
-    def __init__(self, *, is_loss: bool) -> None:
-        self._sign, self._word = (1, "lowest") if is_loss else (-1, "highest")
+    def __init__(self, *, is_lowest: bool) -> None:
+        self._sign, self._word = (1, "lowest") if is_lowest else (-1, "highest")
         self._last, self._best = (0, math.nan), (0, math.nan)
 
     def add(self, step: int, value: float) -> None:

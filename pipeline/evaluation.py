@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
+from pipeline.config.schema import EvalConfig
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluates
 from pipeline.engine.normalize import further_means, whole_loss
+from pipeline.errors import ConfigError
 from pipeline.objectives import Objective
 from pipeline.objectives.interface import further_sums
 
@@ -61,6 +64,27 @@ def evaluate(
         for name, values_of_set in by_name.items():
             row |= _means(f"eval/{name}/", dict(zip(keys, values_of_set, strict=True)), objective)
     return row
+
+
+def measured_by(config: EvalConfig, row: Mapping[str, float], objective: Objective) -> dict[str, float | str]:
+    """Return what a checkpoint keeps of the metric that chooses the best.
+
+    Args:
+        row: What `evaluate` gave.
+
+    Raises:
+        ConfigError: The evaluation has no such metric.
+    """
+    metric = config.best_metric
+    uncounted = (
+        math.nan if metric.rpartition("/")[2] in objective.means or metric in objective.means else None
+    )
+    if (value := row.get(f"eval/{metric}", uncounted)) is None:
+        known = ", ".join(name.removeprefix("eval/") for name in row)
+        raise ConfigError(
+            f"eval.best_metric: {metric!r} is no metric of this run's evaluation; it has {known}"
+        )
+    return {"metric": metric, "value": value, "mode": "min" if config.best_is_lowest else "max"}
 
 
 def _means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:

@@ -85,6 +85,8 @@ class SavedCheckpoint:
     folder: Path
     eval_loss: float | None
     """Of these very weights, finite; None: not measured."""
+    rank: float | None
+    """Order by the metric that chooses the best, `eval.best_metric`; the lowest is the best."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ class SavedCheckpoints:
 
     @property
     def best(self) -> SavedCheckpoint | None:
-        """That with the lowest evaluation loss, the newest of several; None: none is measured."""
-        known = [each for each in self.saved if each.eval_loss is not None]
-        return min(known, key=lambda each: (each.eval_loss, -each.step), default=None)
+        """The one of the lowest rank, the newest of several; `None`: none is measured."""
+        known = [each for each in self.saved if each.rank is not None]
+        return min(known, key=lambda each: (each.rank, -each.step), default=None)
 
 
 @dataclass(frozen=True)

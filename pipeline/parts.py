@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.optimizer_schema import ScheduleConfig
+from pipeline.config.schema import EvalConfig
 from pipeline.config.settings import Resolved
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.loader import BatchSource
@@ -120,6 +121,8 @@ class Parts:
     peak_learning_rate: float
     schedule: ScheduleConfig
     seed: int
+    best_by: EvalConfig
+    """Which metric of an evaluation chooses the best checkpoint."""
     log: Cadence
     eval: Cadence
     save: Cadence

@@ -79,7 +79,7 @@ def _run(settings: Settings, begun: Joined) -> int:
             text = prepared.sample()
     number = prepared.stopped_by
     if job.ranks.is_main_process:
-        _conclude(prepared, text)
+        _conclude(prepared, settings, text)
     elif reports_own_exit(job.ranks.local_rank == 0):
         how = "finished" if number is None else "stopped"
         print(f"{_place(job.ranks)}: {how} at step {prepared.global_step}", file=sys.stderr, flush=True)
@@ -94,7 +94,7 @@ def _place(ranks: Ranks) -> str:
     return f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()})"
 
 
-def _conclude(run: Run, text: str | None) -> None:
+def _conclude(run: Run, settings: Settings, text: str | None) -> None:
     """Says what came of it, and where everything lies."""
     path = run.directory
     if run.stopped_by is not None:
@@ -104,7 +104,7 @@ def _conclude(run: Run, text: str | None) -> None:
         print(f"stopped at step {run.global_step}; the same command {goes_on}")
     if text is not None:
         print(f"\nthe model wrote:\n\n{printable(text)}\n")
-    for line in summed_up(path):
+    for line in summed_up(path, settings.config.eval):
         print(line)
     print(closing_line("metrics", path / "metrics.jsonl"))
     if (report := write_at_end(path)) is not None:

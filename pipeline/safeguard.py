@@ -161,7 +161,7 @@ class Safeguard:
             raise NonFiniteLossError(
                 f"the last {times} batches had an infinite or NaN loss or gradient and were left out "
                 "(watch.on_nonfinite: skip); it is not the data alone: lower optimizer.learning_rate, raise "
-                "schedule.warmup_steps, or go back with watch.on_nonfinite=rollback"
+                "schedule.warmup, or go back with watch.on_nonfinite=rollback"
             )
         raise StoppedError(
             f"the last {times} batches were left out as spikes (watch.on_spike: skip): it is the weights "

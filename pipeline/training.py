@@ -19,7 +19,7 @@ from pipeline.checkpoint.catalog import folder_name
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.stopping import Alarm, StopOnSignal
 from pipeline.errors import CheckpointError
-from pipeline.evaluation import evaluate
+from pipeline.evaluation import evaluate, measured_by
 from pipeline.long_lived import LongLived
 from pipeline.parts import Parts
 from pipeline.profiler import Profiled
@@ -283,6 +283,10 @@ class Loop:
         seed_step(parts.seed, step, parts.engine.seed_rank)
         with parts.meters.paused("evaluation"):
             row = evaluate(parts.engine, parts.objective, parts.eval_loader, parts.job, self._stop)
+            if row is not None:
+                measured_by(
+                    parts.best_by, row, parts.objective
+                )  # refuses a metric that is not there before the first step
             if row is None:
                 self._stopped = True
             else:
@@ -301,6 +305,9 @@ class Loop:
             "tokens_seen": float(self.state.tokens_seen),
             "skipped_steps": float(self.state.skipped_steps),
             "eval_loss": row["eval/loss"] if row is not None else None,
+            "best_by": measured_by(self._parts.best_by, row, self._parts.objective)
+            if row is not None
+            else None,
             "safeguard": self._parts.safeguard.state_dict(),
             "watchers": state_of(self._parts.watchers),
             **self._parts.adapter,

@@ -103,7 +103,7 @@ def test_a_dry_run_shows_everything_a_run_would_use():
     )
     steps, remark = section(text, "steps").strip().splitlines()
     assert steps == "10 optimizer steps, 5,120 samples, 1,310,720 tokens"
-    assert remark.startswith("schedule.warmup_steps 30 is longer than the run of 10 steps")
+    assert remark.startswith("schedule.warmup 30 is longer than the run of 10 steps")
 
 
 def test_a_dry_run_without_deepspeed_is_plain_pytorch():

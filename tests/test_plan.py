@@ -233,7 +233,7 @@ def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
     done = launch("--config", str(recipe), "--quiet", "name=tiny-quiet", "schedule.warmup_steps=50")
     assert done.returncode == 0
     (warning,) = done.stderr.splitlines()
-    assert warning.startswith("warning: schedule.warmup_steps 50 is longer")
+    assert warning.startswith("warning: schedule.warmup 50 is longer")
     assert [line.split()[0] for line in done.stdout.splitlines()] == [
         *("steps", "loss", "eval", "plan", "metrics", "report", "checkpoint", "settings"),
     ]

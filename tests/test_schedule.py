@@ -94,12 +94,12 @@ def test_no_step_leaves_the_range_or_jumps(run):
     config, max_steps = run
     rates = curve(config, max_steps)
     low = config.min_learning_rate_ratio
-    assert all(0.0 < rate <= 1.0 for rate in rates[: config.warmup_steps])
-    assert all(low - 1e-12 <= rate <= 1.0 for rate in rates[config.warmup_steps :])
-    assert rates[: config.warmup_steps] == sorted(rates[: config.warmup_steps])
-    assert rates[config.warmup_steps :] == sorted(rates[config.warmup_steps :], reverse=True)
-    shape = config.decay_steps or max(1, max_steps - config.warmup_steps)
-    steepest = max(1 / (config.warmup_steps + 1), math.pi / 2 / shape)
+    assert all(0.0 < rate <= 1.0 for rate in rates[: config.warmup])
+    assert all(low - 1e-12 <= rate <= 1.0 for rate in rates[config.warmup :])
+    assert rates[: config.warmup] == sorted(rates[: config.warmup])
+    assert rates[config.warmup :] == sorted(rates[config.warmup :], reverse=True)
+    shape = config.decay_steps or max(1, max_steps - config.warmup)
+    steepest = max(1 / (config.warmup + 1), math.pi / 2 / shape)
     jumps = [abs(b - a) for a, b in pairwise(rates)]
     assert max(jumps) <= steepest + 1e-9
 
@@ -108,7 +108,7 @@ def test_no_step_leaves_the_range_or_jumps(run):
 @given(runs())
 def test_the_peak_is_reached_once_warm_up_is_done(run):
     config, max_steps = run
-    assert multiplier(config, config.warmup_steps, max_steps) == 1.0
+    assert multiplier(config, config.warmup, max_steps) == 1.0
 
 
 @settings(deadline=None)
@@ -131,5 +131,5 @@ def test_a_run_shorter_than_its_schedule_is_remarked_and_has_a_rate_for_every_st
     line = remark(config, max_steps)
     assert (line is not None) == (needed > max_steps)
     if line is not None:
-        assert f"warmup_steps {warmup}" in line
+        assert f"warmup {warmup}" in line
         assert f"the run of {max_steps} steps" in line

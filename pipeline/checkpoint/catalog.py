@@ -144,18 +144,24 @@ class Retention:
     keep_every: int = 0
     """Steps that are a multiple of it stay for ever; 0: none."""
     keep_best: bool = False
-    """The one with the lowest evaluation loss stays."""
+    """The one of the lowest rank stays."""
 
-    def stays(self, losses: Mapping[int, float | None]) -> set[int]:
-        """The steps that stay, of these: step -> evaluation loss, finite (None: not known)."""
-        steps = sorted(losses)
+    def stays(self, ranks: Mapping[int, float | None]) -> set[int]:
+        """Return the steps that stay, of these: step -> rank (see BestBy), `None` where it is not known."""
+        steps = sorted(ranks)
         stays = set(steps[-max(1, self.keep_last) :])
         if self.keep_every > 0:
             stays |= {step for step in steps if step % self.keep_every == 0}
-        known = {step: loss for step, loss in losses.items() if loss is not None}
+        known = {step: rank for step, rank in ranks.items() if rank is not None}
         if self.keep_best and known:
             stays.add(min(known, key=lambda step: (known[step], -step)))
         return stays
+
+
+def _saved(manifest: Manifest) -> SavedCheckpoint:
+    best_by = manifest.best_by
+    rank = None if best_by is None else best_by.rank
+    return SavedCheckpoint(manifest.global_step, manifest.folder, manifest.eval_loss, rank)
 
 
 class Pruner:
@@ -170,7 +176,7 @@ class Pruner:
         self._retention = retention
         self.bad: set[int] = set()
         """Steps known to be damaged."""
-        self._losses: dict[int, float | None] = {}  # a manifest of many fragments takes long to read
+        self._known: dict[int, SavedCheckpoint] = {}  # a manifest of many fragments takes long to read
 
     def prune(self, manifest: Manifest) -> None:
         """Removes what the policy does not keep; `manifest` is that of the checkpoint just saved."""
@@ -179,30 +185,28 @@ class Pruner:
         try:
             if not (manifest.folder / MANIFEST).is_file() or check_sizes(manifest):
                 raise CheckpointError(f"{manifest.folder.name} is not complete")
-            self._losses[newest] = manifest.eval_loss
-            counted = self._counted(newest)
-            for step in counted.keys() - self._retention.stays(counted):
+            self._known[newest] = _saved(manifest)
+            ranks = {step: each.rank for step, each in self._counted(newest).items()}
+            for step in ranks.keys() - self._retention.stays(ranks):
                 remove(self._folder / folder_name(step))
         except (CheckpointError, OSError) as error:
             log.warning("old checkpoints stay: %s", error)
 
     def saved(self) -> SavedCheckpoints:
         """Those that count."""
-        losses = sorted(self._counted().items())
-        return SavedCheckpoints(
-            tuple(SavedCheckpoint(step, self._folder / folder_name(step), loss) for step, loss in losses)
-        )
+        counted = self._counted()
+        return SavedCheckpoints(tuple(counted[step] for step in sorted(counted)))
 
-    def _counted(self, newest: float = math.inf) -> dict[int, float | None]:
-        """step -> evaluation loss; None: not known."""
+    def _counted(self, newest: float = math.inf) -> dict[int, SavedCheckpoint]:
+        """Return those that count, by their step."""
         counted = {}
         for step, path in steps_in(self._folder).items():
             if step > newest or step in self.bad:
                 continue
             try:
-                if step not in self._losses:
-                    self._losses[step] = check(path).eval_loss
-                counted[step] = self._losses[step]
+                if step not in self._known:
+                    self._known[step] = _saved(check(path))
+                counted[step] = self._known[step]
             except CheckpointError as error:
                 log.info("%s stays and does not count: %s", path.name, error)
         return counted

@@ -58,12 +58,12 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
         return directory, newest.folder, newest
     if which == "best":
         measured = [
-            (row.eval_loss, -row.step, row.path)
+            (row.best_by.rank, -row.step, row.path)
             for row in list_checkpoints(directory)
-            if row.problem is None and row.eval_loss is not None
+            if row.problem is None and row.best_by is not None
         ]
         if not measured:
-            raise CheckpointError(f"{directory}: no checkpoint knows its evaluation loss; use {option} last")
+            raise CheckpointError(f"{directory}: no checkpoint knows its evaluation; use {option} last")
         best = min(measured)[2]
         return directory, best, check(best)
     if not which.isdecimal():

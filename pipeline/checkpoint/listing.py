@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.catalog import manifest_of, named_in, steps_in
-from pipeline.checkpoint.manifest import MANIFEST, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, BestBy, Manifest
 from pipeline.checkpoint.reader import CheckpointReader, stretches
 from pipeline.checkpoint.verify import THREADS, Damage, check_content, check_sizes, look
 from pipeline.errors import CheckpointError
@@ -35,6 +35,7 @@ class CheckpointRow:
     """Seen until then; None: not known."""
     split: str | None = None
     eval_loss: float | None = None
+    best_by: BestBy | None = None
 
 
 def list_checkpoints(run: Path) -> list[CheckpointRow]:
@@ -68,6 +69,7 @@ def _row(step: int, path: Path) -> CheckpointRow:
         tokens=int(tokens) if isinstance(tokens, (int, float)) else None,
         split=f"{manifest.split}, {manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
         eval_loss=manifest.eval_loss,
+        best_by=manifest.best_by,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,6 +75,22 @@ class Summary(Closed):
     """What the training loop remembers; JSON values."""
     scalars: dict[str, bool | int | float]
     """Of the engine: the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class BestBy:
+    """The metric of an evaluation that chooses the best checkpoint."""
+
+    metric: str
+    """Its name without `eval/`."""
+    value: float
+    is_lowest: bool
+    """Whether the lowest value is the best."""
+
+    @property
+    def rank(self) -> float:
+        """Order of checkpoints by this metric. The lowest is the best."""
+        return self.value if self.is_lowest else -self.value
 
 
 class Manifest(Summary):
@@ -164,6 +181,17 @@ class Manifest(Summary):
         """Of the evaluation after its step; None: there was none, or its loss is infinite or NaN."""
         loss = self.state.get("eval_loss")
         return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None
+
+    @property
+    def best_by(self) -> BestBy | None:
+        """What chooses the best checkpoint, measured after its step. `None`: it was not, or is not finite."""
+        known = self.state.get("best_by")
+        if not isinstance(known, dict):  # a checkpoint from before there was a choice
+            return None if self.eval_loss is None else BestBy("loss", self.eval_loss, is_lowest=True)
+        value = known.get("value")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        return BestBy(str(known.get("metric")), float(value), is_lowest=known.get("mode") == "min")
 
     @property
     def num_bytes(self) -> int:

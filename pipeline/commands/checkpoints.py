@@ -56,14 +56,16 @@ def _list(directory: Path, contents: bool) -> None:
     if contents:
         with screen.progress("verifying", sum(row.num_bytes for row in rows)) as advance:
             rows = [read_through(row, advance) for row in rows]
+    others = sorted({row.best_by.metric for row in rows if row.best_by is not None} - {"loss"})
     screen.table(
-        ["step", "tokens", "size", "eval loss", "state", "saved by"],
+        ["step", "tokens", "size", "eval loss", *(f"eval {name}" for name in others), "state", "saved by"],
         [
             [
                 f"{row.step:,}",
                 "" if row.tokens is None else f"{row.tokens:,}",
                 _size(row.num_bytes) if row.num_bytes else "",
                 "" if row.eval_loss is None else f"{row.eval_loss:.4f}",
+                *(_measured(row, name) for name in others),
                 _state(row, "verified" if contents else "complete"),
                 row.split or "",
             ]
@@ -77,6 +79,11 @@ def _list(directory: Path, contents: bool) -> None:
     if damaged:
         are = "are" if len(damaged) > 1 else "is"
         raise CheckpointError(f"{directory}: {len(damaged)} of {len(rows)} checkpoints {are} damaged")
+
+
+def _measured(row: CheckpointRow, metric: str) -> str:
+    best_by = row.best_by
+    return "" if best_by is None or best_by.metric != metric else f"{best_by.value:.4f}"
 
 
 def _state(row: CheckpointRow, whole: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.config.cadences import cadence_contradictions
 from pipeline.config.data_schema import (
     CustomDataConfig,
     DigitsDataConfig,
@@ -43,6 +44,17 @@ OF_EXAMPLES = "kto"
 # Which keys of a source of documents are read with which origin alone.
 OF_ORIGIN = {"dataset": ("subset", "split", "revision", "streaming"), "iterable": ("args",)}
 
+_SIDES = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+_PAIRS = ("loss", *_SIDES, "rewards/margin", "rewards/accuracy", "sft_loss")
+METRICS = {
+    "causal_lm": ("loss", "perplexity", "router_aux_loss"),
+    "classification": ("loss", "accuracy"),
+    **dict.fromkeys(OF_PAIRS, _PAIRS),
+    "kto": ("loss", *_SIDES, "kl"),
+    "reward": ("loss", *_SIDES[:2], "rewards/margin", "rewards/accuracy"),
+}
+"""Kind of objective -> names of its evaluation's metrics."""
+
 LARGEST_MODEL = 10**15
 """Parameters; a thousand times the largest models there are."""
 
@@ -57,26 +69,30 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
             ("profile.start_step", "max_steps"),
             f"profile.start_step {first} is behind the last step (max_steps {last}); lower it",
         )
-    keep, evaluations = config.checkpoint, config.eval.every
-    if keep.keep_best and keep.every and (not evaluations or keep.every % evaluations):
-        yield (
-            ("checkpoint.keep_best", "checkpoint.every", "eval.every"),
-            "checkpoint.keep_best chooses by an evaluation of the very step that is saved; make "
-            f"checkpoint.every ({keep.every}) a multiple of eval.every ({evaluations})",
-        )
-    if config.wandb.histograms_every % config.log.every:
-        yield (
-            ("wandb.histograms_every", "log.every"),
-            "histograms go with a row of the log; make wandb.histograms_every "
-            f"({config.wandb.histograms_every}) a multiple of log.every ({config.log.every})",
-        )
+    yield from cadence_contradictions(config, None)
     if isinstance(config.model, CausalLMConfig):
         yield from _of_language_model(config.model)
     if isinstance(config.data, DocumentsConfig):
         yield from _of_documents(config.data)
     yield from _of_objective(config)
+    yield from _of_best_metric(config)
     yield from _of_optimizer(config.optimizer)
     yield from _of_schedule(config.schedule)
+
+
+def _of_best_metric(config: RunConfig) -> Iterator[Contradiction]:
+    """Of an objective that is built here; one's own is asked at the first evaluation."""
+    kind = config.objective.kind
+    if kind == "auto":
+        kind = {CausalLMConfig: "causal_lm", CNNConfig: "classification"}.get(type(config.model), "")
+    known, metric = METRICS.get(kind), config.eval.best_metric
+    of_one_set = any(metric.endswith(f"/{name}") for name in known or ())
+    if known is not None and metric not in known and not of_one_set:
+        yield (
+            ("eval.best_metric", "eval"),
+            f"eval.best_metric: {metric!r} is no metric of objective {kind}; it has {', '.join(known)}, and "
+            "NAME/METRIC of one of several data sets",
+        )
 
 
 def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:

@@ -219,7 +219,7 @@ def _note_other_warm_up(recipe: ConfigFile, file: ConfigFile) -> None:
     """Note how DeepSpeed's warm-up differs from the one here, which is linear and begins near 0."""
     params = get_dotted(file.tree, "scheduler.params") or {}
     kind = get_dotted(file.tree, "scheduler.type")
-    if kind in (None, "auto") or not get_dotted(recipe.tree, "schedule.warmup_steps"):
+    if kind in (None, "auto") or not get_dotted(recipe.tree, "schedule.warmup"):
         return
     others = [
         name for name in ("warmup_min_lr", "warmup_min_ratio") if params.get(name) not in (None, "auto", 0)

@@ -174,7 +174,7 @@ RECIPE_OWNS = {
     "optimizer.params.momentum": "optimizer.momentum",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
     "optimizer.params.max_grad_norm": "optimizer.max_grad_norm",
-    "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
+    "scheduler.params.warmup_num_steps": "schedule.warmup",
     "scheduler.params.total_num_steps": "max_steps",
     "scheduler.params.cos_min_ratio": "schedule.min_learning_rate_ratio",
 }

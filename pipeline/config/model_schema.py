@@ -23,7 +23,8 @@ class Closed(BaseModel):
         """A whole number may be written 1e3, which YAML reads as 1000.0; `None` is no YAML for nothing."""
         wanted = cls.model_fields[str(info.field_name)].annotation
         kinds = get_args(wanted) or (wanted,)
-        if isinstance(value, float) and int in kinds and value.is_integer() and abs(value) < 2**63:
+        counts = int in kinds and float not in kinds
+        if isinstance(value, float) and counts and value.is_integer() and abs(value) < 2**63:
             return int(value)
         if isinstance(value, str) and NoneType in kinds and value.strip().lower() in ("none", "nil"):
             raise ValueError(f"{value!r} is a text; write null")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from pipeline.config.interval import WarmUp
 from pipeline.config.model_schema import Closed
 
 
@@ -63,9 +65,24 @@ class ScheduleConfig(Closed):
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape after warm-up. `wsd`: stable, then a linear decay over the last `decay_steps`."""
-    warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps of the linear warm-up."""
+    warmup: WarmUp = 0
+    """Length of the linear warm-up: optimizer steps (`100`), or a share of the run (`0.03`), rounded up to
+    whole steps. `warmup_steps` is another name of it."""
     decay_steps: int | None = Field(None, gt=0)
     """Steps of the final decay (`wsd` only). Default: a fifth of the run."""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_first_name(cls, section: Any) -> Any:
+        if isinstance(section, dict) and "warmup_steps" in section:
+            if "warmup" in section:
+                raise ValueError("warmup_steps is another name of warmup, which is given too; drop one")
+            section = {("warmup" if key == "warmup_steps" else key): each for key, each in section.items()}
+        return section
+
+    def warmup_steps(self, max_steps: int) -> int:
+        """Return the whole steps of the warm-up in a run of `max_steps`."""
+        share = isinstance(self.warmup, float)
+        return math.ceil(self.warmup * max_steps) if share else int(self.warmup)

@@ -63,7 +63,7 @@ _SAME = {
     "run_dir": "output_dir out_dir save_dir",
     "schedule.kind": "lr_scheduler_type lr_scheduler scheduler",
     "schedule.min_learning_rate_ratio": "min_lr_ratio min_lr cosine_min_lr_ratio",
-    "schedule.warmup_steps": "warmup_steps warmup_ratio num_warmup_steps warmup_iters",
+    "schedule.warmup": "warmup_steps warmup_ratio num_warmup_steps warmup_iters",
     "wandb.mode": "report_to use_wandb wandb_mode",
     "wandb.project": "wandb_project",
     "wandb.entity": "wandb_entity",

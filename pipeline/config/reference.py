@@ -28,7 +28,8 @@ PATTERNS = {IMPORT_PATH: "an import path"} | dict.fromkeys(
     (RUN_NAME, SOURCE_NAME), "letters, digits, `_`, `.`, `-`"
 )
 LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
-TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
+TYPES = {"interval": "steps or epochs", "steps or share": "steps or a share of the run"}
+TYPES |= {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
 
 INTRODUCTION = """\
 # Configuration

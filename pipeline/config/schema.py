@@ -18,6 +18,7 @@ from pydantic import (
 
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.data_schema import DataConfig, DocumentsConfig
+from pipeline.config.interval import Every, Interval
 from pipeline.config.model_schema import Closed, ModelConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfig
 from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
@@ -108,8 +109,8 @@ class EngineConfig(Closed):
 class LogConfig(Closed):
     """When and where the numbers of the run are written."""
 
-    every: int = Field(1, gt=0)
-    """Optimizer steps between two rows of metrics.jsonl."""
+    every: Every = 1
+    """Steps (`10`, `10 steps`) or epochs (`0.25`, `2 epochs`) between two rows of metrics.jsonl."""
     console: LogLevel = "info"
     """What the console shows; on the command line `--log-level`, or `--quiet` for `warning`. Above `info` it
     shows neither rows nor evaluations. The run's files have all from `info` on."""
@@ -123,6 +124,13 @@ class LogConfig(Closed):
     price_per_device_hour: float | None = Field(None, ge=0)
     """What a GPU costs an hour (on a CPU: a rank), in any currency: rows then have `perf/cost`, of the whole
     run so far."""
+
+    @field_validator("every")
+    @classmethod
+    def _is_due(cls, value: int | float | str) -> int | float | str:
+        if not Interval.of(value).number:
+            raise ValueError(f"expected a number above 0, given {value!r}")
+        return value
 
     @property
     def shows_rows(self) -> bool:
@@ -159,8 +167,9 @@ class WandbConfig(Closed):
 class EvalConfig(Closed):
     """Evaluation on the held-out split: the exact mean over its tokens, the same on any number of ranks."""
 
-    every: int = Field(0, ge=0)
-    """Optimizer steps between evaluations; 0: only before the first and after the last step."""
+    every: Every = 0
+    """Steps (`500`, `500 steps`) or epochs (`0.25`, `2 epochs`) between evaluations, rounded to whole steps;
+    0: only before the first and after the last step."""
     max_samples: int | None = Field(None, gt=0)
     """Samples at the most, the first ones of the split. Default: the whole split."""
     best_metric: str = Field("loss", min_length=1)
@@ -186,8 +195,9 @@ class EvalConfig(Closed):
 class CheckpointConfig(Closed):
     """When a checkpoint is written and how many stay."""
 
-    every: int = Field(0, ge=0)
-    """Optimizer steps between checkpoints; 0: only at the end and when told to stop."""
+    every: Every = 0
+    """Steps (`500`, `500 steps`) or epochs (`0.25`, `2 epochs`) between checkpoints, rounded to whole steps;
+    0: only at the end and when told to stop."""
     every_minutes: float = Field(0, ge=0)
     """Minutes between checkpoints, by rank 0's clock, besides those of `every`; 0: none."""
     grace_seconds: float | None = Field(None, gt=0)
@@ -198,7 +208,7 @@ class CheckpointConfig(Closed):
     keep_every: int = Field(0, ge=0)
     """Checkpoints of steps that are a multiple of it stay for ever; 0: none."""
     keep_best: bool = False
-    """The checkpoint with the lowest evaluation loss stays as well; `every` is a multiple of `eval.every`."""
+    """Keep the checkpoint with the best `eval.best_metric` as well. `every` is a multiple of `eval.every`."""
     resume: Literal["auto", "never", "required"] = "auto"
     """`auto`: go on with the newest unfinished run of this recipe, if any, however its work was split.
     `never`: start a new run. `required`: an error where there is nothing to go on with."""

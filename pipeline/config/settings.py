@@ -29,7 +29,11 @@ from pipeline.foreign import CONFIGURATION, is_path, read_plain
 from pipeline.redaction import redact
 
 # Of two ways to say one thing, the one on the command line takes the place of the other in the file.
-ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
+ALTERNATIVES = (
+    ("max_steps", "max_epochs"),
+    ("data.paths", "data.sources"),
+    ("schedule.warmup", "schedule.warmup_steps"),
+)
 # Sections that may be written as their kind.
 KIND_ALONE = ("adapter",)
 
@@ -225,6 +229,7 @@ def load_settings(
             file.tree[parts[0]] = {"kind": kind}
         file.override(parts, value)
     _set_aside_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
+    _use_first_name(file)
     split = None
     if deepspeed is not None:
         split = load_deepspeed_json(deepspeed, for_deepspeed)
@@ -242,6 +247,25 @@ def load_settings(
             f"{place}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); drop the section"
         )
     return settings
+
+
+def _use_first_name(file: ConfigFile) -> None:
+    """Rename `schedule.warmup_steps` to `schedule.warmup`, so that it is compared as that.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    schedule = file.tree.get("schedule")
+    if not isinstance(schedule, dict) or "warmup_steps" not in schedule:
+        return
+    place = file.place("schedule.warmup_steps")
+    if "warmup" in schedule:
+        raise ConfigError(
+            f"{place}: schedule.warmup_steps is another name of schedule.warmup "
+            f"({file.place('schedule.warmup')}), which is given too; drop one"
+        )
+    schedule["warmup"] = schedule.pop("warmup_steps")
+    file.places["schedule.warmup"] = place
 
 
 def _set_aside_alternatives(tree: Tree, overridden: set[str]) -> None:

@@ -143,6 +143,11 @@ class TrainLoader:
         self._counts = SourceCounts(order)
 
     @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps of one pass over the data, not rounded."""
+        return self.samples_per_epoch / self.global_batch_size
+
+    @property
     def epoch(self) -> float:
         """See BatchSource."""
         return self.samples_seen / self.samples_per_epoch

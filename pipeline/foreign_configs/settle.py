@@ -114,7 +114,7 @@ def settle_schedule(draft: Draft, kind: str) -> None:
         steps = _share_of_steps(draft, share)
         if steps is not None and draft.file.tree.get("warmup_ratio") is None:
             steps = min(steps, 100)  # Axolotl's default is a share, and no more than that
-    draft.put("schedule.warmup_steps", whole(steps or 0), *_told_of_warmup(draft, steps, share))
+    draft.put("schedule.warmup", whole(steps or 0), *_told_of_warmup(draft, steps, share))
 
 
 def _share_of_steps(draft: Draft, share: float) -> int | None:
@@ -124,7 +124,7 @@ def _share_of_steps(draft: Draft, share: float) -> int | None:
     if total is not None:
         return math.ceil(share * total)
     draft.fill_in.append(
-        f"schedule.warmup_steps: {share:g} of the run's steps; a run says how many it has when it begins"
+        f"schedule.warmup: {share:g} of the run's steps; a run says how many it has when it begins"
     )
     return None
 

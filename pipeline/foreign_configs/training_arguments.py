@@ -23,7 +23,7 @@ COMMON = keys("""
 optimizer.betas: adam_beta1 adam_beta2
 max_steps: max_steps
 schedule.min_learning_rate_ratio, schedule.decay_steps: lr_scheduler_kwargs
-schedule.warmup_steps: warmup_steps warmup_ratio
+schedule.warmup: warmup_steps warmup_ratio
 batch.global_batch_size: gradient_accumulation_steps
 batch.micro_batch_size: auto_find_batch_size
 checkpoint.every: save_steps save_strategy

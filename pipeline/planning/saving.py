@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.half_masters import has_half_masters, has_half_states
+from pipeline.config.interval import Interval
 from pipeline.config.parameter_groups import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
@@ -31,7 +32,8 @@ def checkpoint_bytes(model: Model, config: RunConfig, resolved: Resolved) -> int
 def copy_bytes(model: Model, config: RunConfig, resolved: Resolved) -> float:
     """Of a rank's share of it in host memory, where a save comes before the last step: that is waited for."""
     saves, steps = config.checkpoint, config.max_steps
-    is_taken = saves.every > 0 and (steps is None or saves.every < steps)
+    every = Interval.of(saves.every).in_steps(None)  # None: in epochs, of which some may end before the run
+    is_taken = every is None or (every > 0 and (steps is None or every < steps))
     if not is_taken and saves.every_minutes == 0:
         return 0.0
     return checkpoint_bytes(model, config, resolved) / resolved.split.world_size

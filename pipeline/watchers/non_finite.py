@@ -43,7 +43,7 @@ class NonFinite:
             advice = "look at what the objective gives for these batches, and at how they are masked"
             return Event("non_finite", line, advice, fields=told)
         line = f"{named} skipped: the gradient was infinite or NaN"
-        advice = "look at the data, lower optimizer.learning_rate, or raise schedule.warmup_steps"
+        advice = "look at the data, lower optimizer.learning_rate, or raise schedule.warmup"
         if scale is None:
             return Event("non_finite", line, advice, fields=told)
         told["scale"] = scale
@@ -83,6 +83,6 @@ class NonFiniteSteps:
             NonFiniteLossError(
                 f"the last {skips} steps had an infinite or NaN gradient (loss {seen.row['train/loss']}) and "
                 "were skipped; the parameters are those of the last good step. Look at the data, lower "
-                "optimizer.learning_rate, or raise schedule.warmup_steps"
+                "optimizer.learning_rate, or raise schedule.warmup"
             )
         )

@@ -74,7 +74,7 @@ class LossRise:
         return Event(
             self.name,
             f"the loss rose: it began with {began:.4g}, and is {level:.4g} at step {step}{jumped}",
-            "lower optimizer.learning_rate, raise schedule.warmup_steps, or lower optimizer.max_grad_norm",
+            "lower optimizer.learning_rate, raise schedule.warmup, or lower optimizer.max_grad_norm",
             fields={"at_step": step, "value": level, "began": began},
         )
 

@@ -28,7 +28,7 @@ class Spikes:
         """Each step's training loss."""
         advice = (
             "look at the samples of that step; if it does not come down by itself, go back to the last "
-            "checkpoint with a lower optimizer.learning_rate, a longer schedule.warmup_steps or a lower "
+            "checkpoint with a lower optimizer.learning_rate, a longer schedule.warmup or a lower "
             "optimizer.max_grad_norm"
         )
         return Spikes("loss_spike", "loss", advice, band)
@@ -38,7 +38,7 @@ class Spikes:
         """Each step's gradient norm, before clipping."""
         advice = (
             "where the loss follows, lower optimizer.learning_rate or optimizer.max_grad_norm, or raise "
-            "schedule.warmup_steps; look at the samples of that step"
+            "schedule.warmup; look at the samples of that step"
         )
         return Spikes("grad_norm_spike", "gradient norm", advice, band)
 

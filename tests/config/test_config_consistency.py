@@ -165,7 +165,7 @@ def test_every_error_about_an_override_says_command_line(refused, override, mess
 def test_a_warm_up_longer_than_the_run_is_told_by_the_dry_run(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text(CNN + "schedule: {warmup_steps: 30}\n")
     assert main(["--dry-run", "--config", str(tmp_path / "recipe.yaml")]) == 0
-    assert "schedule.warmup_steps 30 is longer than the run of 10 steps" in capsys.readouterr().out
+    assert "schedule.warmup 30 is longer than the run of 10 steps" in capsys.readouterr().out
 
 
 def test_notes_of_a_file_from_elsewhere_go_to_standard_error(tmp_path, capsys):

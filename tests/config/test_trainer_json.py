@@ -54,7 +54,7 @@ def test_a_number_of_the_file_replaces_that_of_a_recipe_nobody_chose(written):
     assert (config.optimizer.learning_rate, config.optimizer.betas) == (2e-5, (0.9, 0.95))
     assert (config.optimizer.weight_decay, config.max_steps) == (0.01, 100_000)
     schedule = config.schedule
-    assert (schedule.kind, schedule.warmup_steps, schedule.min_learning_rate_ratio) == ("linear", 1000, 0.0)
+    assert (schedule.kind, schedule.warmup, schedule.min_learning_rate_ratio) == ("linear", 1000, 0.0)
     plan = settings.resolve(2, Device.cpu()).plan
     assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (8, 4)
 

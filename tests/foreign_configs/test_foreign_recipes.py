@@ -193,9 +193,9 @@ def test_a_data_set_of_llama_factory_and_its_warm_up(imported, talk, tmp_path):
     row = json.loads((tmp_path / "out" / "talk.jsonl").read_text().splitlines()[0])
     assert row == {"instruction": "What is 0?\nShortly.", "output": "A number."}
     steps = 3 * 6  # 90 rows, 81 of them trained on, 16 a step: 6 steps an epoch
-    assert made.config.schedule.warmup_steps == 2 == -(-steps // 10)
+    assert made.config.schedule.warmup == 2 == -(-steps // 10)
     assert "warmup" not in " ".join(made.draft.fill_in)
-    assert imported(LLAMA_FACTORY, packing=True).draft.fill_in[0].startswith("schedule.warmup_steps: 0.1")
+    assert imported(LLAMA_FACTORY, packing=True).draft.fill_in[0].startswith("schedule.warmup: 0.1")
     made = imported(LLAMA_FACTORY, dataset="talk,hub", max_samples=40).config.data.sources
     assert [source.max_documents for source in made] == [40, 40]
     assert (made[1].dataset, made[1].split) == ("x/y", "train_sft")
@@ -225,9 +225,9 @@ def test_kinds_of_data(imported):
 
 
 def test_a_warm_up_that_nobody_asked_for_is_axolotls(imported):
-    assert imported(AXOLOTL, max_steps=1000).config.schedule.warmup_steps == 30
-    assert imported(AXOLOTL, max_steps=9000).config.schedule.warmup_steps == 100
-    assert imported(AXOLOTL, max_steps=1000, warmup_steps=0).config.schedule.warmup_steps == 0
+    assert imported(AXOLOTL, max_steps=1000).config.schedule.warmup == 30
+    assert imported(AXOLOTL, max_steps=9000).config.schedule.warmup == 100
+    assert imported(AXOLOTL, max_steps=1000, warmup_steps=0).config.schedule.warmup == 0
 
 
 def test_layers_that_are_trained(imported, tmp_path):

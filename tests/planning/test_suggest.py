@@ -116,7 +116,7 @@ def test_the_words_that_are_told_make_the_run_that_was_planned(tiny):
     assert config.run_dir == "my run"
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.betas, optimizer.weight_decay) == (3e-4, (0.9, 0.99), 0.05)
-    assert (optimizer.max_grad_norm, config.schedule.warmup_steps) == (0.25, 1)
+    assert (optimizer.max_grad_norm, config.schedule.warmup) == (0.25, 1)
     resolved = load_settings(tiny.recipe_path, path, command[4:]).resolve(2, found.best.found.place.device)
     assert resolved == found.best.found.resolved
     assert resolved.plan.global_batch_size == 16

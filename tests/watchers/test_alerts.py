@@ -344,7 +344,7 @@ def test_a_loss_that_jumps_and_comes_back_is_told_of_once_with_what_it_began_wit
         r"the loss rose: it began with 2.31, and is 2.3\d* at step 64, after 3.508 for 8 steps", event.message
     )
     assert event.fields["at_step"] == 64
-    assert "lower optimizer.learning_rate, raise schedule.warmup_steps" in event.advice
+    assert "lower optimizer.learning_rate, raise schedule.warmup" in event.advice
 
 
 def test_a_loss_that_is_worse_than_at_first_is_told_of_however_late():

@@ -1,0 +1,198 @@
+"""Intervals and warm-ups as people write them, and the whole steps that they mean."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from pipeline.cli import main
+from pipeline.config.cadences import Cadences, resolve_cadences
+from pipeline.config.interval import Interval
+from pipeline.config.optimizer_schema import ScheduleConfig
+from pipeline.config.settings import load_settings, recipe_yaml
+from pipeline.errors import ConfigError
+from pipeline.objectives import build_objective
+
+RECIPE = "max_epochs: 3\nmodel: {kind: cnn}\ndata: {kind: digits}\n"
+
+
+@pytest.fixture
+def load(tmp_path):
+    def function(*overrides, recipe=RECIPE):
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        return load_settings(tmp_path / "recipe.yaml", None, list(overrides)).config
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("written", "steps_per_epoch", "steps"),
+    [
+        (500, 7.0, 500),
+        ("500 steps", 7.0, 500),
+        ("1 step", 7.0, 1),
+        (0, 7.0, 0),
+        (0.0, 7.0, 0),
+        ("0 epochs", 7.0, 0),
+        (0.25, 48.0, 12),
+        (0.25, 10.5, 3),  # of 2.625
+        ("0.25 epochs", 48.0, 12),
+        ("1 epoch", 48.0, 48),
+        ("2 epochs", 48.5, 97),
+        (" 2  Epochs ", 48.0, 96),
+        (0.01, 7.0, 1),  # less than a step
+        (500, None, 500),
+        (0.25, None, None),
+    ],
+)
+def test_an_interval_in_whole_steps(written, steps_per_epoch, steps):
+    assert Interval.of(written).in_steps(steps_per_epoch) == steps
+
+
+@pytest.mark.parametrize("key", ["eval.every", "checkpoint.every", "log.every"])
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("2.0", '2 may be steps or epochs; write 2 or "2 epochs"'),
+        ("1.0", '1 may be steps or epochs; write 1 or "1 epoch"'),
+        ("1.5", '1.5 may be steps or epochs; write 2 or "1.5 epochs"'),
+        ("-1", "given -1"),
+        ("-0.5", "given -0.5"),
+        ("1.5 steps", "given '1.5 steps'"),
+        ("2 days", "given '2 days'"),
+        ("true", "given True"),
+        ("null", "given None"),
+        (".nan", "given nan"),
+        ("[1]", "given [1]"),
+    ],
+)
+def test_an_interval_without_a_clear_meaning_is_refused(load, key, written, said):
+    with pytest.raises(ConfigError) as caught:
+        load(f"{key}={written}")
+    assert str(caught.value).startswith(f"command line: {key}: ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_of_the_log_comes_at_some_time(load):
+    with pytest.raises(ConfigError, match=r"log\.every: expected a number above 0, given 0"):
+        load("log.every=0")
+
+
+@pytest.mark.parametrize(
+    ("written", "max_steps", "steps"),
+    [(30, 100, 30), (0, 100, 0), (0.0, 100, 0), (0.03, 100, 3), (0.03, 150, 5), (0.001, 100, 1)],
+)
+def test_a_warm_up_in_whole_steps(written, max_steps, steps):
+    """A share is rounded up, as transformers does it."""
+    assert ScheduleConfig(warmup=written).warmup_steps(max_steps) == steps
+
+
+@pytest.mark.parametrize("written", ["1.0", "1.5", "-0.1", "-3", "true", "'2 epochs'", "null"])
+def test_a_warm_up_without_a_clear_meaning_is_refused(load, written):
+    with pytest.raises(ConfigError) as caught:
+        load(f"schedule.warmup={written}")
+    assert str(caught.value).startswith("command line: schedule.warmup: expected steps (a whole number)")
+
+
+def test_a_warm_up_has_two_names(load):
+    assert load("schedule.warmup_steps=7").schedule.warmup == 7
+    assert load(recipe=RECIPE + "schedule: {warmup_steps: 7}\n").schedule.warmup == 7
+    assert load("schedule.warmup=0.1", recipe=RECIPE + "schedule: {warmup_steps: 7}\n").schedule.warmup == 0.1
+    with pytest.raises(
+        ConfigError, match=r"recipe.yaml:4: schedule.warmup_steps is another name of schedule"
+    ):
+        load(recipe=RECIPE + "schedule: {warmup_steps: 7, warmup: 8}\n")
+
+
+def test_the_recipe_of_a_run_keeps_what_was_written(load):
+    tree = yaml.safe_load(
+        recipe_yaml(
+            load("eval.every=0.25", "checkpoint.every=1 epoch", "log.every=5 steps", "schedule.warmup=0.1")
+        )
+    )
+    assert (tree["eval"]["every"], tree["checkpoint"]["every"]) == (0.25, "1 epoch")
+    assert (tree["log"]["every"], tree["schedule"]["warmup"]) == ("5 steps", 0.1)
+
+
+def test_intervals_of_a_recipe_in_whole_steps(load):
+    config = load("eval.every=0.25", "checkpoint.every=1 epoch", "log.every=5 steps")
+    assert resolve_cadences(config, 48.0) == Cadences(log=5, eval=12, save=48)
+
+
+def test_saves_stay_at_evaluations_where_both_are_rounded(load):
+    config = load("eval.every=0.25", "checkpoint.every=1 epoch", "checkpoint.keep_best=true")
+    assert resolve_cadences(config, 10.5) == Cadences(log=1, eval=3, save=12)  # not 10
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["checkpoint.every=10", "eval.every=0.25"],
+            r"checkpoint.every \(10\) a multiple of eval.every \(3\)",
+        ),
+        (["checkpoint.every=1 epoch"], r"checkpoint.every \(12\) a multiple of eval.every \(0\)"),
+        (["wandb.histograms_every=10", "log.every=0.25"], r"every \(10\) a multiple of log.every \(3\)"),
+    ],
+)
+def test_what_does_not_go_together_in_whole_steps_is_refused(load, overrides, message):
+    config = load("checkpoint.keep_best=true", *overrides)
+    with pytest.raises(ConfigError, match=message):
+        resolve_cadences(config, 12.0)
+
+
+def test_the_dry_run_shows_the_steps_that_are_known(load, tmp_path, capsys):
+    load()
+    words = [
+        "--dry-run",
+        "--config",
+        str(tmp_path / "recipe.yaml"),
+        "eval.every=0.25",
+        "schedule.warmup=0.03",
+    ]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "eval.every 0.25 epochs: counted when the data is read" in said
+    assert "schedule.warmup 0.03 of the run: counted when the data is read" in said
+    assert main([*words, "max_steps=150"]) == 0
+    assert "schedule.warmup 0.03 of the run: 5 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_lowest"),
+    [
+        ([], True),
+        (["eval.best_metric=accuracy"], False),
+        (["eval.best_metric=loss", "eval.best_mode=max"], False),
+        (["eval.best_metric=held_out/loss"], True),
+    ],
+)
+def test_which_evaluation_is_the_best(load, overrides, is_lowest):
+    assert load(*overrides).eval.best_is_lowest is is_lowest
+
+
+def test_a_metric_needs_to_be_there(load):
+    with pytest.raises(ConfigError) as caught:
+        load("eval.best_metric=perplexity")
+    assert str(caught.value).startswith(
+        "command line: eval.best_metric: 'perplexity' is no metric of objective classification; "
+        "it has loss, accuracy, and"
+    )
+    with pytest.raises(ConfigError, match="best_metric is f1: write best_mode too, min or max"):
+        load("eval.best_metric=f1")
+
+
+LANGUAGE = "max_steps: 1\nmodel: {kind: causal_lm, architecture: llama}\ndata: {kind: KIND, paths: [a]}\n"
+KINDS = {"causal_lm": "text", **dict.fromkeys(("dpo", "orpo", "simpo", "cpo", "kto", "reward"), "preference")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_metric_of_an_objective_may_be_the_best(load, kind):
+    recipe = LANGUAGE.replace("KIND", KINDS[kind]) + f"objective: {{kind: {kind}}}\n"
+    objective = build_objective(load(recipe=recipe))
+    further = ["perplexity"] if objective.unit == "tokens" else []
+    for name in ("loss", *further, *objective.means):
+        assert load(f"eval.best_metric={name}", "eval.best_mode=max", recipe=recipe).eval.best_metric == name
+    with pytest.raises(ConfigError, match="is no metric of objective"):
+        load("eval.best_metric=score", "eval.best_mode=max", recipe=recipe)
