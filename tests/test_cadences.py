@@ -53,6 +53,12 @@ def test_rows_evaluations_and_checkpoints_come_by_epochs(run, tmp_path):
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["eval"]["every"] == "0.5 epochs"
 
 
+def test_a_run_that_goes_on_keeps_its_intervals(run):
+    every = {"eval": {"every": 0.5}, "checkpoint": {"every": "1 epoch"}}
+    assert steps_with(run(max_epochs=1, **every), "eval/loss") == [0, 4, 8]
+    assert steps_with(run(max_epochs=2, **every), "eval/loss") == [0, 4, 8, 12, 16]
+
+
 @pytest.mark.parametrize(("metric", "mode"), [("accuracy", "max"), ("accuracy", "min"), ("loss", "max")])
 def test_the_best_checkpoint_is_kept_by_the_metric_that_was_chosen(run, tmp_path, capsys, metric, mode):
     rows = run(

@@ -184,7 +184,7 @@ def _suggest(
     text_beside(arguments.suggest, arguments.force)  # before a search of seconds
     found = suggest(settings, model, place, history)
     command = f"python -m pipeline {shlex.join(sys.argv[1:])}"
-    why = write(found, arguments.suggest, arguments.config, command, arguments.force)
+    why = write(found, arguments.suggest, settings.recipe_path, command, arguments.force)
     if arguments.json:
         told = {"file": str(arguments.suggest), "overrides": found.best.overrides}
         print(json.dumps(as_json(found.best.found, [], []) | told, indent=2))
