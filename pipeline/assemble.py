@@ -44,6 +44,7 @@ from pipeline.replica_check import ReplicaCheck
 from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
 from pipeline.sampling import build_sampler
+from pipeline.schedule import check_own
 from pipeline.sinks import Sinks, build_sinks
 from pipeline.watchers.build import build_watchers
 
@@ -158,10 +159,11 @@ def build_cadences(config: RunConfig, loader: TrainLoader) -> tuple[Cadence, Cad
     """Return those of rows, evaluations and checkpoints, up to the run's last step.
 
     Raises:
-        ConfigError: see resolve_cadences.
+        ConfigError: see resolve_cadences and check_own.
     """
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
     last = config.max_steps or math.ceil(samples / loader.global_batch_size)
+    check_own(config.schedule, last)
     every = resolve_cadences(config, loader.steps_per_epoch)
     return Cadence(every.log, last), Cadence(every.eval, last), Cadence(every.save, last)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, one_line
 
 
 def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
             raise
         if not f"{module_name}.".startswith(f"{missing.name}."):
             raise error(
-                f"{path}: {_importer(missing)} imports {missing.name!r}, which is not installed"
+                f"{path}: {_place_of(missing)} imports {missing.name!r}, which is not installed"
             ) from None
         raise error(
             f"{path}: there is no module {missing.name!r} in {directory} or installed"
@@ -88,9 +88,27 @@ def may_not_exit(what: str, error: type[PipelineError]) -> Iterator[None]:
         ) from None
 
 
-def _importer(missing: ModuleNotFoundError) -> str:
-    """File and line of the import that failed."""
-    frames = traceback.extract_tb(missing.__traceback__)
+@contextmanager
+def told_in_one_line(what: str, error: type[PipelineError]) -> Iterator[None]:
+    """Turn any failure of a short call into the user's code into one line with its place.
+
+    Args:
+        what: The code, for the message.
+        error: What to raise in place of what the code raises.
+    """
+    try:
+        with may_not_exit(what, error):
+            yield
+    except PipelineError:
+        raise
+    except Exception as raised:
+        name, place = type(raised).__name__, _place_of(raised)
+        raise error(f"{what} raised {name}: {one_line(raised)} ({place})") from None
+
+
+def _place_of(raised: Exception) -> str:
+    """Return file and line of what failed: of an import, or of the innermost call."""
+    frames = traceback.extract_tb(raised.__traceback__)
     last = next(frame for frame in reversed(frames) if not frame.filename.startswith("<"))
     is_here = Path(last.filename).is_relative_to(os.getcwd())
     return f"{os.path.relpath(last.filename) if is_here else last.filename}:{last.lineno}"

@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.parameter_groups import GroupKey, group_keys, kind_of
+from pipeline.config.split import Split
+from pipeline.own_optimizer import build_own
 
+ONE_PROCESS = Split(1, "fp32", "single")
 START = 0.0  # of an optimizer whose rate follows from the model: set_learning_rate is called before each step
 
 
@@ -68,13 +71,27 @@ def grouped(
     return [group for group in groups if group["params"]]
 
 
-def build_torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
-    """torch's own over the groups, with the recipe's numbers. A group without a `kind` has the recipe's."""
+def build_torch_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerConfig, split: Split = ONE_PROCESS
+) -> Optimizer:
+    """Return torch's optimizer over the groups, or the user's own, with the recipe's numbers.
+
+    A group without a `kind` has the recipe's.
+
+    Raises:
+        ConfigError: the user's own cannot be made, or cannot work under this split.
+    """
     members: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
         members.setdefault(group.get("kind", config.kind), []).append(group)
-    optimizers = [_build(kind, its, config) for kind, its in members.items()]
-    return optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(groups, optimizers)
+    optimizers = [
+        OPTIMIZERS[kind](its, config) if kind in OPTIMIZERS else build_own(its, config, split)
+        for kind, its in members.items()
+    ]
+    if len(optimizers) == 1:
+        return optimizers[0]
+    made = {id(group["params"][0]): group for each in optimizers for group in each.param_groups}
+    return SeveralOptimizers([made[id(group["params"][0])] for group in groups], optimizers)
 
 
 class SeveralOptimizers(Optimizer):
@@ -101,18 +118,24 @@ class SeveralOptimizers(Optimizer):
         return next(each for each, parameters in groups if any(p is stepped for p in parameters))
 
 
-def _build(kind: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     rate = config.learning_rate or START
-    if kind == "muon":
-        return torch.optim.Muon(groups, lr=rate, adjust_lr_fn="match_rms_adamw")
-    if kind == "sgd":
-        sgd = torch.optim.SGD(groups, lr=rate, momentum=config.momentum, fused=True)
-        if config.momentum:
-            sgd.register_step_pre_hook(_start_at_rest)
-        return sgd
-    if kind == "adafactor":
-        return torch.optim.Adafactor(groups, lr=rate)
     return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    sgd = torch.optim.SGD(groups, lr=config.learning_rate or START, momentum=config.momentum, fused=True)
+    if config.momentum:
+        sgd.register_step_pre_hook(_start_at_rest)
+    return sgd
+
+
+def _adafactor(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    return torch.optim.Adafactor(groups, lr=config.learning_rate or START)
+
+
+def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    return torch.optim.Muon(groups, lr=config.learning_rate or START, adjust_lr_fn="match_rms_adamw")
 
 
 def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:
@@ -124,6 +147,10 @@ def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:
         for p in group["params"]:
             if p.grad is not None and "momentum_buffer" not in optimizer.state[p]:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd, "adafactor": _adafactor, "muon": _muon}
+"""Built-in kinds; any other kind is an import path."""
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
+from functools import cache
 
 from pipeline.config.optimizer_schema import ScheduleConfig
+from pipeline.errors import ConfigError
+from pipeline.importing import import_object, told_in_one_line
+
+MOST_TRIED = 1000
+"""Steps of the run at which a function of the user's own is called before the first one."""
 
 
 def remark(config: ScheduleConfig, max_steps: int) -> str | None:
@@ -21,22 +29,98 @@ def multiplier(config: ScheduleConfig, step: int, max_steps: int) -> float:
     """The learning rate of optimizer step `step` (0-based) over the peak: warm-up, then the shape.
 
     Warm-up reaches 1 at the step behind it; the last step (`max_steps - 1`) is one short of the minimum.
+
+    Raises:
+        ConfigError: a function of the user's own raises, or gives no factor.
     """
+    if config.kind not in SCHEDULES:
+        return _own_factor(config.kind, step, max_steps)
     warmup = config.warmup_steps(max_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
+    return SCHEDULES[config.kind](config, step, max_steps)
+
+
+def _constant(config: ScheduleConfig, step: int, max_steps: int) -> float:
+    return 1.0
+
+
+def _wsd(config: ScheduleConfig, step: int, max_steps: int) -> float:
+    decay = _decay_steps(config, max_steps)
+    passed = min(1.0, max(0.0, (step - (max_steps - decay)) / decay))
+    return 1.0 - (1.0 - config.min_learning_rate_ratio) * passed
+
+
+def _linear(config: ScheduleConfig, step: int, max_steps: int) -> float:
+    return 1.0 - (1.0 - config.min_learning_rate_ratio) * _passed(config, step, max_steps)
+
+
+def _cosine(config: ScheduleConfig, step: int, max_steps: int) -> float:
     low = config.min_learning_rate_ratio
-    if config.kind == "constant":
-        return 1.0
-    if config.kind == "wsd":
-        decay = _decay_steps(config, max_steps)
-        passed = min(1.0, max(0.0, (step - (max_steps - decay)) / decay))
-        return 1.0 - (1.0 - low) * passed
-    passed = min(1.0, (step - warmup) / max(1, max_steps - warmup))
-    if config.kind == "linear":
-        return 1.0 - (1.0 - low) * passed
-    return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * passed))
+    return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * _passed(config, step, max_steps)))
+
+
+SCHEDULES: dict[str, Callable[[ScheduleConfig, int, int], float]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "wsd": _wsd,
+}
+"""Built-in shapes after warm-up; any other kind is an import path."""
+
+
+def _passed(config: ScheduleConfig, step: int, max_steps: int) -> float:
+    warmup = config.warmup_steps(max_steps)
+    return min(1.0, (step - warmup) / max(1, max_steps - warmup))
 
 
 def _decay_steps(config: ScheduleConfig, max_steps: int) -> int:
     return config.decay_steps or max(1, max_steps // 5)
+
+
+def check_own(config: ScheduleConfig, max_steps: int) -> None:
+    """Call a schedule of the user's own twice for steps all over the run. Built-in shapes pass.
+
+    Raises:
+        ConfigError: it cannot be called, gives no factor, or another one at the second call.
+    """
+    if config.kind in SCHEDULES:
+        return
+    count = min(max_steps, MOST_TRIED)
+    steps = sorted({max_steps * index // count for index in range(count)} | {max_steps - 1})
+    factors = {step: _own_factor(config.kind, step, max_steps) for step in steps}
+    for step in reversed(steps):
+        if (again := _own_factor(config.kind, step, max_steps)) != factors[step]:
+            raise ConfigError(
+                f"schedule.kind: {config.kind} gave {factors[step]:g} and then {again:g} for step {step} of "
+                f"{max_steps}; make it follow from its arguments alone, or a resumed run leaves the curve"
+            )
+
+
+def _own_factor(kind: str, step: int, max_steps: int) -> float:
+    with told_in_one_line(f"schedule.kind: {kind} for step {step} of {max_steps}", ConfigError):
+        given = _imported(kind)(step, max_steps)
+    try:
+        factor = float(given)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not (math.isfinite(factor) and factor >= 0):
+        raise ConfigError(
+            f"schedule.kind: {kind} gave {given!r} for step {step} of {max_steps}; expected a finite number, "
+            "0 or more: the learning rate over optimizer.learning_rate"
+        )
+    return factor
+
+
+@cache
+def _imported(kind: str) -> Callable[[int, int], float]:
+    function = import_object(kind, ConfigError)
+    try:
+        inspect.signature(function).bind(0, 1)
+    except TypeError as misfit:
+        raise ConfigError(
+            f"schedule.kind: {kind} cannot be called with (step, total_steps): {misfit}"
+        ) from None
+    except ValueError:
+        pass  # a callable written in C may have no signature
+    return function

@@ -23,7 +23,7 @@ LAYERS = [
     ["launching", "remedies"],
     ["device_failures"],
     ["doctor"],
-    ["objectives", "optim", "schedule", "models", "data", "sampling", "sinks"],
+    ["objectives", "optim", "own_optimizer", "schedule", "models", "data", "sampling", "sinks"],
     ["engine"],
     ["checkpoint", "evaluation", "inspection", "peaks", "reference_logps", "report"],
     [

@@ -32,12 +32,6 @@ class Choice:
         return self.zero(f"offload_{what}.device") in ("cpu", "nvme")
 
     @property
-    def cuts_matrices(self) -> bool:
-        """An optimizer sees stretches of parameters."""
-        staged_in_bf16 = self.split.pipeline_stages > 1 and self.split.precision == "bf16"
-        return self.split.zero_stage > 0 or self.split.tensor_parallel > 1 or staged_in_bf16
-
-    @property
     def has_several_optimizers(self) -> bool:
         optimizer = self.config.optimizer
         return any(group.kind not in (None, optimizer.kind) for group in optimizer.groups or [])

@@ -168,20 +168,20 @@ RULES = [
         "`optimizer.kind: adafactor` with ZeRO 1 to 3, tensor parallelism or pipeline stages in bf16",
         "it looks at the rows and columns of whole matrices, and those are cut up there",
         "optimizer.kind: sgd, zero_optimization.stage 0, or plain PyTorch",
-        lambda c: c.config.optimizer.kind == "adafactor" and c.cuts_matrices,
+        lambda c: c.config.optimizer.kind == "adafactor" and c.split.cuts_matrices,
     ),
     Rule(
         "several kinds of optimizer with ZeRO 1 to 3, tensor parallelism or pipeline stages in bf16",
         "muon needs whole matrices, and DeepSpeed's cut-up groups have one optimizer",
         "optimizer.groups without a kind, zero_optimization.stage 0, or plain PyTorch",
-        lambda c: c.has_several_optimizers and c.cuts_matrices,
+        lambda c: c.has_several_optimizers and c.split.cuts_matrices,
     ),
     Rule(
-        "`offload_optimizer.ratio` below 1 with `optimizer.kind: sgd`",
+        "`offload_optimizer.ratio` below 1 with another `optimizer.kind` than adamw",
         "DeepSpeed steps with Adam there, whatever it was given",
         "ratio 1.0, or optimizer.kind: adamw",
         lambda c: (
-            c.config.optimizer.kind == "sgd"
+            c.config.optimizer.kind != "adamw"
             and c.offloads("optimizer")
             and c.zero("offload_optimizer.ratio") not in (None, 1)
         ),

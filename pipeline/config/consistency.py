@@ -223,21 +223,34 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
 
 def _of_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
     unread = {"adamw": ("momentum",), "sgd": ("betas", "eps"), "adafactor": ("betas", "eps", "momentum")}
+    if ":" in optimizer.kind:
+        unread |= {optimizer.kind: ("betas", "eps", "momentum")}
+    elif optimizer.args:
+        yield (
+            ("optimizer.args", "optimizer.kind"),
+            f"optimizer.args: {optimizer.kind} is built in and takes none; drop it, or name your own "
+            "optimizer (package.module:function) in optimizer.kind",
+        )
     kinds = {optimizer.kind, *(group.kind for group in optimizer.groups or [])}
     for name in set.intersection(*(set(names) for kind, names in unread.items() if kind in kinds)):
         if getattr(optimizer, name) != OptimizerConfig.model_fields[name].default:
             yield (
                 (f"optimizer.{name}", "optimizer.kind"),
-                f"optimizer.{name}: {optimizer.kind} does not read it; drop it, or change optimizer.kind",
+                f"optimizer.{name}: {optimizer.kind} does not read it; drop it, or "
+                + ("write it into optimizer.args" if ":" in optimizer.kind else "change optimizer.kind"),
             )
 
 
 def _of_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:
-    unread = {"wsd": (), "constant": ("decay_steps", "min_learning_rate_ratio")}
+    unread: dict[str, tuple[str, ...]] = {"wsd": (), "constant": ("decay_steps", "min_learning_rate_ratio")}
+    if ":" in schedule.kind:
+        unread[schedule.kind] = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
     for name in unread.get(schedule.kind, ("decay_steps",)):
         if getattr(schedule, name) != ScheduleConfig.model_fields[name].default:
             yield (
                 (f"schedule.{name}", "schedule.kind"),
-                f"schedule.{name}: a {schedule.kind} schedule does not read it; drop it, or change "
+                f"schedule.{name}: {schedule.kind} decides the whole curve; move it into that function"
+                if ":" in schedule.kind
+                else f"schedule.{name}: a {schedule.kind} schedule does not read it; drop it, or change "
                 "schedule.kind",
             )

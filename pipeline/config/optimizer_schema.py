@@ -3,12 +3,75 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.interval import WarmUp
-from pipeline.config.model_schema import Closed
+from pipeline.config.loading import did_you_mean
+from pipeline.config.model_schema import IMPORT_PATH, Closed
+
+ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
+OptimizerKind = Literal["adamw", "sgd", "adafactor"]
+ScheduleKind = Literal["cosine", "linear", "constant", "wsd"]
+
+_OWN = "it is not built in; your own: package.module:function, see docs/extending.md"
+_FEWER_BITS = (
+    "states of fewer bits are not built in; to hold less of them on a GPU, write adamw and divide the states "
+    "by --deepspeed zero2, or keep them in host memory by --deepspeed "
+    "zero2_offload; or write adafactor, with plain PyTorch"
+)
+_POWER = "write linear, which has power 1; another power is a function of yours, see docs/extending.md"
+
+# Names that other trainers and libraries use -> what to do here.
+OTHER_OPTIMIZERS = {
+    "adam": "write adamw, whose weight decay is decoupled from the gradient (without decay the two are the "
+    "same); or torch.optim:Adam, which adds the decay to the gradient",
+    "lion": "write the class Lion of docs/extending.md into my_optimizer.py, and my_optimizer:Lion here",
+    "muon": "it steps matrices alone; write adamw here, and for the matrices of the blocks optimizer.groups: "
+    '[{patterns: ["*_proj.weight"], kind: muon}]',
+    **dict.fromkeys(
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fusedadam", "fused_adam"),
+        "write adamw, which is torch's, with fused kernels",
+    ),
+    **dict.fromkeys(
+        ("adam8bit", "adam_8bit", "adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_4bit",
+         "adamw_torch_8bit", "lion_8bit", "paged_adamw", "paged_adamw_8bit", "paged_adamw_32bit",
+         "paged_lion_8bit", "paged_lion_32bit"),
+        _FEWER_BITS,
+    ),
+    **{name.lower(): f"write torch.optim:{name}" for name in ("Adamax", "NAdam", "RAdam", "RMSprop")},
+    **dict.fromkeys(
+        ("adan", "apollo", "galore", "lamb", "lomo", "prodigy", "schedule_free", "shampoo", "soap", "sophia",
+         "stable_adamw"),
+        _OWN,
+    ),
+}  # fmt: skip
+OTHER_SCHEDULES = {
+    "constant_with_warmup": "write constant, and schedule.warmup",
+    "cosine_with_min_lr": "write cosine, and schedule.min_learning_rate_ratio",
+    "cosine_with_restarts": "a function of three lines, restarts in docs/extending.md, is this schedule",
+    "inverse_sqrt": "a function of three lines, inverse_sqrt in docs/extending.md, is this schedule",
+    "polynomial": _POWER,
+    "polynomial_decay": _POWER,
+    "reduce_lr_on_plateau": "the rate follows from the step alone here; write cosine, linear or wsd",
+    "trapezoidal": "write wsd",
+    "warmup_stable_decay": "write wsd, and schedule.decay_steps",
+    "warmupcosinelr": "write cosine",
+    "warmupdecaylr": "write linear",
+    "warmuplr": "write constant",
+}
+
+
+def _known_kind(value: Any, built_in: Any, others: dict[str, str]) -> Any:
+    """Return the kind, or raise a ValueError with what to write in place of a name that is not known here."""
+    kinds = get_args(built_in)
+    if not isinstance(value, str) or value in kinds or re.match(IMPORT_PATH, value):
+        return value
+    if (advice := others.get(value.lower().replace("-", "_"))) is not None:
+        raise ValueError(f"{value!r} is no kind of this trainer: {advice}")
+    raise ValueError(f"{value!r} is no known kind{did_you_mean(value.lower(), kinds)}; {_OWN[24:]}")
 
 
 class ParameterGroupConfig(Closed):
@@ -33,10 +96,14 @@ class OptimizerConfig(Closed):
     """AdamW (Loshchilov & Hutter 2019), SGD with momentum or Adafactor (Shazeer & Stern 2018): torch's, the
     same under every split."""
 
-    kind: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    kind: OptimizerKind | ImportPath = "adamw"
     """What is kept beside the weights: with `adamw` two numbers a parameter, with `sgd` one, with `adafactor`
     one for each row and column of a matrix. `adafactor` needs whole matrices (plain PyTorch, ZeRO 0), and
-    waits for the device in every step."""
+    waits for the device in every step. Your own: `package.module:function`, which is called with the
+    parameter groups and `args` and returns a `torch.optim.Optimizer` (docs/extending.md). It runs that code;
+    `--no-import-paths` refuses it."""
+    args: dict[str, Any] = Field({})
+    """Keyword arguments of your own optimizer."""
     learning_rate: float | None = Field(3e-4, gt=0)
     """Peak learning rate. Default with an `adapter`: by the model's width, 5e-4 x (2000 / hidden_size)^0.781,
     for Qwen's models ^0.0775 (Thinking Machines' fit to 27 models, 2025)."""
@@ -54,6 +121,11 @@ class OptimizerConfig(Closed):
     groups: list[ParameterGroupConfig] | None = None
     """Parameters with a learning rate, a weight decay or an optimizer of their own, chosen by name."""
 
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        return _known_kind(value, OptimizerKind, OTHER_OPTIMIZERS)
+
     @field_validator("betas", mode="before")
     @classmethod
     def _pair(cls, value: Any) -> Any:
@@ -63,8 +135,11 @@ class OptimizerConfig(Closed):
 class ScheduleConfig(Closed):
     """Learning rate over the run: a linear warm-up, then the chosen shape."""
 
-    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape after warm-up. `wsd`: stable, then a linear decay over the last `decay_steps`."""
+    kind: ScheduleKind | ImportPath = "cosine"
+    """Shape after warm-up. `wsd`: stable, then a linear decay over the last `decay_steps`. Your own:
+    `package.module:function` with `function(step, total_steps) -> factor` of the peak, which decides the
+    whole curve, without the keys below (docs/extending.md). It runs that code; `--no-import-paths` refuses
+    it."""
     warmup: WarmUp = 0
     """Length of the linear warm-up: optimizer steps (`100`), or a share of the run (`0.03`), rounded up to
     whole steps. `warmup_steps` is another name of it."""
@@ -72,6 +147,11 @@ class ScheduleConfig(Closed):
     """Steps of the final decay (`wsd` only). Default: a fifth of the run."""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        return _known_kind(value, ScheduleKind, OTHER_SCHEDULES)
 
     @model_validator(mode="before")
     @classmethod

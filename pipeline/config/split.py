@@ -94,6 +94,12 @@ class Split:
         """Ranks, or groups of ranks, that see different samples."""
         return self.world_size // (self.tensor_parallel * self.pipeline_stages * self.sequence_parallel)
 
+    @property
+    def cuts_matrices(self) -> bool:
+        """Whether an optimizer is given stretches of parameters."""
+        staged_in_bf16 = self.pipeline_stages > 1 and self.precision == "bf16"
+        return self.zero_stage > 0 or self.tensor_parallel > 1 or staged_in_bf16
+
     def __str__(self) -> str:
         if self.parallel != "deepspeed":
             names = {"single": "one process", "dp": "nn.DataParallel", "ddp": "DistributedDataParallel"}

@@ -90,7 +90,7 @@ def start_deepspeed(job: Job) -> None:
 
 
 def build_optimizer(
-    groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any]
+    groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any], split: Split
 ) -> torch.optim.Optimizer:
     """torch's; DeepSpeed's CPU Adam where AdamW's state lives in host memory.
 
@@ -105,7 +105,7 @@ def build_optimizer(
             adamw_mode=True,
             fp32_optimizer_states=not has_half_states(config),
         )
-    return build_torch_optimizer(groups, optimizer)
+    return build_torch_optimizer(groups, optimizer, split)
 
 
 def fit_bucket(config: dict[str, Any], num_parameters: int) -> None:

@@ -103,7 +103,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             cast(TensorSharding, sharding).cut(model)
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
-        self._optimizer = build_optimizer(groups, optimizer, config)
+        self._optimizer = build_optimizer(groups, optimizer, config, split)
         self._own_guard = guard.is_own(config, split, self._optimizer)
         self._sequence: SequenceParallel | None = None
         if split.sequence_parallel > 1:

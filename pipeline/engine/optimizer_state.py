@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from pipeline.engine.state import MODEL, Place
 from pipeline.errors import CheckpointError
 from pipeline.optim import SeveralOptimizers
+from pipeline.own_optimizer import state_example
 from pipeline.shards import Scalars, ShardSource
 
 PREFIX = "optimizer/"
@@ -40,16 +42,19 @@ class SavedState:
             for place in places
             for kind, shape in self._shapes.get(place.name, {}).items()
         }
-        if not wanted:
+        own = _own(optimizer, stepped)
+        example = state_example(own)
+        counts_alone = bool(example) and not any(_is_tensor(key, example[key], stepped) for key in example)
+        if not wanted and not counts_alone:
             return
         state = optimizer.state[stepped]
         for key in self._keys - state.keys() if has_numbers(optimizer, stepped) else ():
-            state[key] = _no_steps(_own(optimizer, stepped), stepped.device)
+            state[key] = copy.deepcopy(example[key]) if key in example else _no_steps(own, stepped.device)
         # DeepSpeed's CPU Adam keeps fp32 of what it steps in half precision, where it is not told otherwise.
-        is_fp32 = getattr(_own(optimizer, stepped), "fp32_optimizer_states", False)
-        dtype = torch.float32 if is_fp32 else stepped.dtype
+        is_fp32 = getattr(own, "fp32_optimizer_states", False)
         for kind in sorted(wanted.keys() - state.keys()):
             shape = wanted[kind]
+            dtype = torch.float32 if is_fp32 else getattr(example.get(kind), "dtype", stepped.dtype)
             state[kind] = (
                 torch.zeros_like(stepped, dtype=dtype, memory_format=torch.preserve_format).detach()
                 if shape is None

@@ -78,7 +78,7 @@ class PipelineEngine(DeepSpeedBase):
         groups = stage_groups(model, module, optimizer)
         # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
         self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
-        self._optimizer = build_torch_optimizer(groups, optimizer)
+        self._optimizer = build_torch_optimizer(groups, optimizer, split)
         fit_bucket(config, sum(p.numel() for group in groups for p in group["params"]))
         with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints the memory in use
             self._initialize(module, config)

@@ -68,7 +68,7 @@ class TorchEngine:
         self._max_grad_norm = optimizer.max_grad_norm
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
-        self._optimizer = build_torch_optimizer(groups, optimizer)
+        self._optimizer = build_torch_optimizer(groups, optimizer, split)
         self._gate = StepGate(self.module, self._optimizer)
         self._ddp: _Reducing | None = None
         self.replicas: Replicas | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -20,9 +21,17 @@ from pipeline.objectives.labels import check_labels
 from pipeline.objectives.model_call import Caller, ModelCall, unwrapped
 from pipeline.objectives.outputs import loss_of, shape_of
 
+METRIC = re.compile(r"[A-Za-z][\w.@-]*")
+BUILT_IN = {
+    "epoch", "grad_norm", "learning_rate", "loss", "loss_scale", "perplexity", "samples_seen",
+    "skipped_in_a_row", "skipped_steps", "targets", "tokens_seen",
+}  # fmt: skip
+"""Columns `train/...` and `eval/...` that rows have anyway."""
+
 
 class Custom(Caller):
-    """A user's function: `function(outputs, batch) -> loss`, a sum over the micro-batch's samples.
+    """A user's function: `function(outputs, batch) -> loss`, a sum over the micro-batch's samples; or
+    `(loss, metrics)`, where an attribute `function.metrics` names the metrics: each a sum and its count.
 
     Outputs reach it in fp32, whatever the model computes in: not all of torch's losses are there in half
     precision, or take targets of another. The mean is over samples, or over `function.count(batch)` where
@@ -49,6 +58,7 @@ class Custom(Caller):
         super().__init__(call)
         self._checked = FirstCalls()
         name = getattr(function, "__name__", type(function).__name__)
+        self.means = _means(getattr(function, "metrics", ()), name)
         _refuse_torchs_own(function, name)
         own_count = getattr(function, "count", None)
         if own_count is not None and not callable(own_count):
@@ -74,8 +84,7 @@ class Custom(Caller):
             return torch.as_tensor(_num_targets(batch) if self._reduction == "mean" else num_samples(batch))
         with may_not_exit("objective.kind: the function's count", ConfigError):
             counted = own(batch)
-        is_number = isinstance(counted, (int, float, np.number, np.ndarray, Tensor))
-        if not is_number or torch.as_tensor(counted).numel() != 1:
+        if not _is_number(counted):
             raise ConfigError(
                 f"objective.kind: the function's count returned {shape_of(counted)}; expected one number: "
                 "what the loss is a sum over"
@@ -87,18 +96,45 @@ class Custom(Caller):
         exits = may_not_exit("objective.kind: the function", ConfigError)
         with self._checked.around(unwrapped(model), batch) as losses, exits:
             loss = self.function(outputs, batch)
+        loss, metrics = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise ConfigError(
                 f"objective.kind: the function returned {shape_of(loss)}; expected one 0-dim tensor: "
                 "the sum of the loss over the samples"
             )
         count = self.count(batch).to(loss.device)
+        extras = self._sums(metrics, loss.device)
         divisor = losses.divisor(loss) if losses is not None else None
         if divisor is not None and not hasattr(self.function, "count"):
             self._check_mean(divisor, num_samples(batch), float(count))
         if self._reduction == "mean":  # which is NaN where there is no target
-            return LossSum(torch.where(count > 0, loss * count, 0.0), count)
-        return LossSum(loss, count)
+            return LossSum(torch.where(count > 0, loss * count, 0.0), count, extras)
+        return LossSum(loss, count, extras)
+
+    def _sums(self, metrics: Any, device: torch.device) -> dict[str, Tensor]:
+        """Return the sums and counts of the metrics under their names in `means`, fp64. Waits for nothing.
+
+        Raises:
+            ConfigError: these are not the metrics that the function's attribute names.
+        """
+        if not isinstance(metrics, dict) or metrics.keys() != self.means.keys():
+            returned = sorted(map(str, metrics)) if isinstance(metrics, dict) else shape_of(metrics)
+            name = getattr(self.function, "__name__", "function")
+            raise ConfigError(
+                f"objective.kind: {name} returned the metrics {returned}, and {name}.metrics names "
+                f"{sorted(self.means)}; write {name}.metrics = {returned} below the function, and return "
+                "(loss, metrics) with the same names from every call"
+            )
+        extras: dict[str, Tensor] = {}
+        for name, pair in metrics.items():
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
+                raise ConfigError(
+                    f"objective.kind: the function returned {shape_of(pair)} as metric {name!r}; expected "
+                    "(sum, count), two numbers over the micro-batch: their quotient is the metric"
+                )
+            for key, value in zip(self.means[name], pair, strict=True):
+                extras[key] = _on_device(value, device)
+        return extras
 
     def _check_mean(self, divisor: float, samples: int, targets: float) -> None:
         """Hold a returned mean to the recipe.
@@ -122,6 +158,36 @@ class Custom(Caller):
                 "give the function an attribute `count`, a function of the batch that returns what its mean "
                 "is over, or return the sum"
             )
+
+
+def _means(names: Any, function: str) -> dict[str, tuple[str, str]]:
+    """Return the metrics that a function names, with the names of their sums; see Objective.means.
+
+    Raises:
+        ConfigError: a name cannot be one of a column of a row, or is a built-in column's.
+    """
+    names = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    for name in names:
+        if not isinstance(name, str) or not METRIC.fullmatch(name):
+            raise ConfigError(
+                f"objective.kind: {function}.metrics has {name!r}; name a metric by letters, digits, _ - . @"
+            )
+        if name in BUILT_IN:
+            raise ConfigError(
+                f"objective.kind: {function}.metrics has {name!r}, which every row has; choose another name"
+            )
+    return {name: (f"{name}: sum", f"{name}: count") for name in names}
+
+
+def _is_number(value: Any) -> bool:
+    is_numeric = isinstance(value, (int, float, np.number, np.ndarray, Tensor))
+    return is_numeric and torch.as_tensor(value).numel() == 1
+
+
+def _on_device(value: Any, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()).to(device, torch.float64)
+    return torch.full((), float(torch.as_tensor(value)), dtype=torch.float64, device=device)  # a copy would wait
 
 
 def _num_targets(batch: Batch) -> int | Tensor:

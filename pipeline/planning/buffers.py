@@ -76,7 +76,7 @@ def _largest(rank: Rank) -> int:
 def _optimizer(rank: Rank) -> int:
     """Of a step by kernels that are not fused: as much again of the tensor at hand."""
     kinds = {group.kind for group in rank.groups}
-    return 3 * 4 * _largest(rank) if kinds & {"adafactor", "muon"} else 0
+    return 3 * 4 * _largest(rank) if kinds - {"adamw", "sgd"} else 0
 
 
 def _plain(rank: Rank) -> Buffers:

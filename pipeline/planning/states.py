@@ -106,7 +106,7 @@ def moments(
     """Bytes that an optimizer keeps of a tensor.
 
     Args:
-        kind: What steps it: `adamw`, `sgd`, `adafactor` or `muon`.
+        kind: What steps it: `adamw`, `sgd`, `adafactor` or `muon`. A user's own counts as `adamw`.
         size: Of a number.
         counts: With torch's count of steps, which is a tensor.
     """

@@ -21,6 +21,8 @@ def test_every_place_is_found():
         "model": {"kind": "causal_lm", "pretrained": "x", "trust_remote_code": True},
         "data": {"kind": "text", "sources": [{"paths": ["x"]}, source], "eval_sets": {"more": source}},
         "objective": {"kind": CODE},
+        "optimizer": {"kind": CODE},
+        "schedule": {"kind": CODE},
         "log": {"sinks": [{"kind": CODE}]},
         "notify": {"command": "./tell.sh"},
     }
@@ -30,12 +32,14 @@ def test_every_place_is_found():
         "data.sources.1.iterable": CODE,
         "data.eval_sets.more.iterable": CODE,
         "objective.kind": CODE,
+        "optimizer.kind": CODE,
+        "schedule.kind": CODE,
         "log.sinks.0.kind": CODE,
         "notify.command": "./tell.sh",
     }
     data = {"kind": CODE, "collate_fn": CODE}
     own = tree | {"model": {"kind": CODE}, "data": data, "objective": {"kind": "model_loss"}}
-    own |= {"log": {}, "notify": {}}
+    own |= {"log": {}, "notify": {}, "optimizer": {}, "schedule": {}}
     assert dict(named_code(RunConfig.model_validate(own))) == {
         "model.kind": CODE,
         "data.kind": CODE,
@@ -70,6 +74,8 @@ def test_nothing_else_imports_what_a_recipe_names():
         "models/counted.py",
         "data/documents/iterable.py",
         "objectives/__init__.py",
+        "own_optimizer.py",
+        "schedule.py",
         "sinks/own.py",
     }
     # Besides importing.py they import by names that stand in them.

@@ -1,0 +1,12 @@
+"""The code that docs/extending.md shows, as a module: recipes of tests name it by import path."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+
+for block in BLOCKS:
+    exec(compile(block, str(PAGE), "exec"), globals())
