@@ -110,7 +110,7 @@ class SeveralOptimizers(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Has each step its own groups."""
         for each in self._optimizers:
-            each.step(closure)
+            each.step()
 
     def of(self, stepped: Tensor) -> Optimizer:
         """The one that steps it."""

@@ -61,8 +61,12 @@ def build_own(groups: Groups, config: OptimizerConfig, split: Split) -> Optimize
         return optimizer
 
     device = groups[0]["params"][0].device
-    example = _Trial(kind, lambda groups: made(groups, RATE), device).run(split)
     optimizer = made(groups, config.learning_rate or RATE)
+    if isinstance(optimizer, torch.optim.Adagrad) and split.cuts_matrices:
+        raise ConfigError(
+            f"optimizer.kind: DeepSpeed replaces torch's Adagrad by one without groups at ZeRO 1 to 3; {WHOLE}"
+        )
+    example = _Trial(kind, lambda groups: made(groups, RATE), device).run(split)
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         own["lr_factor"] = group["lr_factor"]
     optimizer.state_example = example  # type: ignore[attr-defined]

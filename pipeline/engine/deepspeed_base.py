@@ -60,9 +60,11 @@ _LOWEST = ("min_scale", "min_loss_scale")  # DeepSpeed's words for where it ends
 def is_wanted(record: logging.LogRecord) -> bool:
     """Return whether a line of DeepSpeed's log is shown.
 
-    The event `non_finite` reports skipped steps; DeepSpeed's line for them comes with its other news.
+    The event `non_finite` reports skipped steps; DeepSpeed's line for them comes with its other news. So does
+    its line for every optimizer but Adam: a user's own was tried out before.
     """
-    return deepspeed.utils.logger.isEnabledFor(logging.INFO) or "OVERFLOW!" not in record.getMessage()
+    is_told_elsewhere = any(words in record.getMessage() for words in ("OVERFLOW!", "untested optimizer"))
+    return deepspeed.utils.logger.isEnabledFor(logging.INFO) or not is_told_elsewhere
 
 
 def quiet_deepspeed() -> None:

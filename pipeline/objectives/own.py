@@ -95,8 +95,10 @@ class Custom(Caller):
         outputs = tree_map(_in_fp32, self._call(model, batch))
         exits = may_not_exit("objective.kind: the function", ConfigError)
         with self._checked.around(unwrapped(model), batch) as losses, exits:
-            loss = self.function(outputs, batch)
-        loss, metrics = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, {})
+            loss: Any = self.function(outputs, batch)
+        metrics: Any = {}
+        if isinstance(loss, tuple) and len(loss) == 2:
+            loss, metrics = loss
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise ConfigError(
                 f"objective.kind: the function returned {shape_of(loss)}; expected one 0-dim tensor: "
@@ -187,7 +189,9 @@ def _is_number(value: Any) -> bool:
 def _on_device(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().reshape(()).to(device, torch.float64)
-    return torch.full((), float(torch.as_tensor(value)), dtype=torch.float64, device=device)  # a copy would wait
+    return torch.full(
+        (), float(torch.as_tensor(value)), dtype=torch.float64, device=device
+    )  # a copy would wait
 
 
 def _num_targets(batch: Batch) -> int | Tensor:

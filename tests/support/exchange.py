@@ -77,10 +77,10 @@ class Run:
 
     def __init__(self, job: Job, tree: dict[str, Any], split: dict[str, Any], resumes: bool = False):
         self.job = job
-        data = token_bundle()
-        self.config, resolved = resolve(tree, split, job.ranks.world_size)
-        self.engine = build_engine(self.config, resolved, job, data, resumes=resumes)
-        self.loader = build_loader(self.config, resolved.plan, data, self.engine)
+        self.data = data = token_bundle()
+        self.config, self.resolved = resolve(tree, split, job.ranks.world_size)
+        self.engine = build_engine(self.config, self.resolved, job, data, resumes=resumes)
+        self.loader = build_loader(self.config, self.resolved.plan, data, self.engine)
         self.objective = build_objective(self.config)
 
     def train(self, first: int, last: int) -> list[float]:
