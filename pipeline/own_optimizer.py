@@ -64,7 +64,7 @@ def build_own(groups: Groups, config: OptimizerConfig, split: Split) -> Optimize
     optimizer = made(groups, config.learning_rate or RATE)
     if isinstance(optimizer, torch.optim.Adagrad) and split.cuts_matrices:
         raise ConfigError(
-            f"optimizer.kind: DeepSpeed replaces torch's Adagrad by one without groups at ZeRO 1 to 3; {WHOLE}"
+            f"optimizer.kind: DeepSpeed replaces torch's Adagrad at ZeRO 1 to 3, without its groups; {WHOLE}"
         )
     example = _Trial(kind, lambda groups: made(groups, RATE), device).run(split)
     for own, group in zip(optimizer.param_groups, groups, strict=True):

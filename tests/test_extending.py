@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import yaml
+from engine.test_step import good_bad_good
 from parity.measure import ALONE, largest_difference
 from parity.splits import LLAMA
 from support.exchange import BAND, HALF, SPLITS, STEPS, Run, gathered, gone_on, run_on, unbroken
-from support.extending import with_accuracy
+from support.extending import PAGE, with_accuracy
+from support.launch import numbers, write_recipe
 from support.tiny import recipe
 
 from pipeline.assemble import build_eval_loader
+from pipeline.cli import main as train
 from pipeline.distributed.process_group import Job
 from pipeline.engine.normalize import further_means
 from pipeline.evaluation import evaluate
@@ -101,8 +108,55 @@ def saved(ranks, name: str):
     return results[0][0], gathered(results)
 
 
-@pytest.mark.parametrize(("name", "resumed"), [*zip(RING, RING[1:], strict=False), ("zero3", "zero3")])
+@pytest.mark.parametrize(("name", "resumed"), [*pairwise(RING), ("zero3", "zero3")])
 def test_a_run_goes_on_under_another_split(ranks, name, resumed):
     losses, source = saved(ranks, name)
     for again, *_ in run_on(ranks, SPLITS[resumed], gone_on, TREE, source, 0):
         assert largest_difference(again, losses[HALF:]) <= (0 if name == resumed else BAND)
+
+
+@pytest.mark.parametrize("part", ["optimizer", "schedule"])
+def test_the_parts_show_in_the_curve(part):
+    """A split that passed over one of them would be far outside of the band."""
+    other = curve(ALONE, TREE | {"batch": {"micro_batch_size": 16}, part: OTHERS[part]}, PLAIN)
+    assert largest_difference(other.losses, alone().losses) > 50 * BAND
+
+
+OTHERS = {"optimizer": {"learning_rate": 2e-2}, "schedule": {"kind": "constant"}}
+
+
+@pytest.mark.parametrize("name", ["plain", "zero0", "zero2", "zero3", "pipeline-zero1"])
+def test_a_bad_batch_changes_no_parameter(ranks, name):
+    batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    for result in run_on(ranks, SPLITS[name], good_bad_good, TREE | {"batch": batch}, math.nan):
+        assert result == (True, 1.0, True, True)
+
+
+def test_the_files_of_the_page_train_in_a_folder_of_ones_own(tmp_path, monkeypatch, capfd):
+    """Each file as the page names it, each part of the recipe as it stands there; stopped and gone on."""
+    page = PAGE.read_text()
+    for name, code in re.findall(r"^(my_\w+\.py)[^\n]*:\n\n```python\n(.*?)^```", page, re.M | re.S):
+        (tmp_path / name).write_text(code)
+    assert {path.name for path in tmp_path.iterdir()} == {"my_optimizer.py", "my_schedule.py", "my_loss.py"}
+    tree: dict[str, Any] = {}
+    for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S):
+        tree |= yaml.safe_load(block)
+    assert set(tree) == {"optimizer", "schedule", "objective"}
+    recipe = write_recipe(
+        tmp_path, **tree, eval={"every": 2, "max_samples": 20}, checkpoint={"every": 2}, max_steps=4
+    )
+    monkeypatch.chdir(tmp_path)
+    assert train(["--config", str(recipe), "run_dir=unbroken"]) == 0
+    assert train(["--config", str(recipe), "run_dir=run", "max_steps=2"]) == 0
+    zero = ["--deepspeed", str(PAGE.parents[1] / "ds_configs" / "zero3.json"), "ds.bf16.enabled=false"]
+    assert train(["--config", str(recipe), *zero, "run_dir=run"]) == 0
+    rows, expected = numbers(Path("run")), numbers(Path("unbroken"))
+    for key in ("train/loss", "train/accuracy", "train/learning_rate", "eval/loss", "eval/accuracy"):
+        found = [row[key] for row in rows if key in row]
+        assert found == pytest.approx([row[key] for row in expected if key in row], rel=1e-5), key
+        assert len(found) >= 3, key
+    rates = [row["train/learning_rate"] for row in rows if "train/learning_rate" in row]
+    assert rates[-1] == pytest.approx(1e-4 * 4 / 100)
+    assert "accuracy" in capfd.readouterr().out
+    assert train(["--config", str(recipe), "--no-import-paths", "run_dir=other"]) == 2
+    assert "would run code, and --no-import-paths was given" in capfd.readouterr().err

@@ -217,6 +217,68 @@ def test_a_custom_objective_returns_one_sum(function):
         Custom(function)(lambda inputs: inputs, batch)
 
 
+def with_metrics(outputs, batch):
+    return outputs.square().sum(), batch["metrics"]
+
+
+with_metrics.metrics = ["accuracy", "top@5"]
+
+
+@pytest.mark.parametrize("make", [tuple, list, lambda pair: tuple(map(torch.tensor, pair))])
+def test_a_custom_objective_reports_sums_and_counts_of_metrics(make):
+    pairs = {"accuracy": make((3, 4)), "top@5": make((0.5, 8))}
+    objective = Custom(with_metrics, call=ModelCall(["inputs"]))
+    loss = objective(lambda inputs: inputs, {"inputs": torch.ones(6, 1), "metrics": pairs})
+    assert set(further_sums(objective.means)) == set(loss.extras)
+    for name, expected in (("accuracy", (3, 4)), ("top@5", (0.5, 8))):
+        assert tuple(loss.extras[key].item() for key in objective.means[name]) == expected
+    assert all(each.dtype == torch.float64 and each.dim() == 0 for each in loss.extras.values())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({}, r"returned the metrics \[\], and with_metrics.metrics names \['accuracy', 'top@5'\]"),
+        ({"accuracy": (1, 2)}, r"write with_metrics.metrics = \['accuracy'\] below the function"),
+        (torch.ones(2), r"returned the metrics a tensor of shape \(2,\)"),
+        ({"accuracy": 0.5, "top@5": (1, 2)}, r"a float as metric 'accuracy'; expected \(sum, count\)"),
+        ({"accuracy": (torch.ones(2), 2), "top@5": (1, 2)}, r"metric 'accuracy'; expected \(sum, count\)"),
+        ({"accuracy": (1, 2), "top@5": (1, 2, 3)}, r"metric 'top@5'; expected \(sum, count\)"),
+    ],
+)
+def test_metrics_of_another_form_are_one_line(metrics, words):
+    with pytest.raises(ConfigError, match=words):
+        Custom(with_metrics, call=ModelCall(["inputs"]))(
+            lambda inputs: inputs, {"inputs": torch.ones(6, 1), "metrics": metrics}
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["loss"], "metrics has 'loss', which every row has"),
+        (["perplexity"], "metrics has 'perplexity', which every row has"),
+        (["a/b"], "metrics has 'a/b'; name a metric by letters"),
+        (3, "metrics has 3; name a metric by letters"),
+    ],
+)
+def test_names_that_no_metric_can_have_are_one_line(names, words):
+    def named(outputs, batch):
+        return outputs.sum()
+
+    named.metrics = names
+    with pytest.raises(ConfigError, match=words):
+        Custom(named)
+
+
+def test_one_name_of_a_metric_may_be_a_text():
+    def named(outputs, batch):
+        return outputs.sum()
+
+    named.metrics = "accuracy"
+    assert list(Custom(named).means) == ["accuracy"]
+
+
 def cross_entropy_sum(outputs, batch):
     return F.cross_entropy(outputs.flatten(0, -2), batch["targets"].flatten(), reduction="sum")
 

@@ -195,7 +195,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("name", "split"), BROKEN, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "split"), BROKEN, ids=str)
 def test_one_that_cannot_work_is_one_line(name, split):
     with pytest.raises(ConfigError, match=BROKEN[name, split]) as caught:
         built(name, split)

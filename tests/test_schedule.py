@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.optimizer_schema import ScheduleConfig
-from pipeline.schedule import multiplier, remark
+from pipeline.errors import ConfigError
+from pipeline.schedule import check_own, multiplier, remark
 
 KINDS = ("cosine", "linear", "constant", "wsd")
 kinds = st.sampled_from(KINDS)
@@ -133,3 +134,75 @@ def test_a_run_shorter_than_its_schedule_is_remarked_and_has_a_rate_for_every_st
     if line is not None:
         assert f"warmup {warmup}" in line
         assert f"the run of {max_steps} steps" in line
+
+
+# --- a function of the user's own ---------------------------------------------------------------------
+
+
+def halved(step, total_steps):
+    return 1 - step / total_steps / 2
+
+
+def late_negative(step, total_steps):
+    return 1.0 if step < total_steps - 1 else -0.1
+
+
+def dividing(step, total_steps):
+    return 1 / (7 - step) if step < 8 else 1.0
+
+
+def named(step, total_steps):
+    return "half"
+
+
+def of_one(step):
+    return 1.0
+
+
+calls = iter(range(1_000_000))
+
+
+def counting(step, total_steps):
+    return next(calls) / 1e6
+
+
+def own(name):
+    return ScheduleConfig(kind=f"test_schedule:{name}")
+
+
+def test_an_own_function_decides_the_whole_curve_and_hears_of_another_length():
+    check_own(own("halved"), 100)
+    assert curve(own("halved"), 4) == [1.0, 0.875, 0.75, 0.625, 0.5]
+    assert multiplier(own("halved"), 4, 8) == 0.75
+    assert remark(own("halved"), 4) is None
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 999, 1000, 1001, 123_457])
+def test_the_last_step_of_a_run_of_any_length_is_tried(max_steps):
+    with pytest.raises(ConfigError, match=f"gave -0.1 for step {max_steps - 1} of {max_steps};"):
+        check_own(own("late_negative"), max_steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dividing", r"for step 7 of 100 raised ZeroDivisionError: .*tests/test_schedule\.py:\d+"),
+        ("named", r"gave 'half' for step 0 of 100; expected a finite number"),
+        ("of_one", r"cannot be called with \(step, total_steps\)"),
+        ("counting", r"for step 99 of 100; make it follow from its arguments alone"),
+        ("halve", r"has no 'halve'; did you mean 'halved'\?"),
+    ],
+)
+def test_an_own_function_that_is_no_schedule_is_one_line(name, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_own(own(name), 100)
+    assert "test_schedule:" in str(caught.value)
+
+
+def test_a_step_of_the_run_is_held_to_the_same():
+    with pytest.raises(ConfigError, match="for step 7 of 100 raised ZeroDivisionError"):
+        multiplier(own("dividing"), 7, 100)
+
+
+def test_built_in_shapes_are_not_tried():
+    check_own(ScheduleConfig(), 10)

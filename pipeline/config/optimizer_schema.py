@@ -16,7 +16,7 @@ ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
 OptimizerKind = Literal["adamw", "sgd", "adafactor"]
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd"]
 
-_OWN = "it is not built in; your own: package.module:function, see docs/extending.md"
+_OWN = "your own: package.module:function, see docs/extending.md"
 _FEWER_BITS = (
     "states of fewer bits are not built in; to hold less of them on a GPU, write adamw and divide the states "
     "by --deepspeed zero2, or keep them in host memory by --deepspeed "
@@ -28,7 +28,7 @@ _POWER = "write linear, which has power 1; another power is a function of yours,
 OTHER_OPTIMIZERS = {
     "adam": "write adamw, whose weight decay is decoupled from the gradient (without decay the two are the "
     "same); or torch.optim:Adam, which adds the decay to the gradient",
-    "lion": "write the class Lion of docs/extending.md into my_optimizer.py, and my_optimizer:Lion here",
+    "lion": "copy Lion of docs/extending.md into my_optimizer.py, and write my_optimizer:Lion",
     "muon": "it steps matrices alone; write adamw here, and for the matrices of the blocks optimizer.groups: "
     '[{patterns: ["*_proj.weight"], kind: muon}]',
     **dict.fromkeys(
@@ -45,7 +45,7 @@ OTHER_OPTIMIZERS = {
     **dict.fromkeys(
         ("adan", "apollo", "galore", "lamb", "lomo", "prodigy", "schedule_free", "shampoo", "soap", "sophia",
          "stable_adamw"),
-        _OWN,
+        f"it is not built in; {_OWN}",
     ),
 }  # fmt: skip
 OTHER_SCHEDULES = {
@@ -71,7 +71,7 @@ def _known_kind(value: Any, built_in: Any, others: dict[str, str]) -> Any:
         return value
     if (advice := others.get(value.lower().replace("-", "_"))) is not None:
         raise ValueError(f"{value!r} is no kind of this trainer: {advice}")
-    raise ValueError(f"{value!r} is no known kind{did_you_mean(value.lower(), kinds)}; {_OWN[24:]}")
+    raise ValueError(f"{value!r} is no known kind{did_you_mean(value.lower(), kinds)}; {_OWN}")
 
 
 class ParameterGroupConfig(Closed):

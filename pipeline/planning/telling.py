@@ -83,7 +83,7 @@ def memory_rows(found: Forecast) -> Iterator[str]:
 def remarks(found: Forecast) -> Iterator[str]:
     """What the memory is not exact in."""
     if ":" in found.config.optimizer.kind:
-        yield f"{found.config.optimizer.kind} is taken to keep two fp32 numbers of each parameter, as AdamW does"
+        yield f"{found.config.optimizer.kind} is taken to keep as much as AdamW: two numbers a parameter"
     if not found.memory.is_complete:
         yield "what activations take is not known of this model: the peak is without them"
     elif found.memory.upper:
