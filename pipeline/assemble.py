@@ -22,9 +22,9 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
+from pipeline.data.curriculum import build_order, check_same_curriculum
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.loader import BatchSource, TrainLoader
-from pipeline.data.mixture import MixtureOrder
 from pipeline.distributed.process_group import Job
 from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import Engine, Evaluates
@@ -61,6 +61,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint, adapter)
     loader = build_loader(config, resolved.plan, data, engine)
     logs, evaluations, saves = build_cadences(config, loader)
+    check_same_curriculum(job, data, logs.last)
     tell_of_choices(config, resolved, job, loader, logs.last)
     keep_description(engine, data, job, directory)
     job.progress.at("resuming")
@@ -269,7 +270,7 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
     return TrainLoader(
         data.train,
         data.collate,
-        MixtureOrder(data.sources, config.seed),
+        build_order(data, config.seed, plan.global_batch_size),
         engine.device,
         micro_batch_size=plan.micro_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,

@@ -132,13 +132,13 @@ def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:
     """What the run would be given first, by the loader it would use."""
     import torch
 
+    from pipeline.data.curriculum import build_order
     from pipeline.data.loader import TrainLoader
-    from pipeline.data.mixture import MixtureOrder
 
     loader = TrainLoader(
         bundle.train,
         bundle.collate,
-        MixtureOrder(bundle.sources, config.seed),
+        build_order(bundle, config.seed, config.batch.global_batch_size or size),
         torch.device("cpu"),
         micro_batch_size=size,
         gradient_accumulation_steps=1,

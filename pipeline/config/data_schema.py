@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from pipeline.config.model_schema import IMPORT_PATH, Closed, kind_tag
 
@@ -19,6 +28,16 @@ class TokenizerConfig(Closed):
     tokenizer is trained on the data."""
     vocab_size: int = Field(8192, gt=256, le=2**24)
     """Entries of the byte-level BPE trained on the data. Not read with `pretrained`."""
+
+
+def weight_at(weight: float | Mapping[int, float], step: int) -> float:
+    """Return the weight of a source for the step after `step` of them."""
+    if not isinstance(weight, Mapping):
+        return weight
+    before = max((at for at in weight if at <= step), default=min(weight))
+    after = min((at for at in weight if at > step), default=before)
+    passed = max(0, step - before) / (after - before) if after > before else 0.0
+    return weight[before] + (weight[after] - weight[before]) * passed
 
 
 class SourceConfig(Closed):
@@ -47,9 +66,10 @@ class SourceConfig(Closed):
     """Keyword arguments of the `iterable`."""
     text_field: str = "text"
     """Field of a row that holds the text."""
-    weight: float | None = Field(None, ge=0)
+    weight: float | dict[int, float] | None = None
     """Share of the training samples that come from this source, relative to the other weights. Give all
-    sources a weight, or none."""
+    sources a weight, or none. `{0: 1.0, 500: 0.2}` changes with the step: linear between two of them, and
+    constant after the last."""
     epochs: float = Field(1.0, gt=0, le=1e9)
     """How often the source is gone through in one epoch of the mixture. Not with `weight`."""
     max_documents: int | None = Field(None, gt=0)
@@ -57,6 +77,24 @@ class SourceConfig(Closed):
     bad_records: Literal["error", "skip"] = "error"
     """What to do with a row that is no JSON, or lacks the text or a usable conversation: stop with an error
     that names file and line, or leave it out and count it."""
+
+    @field_validator("weight", mode="wrap")
+    @classmethod
+    def _number_or_steps(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+        given = value
+        if isinstance(value, dict):  # recipe.yaml has the steps as text
+            value = {int(key) if str(key).isdecimal() else key: each for key, each in value.items()}
+        try:
+            weight: float | dict[int, float] | None = validated(value)
+        except ValidationError:
+            weight = -1
+        numbers = [*weight, *weight.values()] if isinstance(weight, dict) else [weight or 0.0]
+        if not numbers or min(numbers) < 0:
+            raise ValueError(
+                f"expected a number from 0 on, or one for each of some steps as {{0: 1.0, 500: 0.2}}; given "
+                f"{given!r}"
+            )
+        return weight
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceConfig:
@@ -77,6 +115,10 @@ class DocumentsConfig(Closed):
     """Short for one source with these `paths`."""
     sources: list[SourceConfig] | None = Field(None, min_length=1)
     """Several sources, or one with more to say of it, in place of `paths`."""
+    curriculum: str | None = Field(None, pattern=IMPORT_PATH)
+    """Import path `package.module:function` of a function that gives the weights of the sources by the step:
+    `function(step)` returns `{name: weight}`, always the same for a step (docs/extending.md). In place of
+    their `weight`. It runs that code; `--no-import-paths` refuses it."""
     eval_sets: dict[Annotated[str, Field(pattern=SOURCE_NAME)], SourceConfig] = Field({})
     """Further sets to evaluate on, by name; files that are trained on as well are told."""
     eval_fraction: float = Field(0.02, ge=0, lt=1)
@@ -98,10 +140,13 @@ class DocumentsConfig(Closed):
         if (self.paths is None) == (self.sources is None):
             raise ValueError("give exactly one of paths and sources")
         weights = [source.weight for source in self.all_sources()]
+        if self.curriculum is not None and (self.sources is None or any(w is not None for w in weights)):
+            raise ValueError("curriculum gives the weights of sources: give sources, without weight")
         if any(weight is not None for weight in weights):
             if any(weight is None for weight in weights):
                 raise ValueError("some sources have a weight and some have none; give all of them one")
-            if sum(weight or 0.0 for weight in weights) == 0:
+            steps = {0}.union(*(weight for weight in weights if isinstance(weight, dict)))
+            if not all(any(weight_at(weight or 0.0, step) for weight in weights) for step in steps):
                 raise ValueError("the weights of sources sum to 0; give at least one a weight above 0")
         names = [source.name for source in self.all_sources()] + list(self.eval_sets)
         twice = sorted({name for name in names if names.count(name) > 1 and name is not None})

@@ -72,7 +72,12 @@ ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
 """Their word -> the dotted key of the recipe."""
 
 OPTION = "--no-import-paths"
-IMPORTED = ("kind", "iterable", "collate_fn")  # the fields that may hold `package.module:function`
+IMPORTED = (
+    "kind",
+    "iterable",
+    "collate_fn",
+    "curriculum",
+)  # the fields that may hold `package.module:function`
 STARTED = "command"  # the field that names a program
 
 

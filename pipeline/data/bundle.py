@@ -43,6 +43,7 @@ class DataBundle:
         eval_sets: Further sets to evaluate on, by name, which are no part of `eval/loss`.
         answers: Number of judged answers that are trained on, by kind (see preference_layouts.py). Empty: not
             known.
+        weights_at: Weights of the sources at a step, see curriculum.py. `None`: they do not change.
     """
 
     train: Dataset[Any]
@@ -57,6 +58,7 @@ class DataBundle:
     longest: int | None = None
     eval_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
     answers: Mapping[int, int] = field(default_factory=dict)
+    weights_at: Callable[[int], Sequence[float]] | None = None
 
     @property
     def sources(self) -> tuple[SourceShare, ...]:

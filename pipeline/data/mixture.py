@@ -50,13 +50,9 @@ class MixtureOrder:
 
     def __init__(self, sources: Sequence[SourceShare], seed: int) -> None:
         drawn = drawn_per_epoch(sources)
-        self.names = tuple(source.name for source in sources)
-        self.sources = tuple((source.name, source.num_samples) for source in sources)
-        self.num_samples = sum(source.num_samples for source in sources)
-        self.samples_per_epoch = sum(drawn)
+        self._describe(sources, sum(drawn))
         self._drawn = np.array(drawn, dtype=np.int64)  # (sources,) in an epoch
         self._slots = np.cumsum([0, *drawn])  # where each source's slots begin; the last one ends them
-        self._offsets = np.cumsum([0] + [source.num_samples for source in sources])
         self._active = [number for number, count in enumerate(drawn) if count]
         alone = len(self._active) == 1
         self._slot_order = None if alone else GlobalOrder(self.samples_per_epoch, seed)
@@ -65,18 +61,25 @@ class MixtureOrder:
             for number in self._active
         }
 
+    def _describe(self, sources: Sequence[SourceShare], samples_per_epoch: int) -> None:
+        """Set what depends on the sources alone."""
+        self.names = tuple(source.name for source in sources)
+        self.sources = tuple((source.name, source.num_samples) for source in sources)
+        self.num_samples = sum(source.num_samples for source in sources)
+        self.samples_per_epoch = samples_per_epoch
+        self._offsets = np.cumsum([0] + [source.num_samples for source in sources])
+
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Indices into the data set of all sources, at `positions` (any shape) of the run."""
         if self._slot_order is None:
             (number,) = self._active
             return self._orders[number].samples_at(positions) + self._offsets[number]
         flat = positions.reshape(-1)
-        slots, sources = self._sources_at(flat)
-        own = flat // self.samples_per_epoch * self._drawn[sources] + slots - self._slots[sources]
+        sources, own = self._places(flat)
         by_source = np.argsort(sources, kind="stable")
         ends = np.cumsum(np.bincount(sources, minlength=len(self.names)))
         samples = np.empty_like(flat)
-        for number in self._active:
+        for number in self._orders:
             chosen = by_source[ends[number - 1] if number else 0 : ends[number]]
             if len(chosen):
                 samples[chosen] = self._orders[number].samples_at(own[chosen]) + self._offsets[number]
@@ -99,16 +102,20 @@ class MixtureOrder:
                 first += epochs * self.samples_per_epoch
                 continue
             stop = min(last, first + left, first + COUNTED_AT_ONCE)
-            sources = self._sources_at(np.arange(first, stop))[1]
+            sources, _ = self._places(np.arange(first, stop))
             counts += np.bincount(sources, minlength=len(counts))
             first = stop
         return counts
 
-    def _sources_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Slot within its epoch, and number of the source, of each position (N,)."""
+    def check_counts(self, samples_seen: int, counts: Mapping[str, int]) -> None:
+        """Compare what a checkpoint says of the first samples of each source, where that is not certain."""
+
+    def _places(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the number of the source, and the position in its own order, of each position (N,)."""
         assert self._slot_order is not None
-        slots = self._slot_order.samples_at(positions)
-        return slots, np.searchsorted(self._slots, slots, side="right") - 1
+        slots = self._slot_order.samples_at(flat)
+        sources = np.searchsorted(self._slots, slots, side="right") - 1
+        return sources, flat // self.samples_per_epoch * self._drawn[sources] + slots - self._slots[sources]
 
 
 def drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
@@ -158,6 +165,7 @@ class SourceCounts:
         self._counted = 0  # positions
         self._counts = np.zeros(len(self._order.names), dtype=np.int64)
         if counts and set(counts) == set(self._order.names) and sum(counts.values()) == samples_seen:
+            self._order.check_counts(samples_seen, counts)
             self._counted = samples_seen
             self._counts = np.array([counts[name] for name in self._order.names], dtype=np.int64)
 

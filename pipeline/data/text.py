@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, PreferenceDataConfig, TextDataConfig
 from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.curriculum import build_weights
 from pipeline.data.mixture import SourceShare
 from pipeline.data.packed import PackedDataset
 from pipeline.data.packing import join, pack
@@ -49,6 +50,15 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
     held_out = {source.name: rows(source.eval) for source in prepared.sources}
     further = {source.name: rows(source.eval) for source in prepared.eval_sets}
     everything = [*train.values(), *held_out.values(), *further.values()]
+    mixture = tuple(
+        SourceShare(
+            source.name or "",
+            len(train[source.name or ""]),
+            source.weight if isinstance(source.weight, float | int) else None,
+            source.epochs,
+        )
+        for source in config.all_sources()
+    )
     longest = agree([each for each in everything if isinstance(each, SegmentRows)])
     return DataBundle(
         train=join(list(train.values())),
@@ -60,10 +70,8 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         num_classes=None,
         fingerprint=prepared.fingerprint,
         longest=longest,
-        mixture=tuple(
-            SourceShare(source.name or "", len(train[source.name or ""]), source.weight, source.epochs)
-            for source in config.all_sources()
-        ),
+        mixture=mixture,
+        weights_at=build_weights(config, mixture),
         answers=sum(
             (
                 rows_of_source.answers()

@@ -26,11 +26,13 @@ def test_every_place_is_found():
         "log": {"sinks": [{"kind": CODE}]},
         "notify": {"command": "./tell.sh"},
     }
+    tree["data"]["curriculum"] = CODE
     found = dict(named_code(RunConfig.model_validate(tree)))
     assert found == {
         "model.trust_remote_code": "True",
         "data.sources.1.iterable": CODE,
         "data.eval_sets.more.iterable": CODE,
+        "data.curriculum": CODE,
         "objective.kind": CODE,
         "optimizer.kind": CODE,
         "schedule.kind": CODE,
@@ -69,6 +71,7 @@ def test_nothing_else_imports_what_a_recipe_names():
                 users |= {place} if name == "import_object" else set()
                 importers |= {place} if name.endswith("import_module") or name == "__import__" else set()
     assert users == {
+        "data/curriculum.py",
         "data/custom.py",
         "models/custom.py",
         "models/counted.py",
