@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.api import Run
+    from pipeline.callbacks import Answer, Callback, Moment
     from pipeline.checkpoint.export import export
     from pipeline.config.settings import Settings, load_settings
     from pipeline.errors import PipelineError
+    from pipeline.events import Event
     from pipeline.trained import evaluate, generate
     from pipeline.training import Step
 
 __all__ = [
+    "Answer",
+    "Callback",
+    "Event",
+    "Moment",
     "PipelineError",
     "Run",
     "Settings",
@@ -26,6 +32,10 @@ __all__ = [
 ]
 
 _PLACES = {
+    "Answer": "callbacks",
+    "Callback": "callbacks",
+    "Event": "events",
+    "Moment": "callbacks",
     "PipelineError": "errors",
     "Run": "api",
     "Settings": "config.settings",

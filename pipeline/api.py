@@ -279,6 +279,8 @@ class Run:
             "skipped_steps": int(self._loop.state.skipped_steps),
             "sample": redact(self._sample),
         }
+        if self._loop.stopped_early:
+            summary["stopped_early"] = self._loop.stopped_early
         try:
             replace_text(self.directory / "summary.json", json.dumps(summary, indent=2))
         except OSError as problem:  # the last checkpoint is whole

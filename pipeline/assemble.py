@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.build_engine import build_engine
 from pipeline.build_meters import build_meters
+from pipeline.callbacks import build_callbacks
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.initial_weights import open_checkpoint
@@ -76,8 +77,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
     due = rows_until(start.global_step, logs, evaluations if held_out else None, owes)
     sinks = open_sinks(config, resolved, job, checkpoints, span := (start.global_step, logs.last), due, owes)
     safeguard = build_safeguard(config, logs.every, sinks, remembered)
-    with freed_at_once():  # checksums of all weights
-        watchers = build_watchers(config, resolved, engine, job, span, safeguard.bands, remembered)
+    watchers = build_watchers(config, resolved, engine, job, span, safeguard.bands, remembered)
     return Parts(
         job=job,
         resolved=resolved,
@@ -108,6 +108,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         adapter=adapter,
         histograms=HistogramMeter(engine, job, steps) if (steps := config.wandb.histograms_every) else None,
         adds_noise=config.model.neftune_alpha is not None,
+        callbacks=build_callbacks(config, job, sinks.tell, remembered, has_eval=held_out is not None),
         tell_sample=build_sampler(engine, data, config, sinks.tell),
     )
 

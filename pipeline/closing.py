@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.schema import EvalConfig
 from pipeline.errors import PipelineError
-from pipeline.events import PLAN, TIME
+from pipeline.events import PLAN, STOPPED_EARLY, TIME
 from pipeline.sinks.console import count, decimals, duration
 from pipeline.sinks.jsonl import METRICS_FILE, iterate_record
 
@@ -38,16 +38,19 @@ def lines_of(rows: Iterable[Mapping[str, Any]], best_by: EvalConfig | None = Non
     chosen = best_by or EvalConfig()
     step = 0
     seconds = tokens = 0.0
-    plan = ""
+    plan = early = ""
     metrics: dict[str, _Best] = {}
     for row in rows:
         if row.get("event") == PLAN:
             plan = str(row["message"]).removeprefix("plan: ")
+        if row.get("event") == STOPPED_EARLY:
+            early = str(row["message"])
         if row.get("event") == TIME:  # has the steps behind the last row, too
             step = int(row["step"])
             seconds = row["goodput"] * row["elapsed_seconds"]
             tokens = row.get("tokens_seen", tokens)
         if "train/loss" in row:
+            early = ""
             before, step = step, int(row["step"])
             seconds += (step - before) * row.get("perf/step_time_seconds", 0.0)
             tokens = row.get("train/tokens_seen", 0.0)
@@ -60,6 +63,8 @@ def lines_of(rows: Iterable[Mapping[str, Any]], best_by: EvalConfig | None = Non
     if step:
         seen = f", {count(tokens)} tokens" if tokens else ""
         yield closing_line("steps", f"{step:,} in {duration(seconds)}{seen}")
+    if early:
+        yield closing_line("stopped early", early)
     first = ("loss", "accuracy", "eval loss", "eval accuracy")
     for name in (*(name for name in first if name in metrics), *sorted(metrics.keys() - set(first))):
         yield closing_line(name, metrics[name])

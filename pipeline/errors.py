@@ -92,6 +92,12 @@ class StoppedError(PipelineError):
     """Something went wrong that the recipe says a run is to end at (`watch`), or that nothing cures."""
 
 
+class CallbackError(PipelineError):
+    """A callback of the user's raised. The log has its traceback."""
+
+    exit_code = 1
+
+
 class DeviceMemoryError(PipelineError):
     """The device, or the host, has no memory left for what the run needs."""
 

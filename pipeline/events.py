@@ -28,6 +28,10 @@ NO_TARGETS = "no_targets"
 """Nothing counts in the loss of a global batch or of an evaluation."""
 SAMPLE = "sample"
 """What the model wrote after an evaluation: the fields `prompt` and `text`."""
+STOPPED_EARLY = "stopped_early"
+"""A callback ended the run before its last step."""
+OWN_NAMES = frozenset((RUN_FAILED, TIME, PLAN, RUN_KILLED, ROLLBACK, CORRUPTION, SAMPLE, STOPPED_EARLY))
+"""Names that readers of a record act on."""
 Level = Literal["info", "warning", "error"]
 
 

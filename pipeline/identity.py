@@ -22,14 +22,14 @@ from pipeline.redaction import REDACTED
 # Sections that do not change what is trained: a run goes on though they differ. What they say of the batch is
 # compared by what it comes to.
 BESIDE_THE_POINT = {
-    *("checkpoint", "wandb", "sample", "runs_dir", "run_dir"),
+    *("checkpoint", "wandb", "sample", "runs_dir", "run_dir", "callbacks"),
     *("engine", "batch", "loader", "distributed", "watch", "notify", "profile"),
 }
 READERS = ("tensorboard", "csv", "sinks", "console")  # in `log`: of the same rows; csv in older recipes
 DECISIVE = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}  # in split.json -> its name
 FINGERPRINT = DECISIVE["data"]
 # What a run that is named by `run_dir` may go on with: further, or at another rate.
-MAY_CHANGE = ("max_steps", "max_epochs", "optimizer", "schedule")
+MAY_CHANGE = ("max_steps", "max_epochs", "early_stopping", "optimizer", "schedule")
 MAY_NOT_CHANGE = ("optimizer.kind",)  # whose state the checkpoint holds
 # Where an adapter's base lies: digests of its weights and of data and tokenizer are compared instead.
 PLACES = ("model.pretrained", "model.weights", "data.tokenizer.pretrained")

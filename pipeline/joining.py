@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pipeline.callbacks import import_callbacks
 from pipeline.config.settings import Settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
@@ -48,6 +49,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
         check_configuration(deepspeed)
     if ranks.is_main_process:
         check_sinks(settings.config)  # before hours go into the data
+        import_callbacks(settings.config)
     # Before the process group exists: preparing data may take longer than its timeout.
     data = prepare_data(settings.config.data)
     waits = settings.config.distributed

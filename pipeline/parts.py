@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.callbacks import CallbackRunner
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.config.schema import EvalConfig
@@ -136,5 +137,6 @@ class Parts:
     """Of weights and gradients; None: not asked for."""
     adds_noise: bool = False
     """Batches are to bring what noise on the embeddings is drawn from (`model.neftune_alpha`)."""
+    callbacks: CallbackRunner | None = None
     tell_sample: Callable[[int], None] | None = None
     """Has the model write after the evaluation of a step. Collective; None: it does not."""

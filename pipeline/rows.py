@@ -66,8 +66,20 @@ LateRow = Late[Seen]
 class LateRows:
     """Rows on their way to the watchers and, where these say nothing, to the sinks: each once, in order."""
 
-    def __init__(self, watchers: Iterable[Watcher], sinks: Sinks, answer: Tell):
-        """Answer: takes what the watchers say."""
+    def __init__(
+        self,
+        watchers: Iterable[Watcher],
+        sinks: Sinks,
+        answer: Tell,
+        on_row: Callable[[int, Mapping[str, float]], None] | None = None,
+    ):
+        """Make an empty queue.
+
+        Args:
+            answer: Takes what the watchers say.
+            on_row: Called with each row of training once it is written.
+        """
+        self._on_row = on_row
         self._watchers = tuple(watchers)
         self._answer = answer
         self._sinks = sinks
@@ -87,6 +99,8 @@ class LateRows:
         while self._rows and self._rows[0][0] <= step:
             at, late, histograms = self._rows.popleft()
             self.write(at, late.read())
+            if self._on_row is not None:
+                self._on_row(at, late.read().row)
             if histograms is not None and not self._sinks.is_empty:
                 self._sinks.show(histograms.read())
 

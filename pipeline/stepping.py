@@ -10,7 +10,16 @@ from functools import partial
 from pipeline.data.batches import Batch, LoadedBatch
 from pipeline.data.random_numbers import seed_step
 from pipeline.data.token_keys import token_keys
-from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, Alarm, FlagReader, Flags, StopOnSignal
+from pipeline.distributed.stopping import (
+    END_FLAG,
+    EVALUATE_FLAG,
+    SAVE_FLAG,
+    STOP_FLAG,
+    Alarm,
+    FlagReader,
+    Flags,
+    StopOnSignal,
+)
 from pipeline.engine.interface import StepResult
 from pipeline.engine.nonfinite_cause import CauseSearch
 from pipeline.errors import DeviceFailedError, StoppedError
@@ -22,6 +31,8 @@ from pipeline.safeguard import GoBack
 from pipeline.schedule import multiplier
 from pipeline.watchers import restore
 
+FLAGS = {"evaluate": EVALUATE_FLAG, "save": SAVE_FLAG, "stop": END_FLAG}
+"""Request of a callback -> its flag."""
 MOST_EXAMINED = 3  # steps of a process
 CAUSE_ADVICE = "look at these samples and at that part of the model"
 
@@ -57,7 +68,7 @@ class Stepper:
         Returns:
             What came of it, None where a stop was agreed before; and what the ranks ask for.
         """
-        parts, asked = self._parts, Flags(save=False, stop=False)
+        parts, asked = self._parts, Flags()
         while True:
             parts.job.progress.at("step", global_step)
             first = parts.loader.samples_seen
@@ -69,6 +80,9 @@ class Stepper:
                 micro_batches = with_keys(micro_batches, parts.seed, global_step)
             seed_step(parts.seed, global_step, parts.engine.seed_rank)
             flags = STOP_FLAG if self._stop.requested else SAVE_FLAG if alarm.due() else 0
+            if parts.callbacks is not None:
+                for request in parts.callbacks.to_send():
+                    flags |= FLAGS[request]
             rate, limits = self.learning_rate(global_step), parts.safeguard.limits
             with self._profiled(global_step + 1), self._looking(global_step + 1):
                 result = parts.engine.train_step(micro_batches, self._objective, rate, flags, limits)
@@ -76,8 +90,7 @@ class Stepper:
                 parts.loader.fetch_ahead()
             if (found := parts.replica_check.end(global_step)) is not None:
                 self._distrust(global_step, found)
-            now = self._flag_reader.read(result.flags)
-            asked = Flags(save=asked.save or now.save, stop=asked.stop or now.stop)
+            asked |= self._flag_reader.read(result.flags)
             if parts.safeguard.takes(global_step + 1, result, samples, parts.loader.describe):
                 return result, asked
             if parts.safeguard.is_nonfinite:
@@ -144,6 +157,9 @@ class Stepper:
         parts.loader.leave_out(stretches)
         parts.safeguard.load_state_dict(remembered.get("safeguard", {}))
         restore(parts.watchers, remembered.get("watchers", {}))
+        if parts.callbacks is not None:
+            parts.callbacks.load_state_dict(remembered.get("callbacks", {}))
+            self._flag_reader = FlagReader(parts.engine.device)  # drops requests of the steps given up
         parts.replica_check.went_back(state.global_step)
         parts.meters.restart()
         told = parts.safeguard.went_back(found, abandoned, state.global_step, stretches)

@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.callbacks import CallbackRunner, Moment
 from pipeline.checkpoint.catalog import folder_name
 from pipeline.data.random_numbers import seed_step
-from pipeline.distributed.stopping import Alarm, StopOnSignal
+from pipeline.distributed.stopping import Alarm, Flags, StopOnSignal
 from pipeline.errors import CheckpointError
 from pipeline.evaluation import evaluate, measured_by
+from pipeline.events import STOPPED_EARLY, Event
 from pipeline.long_lived import LongLived
 from pipeline.parts import Parts
 from pipeline.profiler import Profiled
@@ -61,14 +64,18 @@ class Loop:
         self._alarm = Alarm(0)
         self._stop = StopOnSignal()
         self._stepper = Stepper(parts, self._stop, profiled)
-        self._rows = LateRows(parts.watchers, parts.sinks, self._stepper.answer)
+        on_row = self._after_row if parts.callbacks is not None else None
+        self._rows = LateRows(parts.watchers, parts.sinks, self._stepper.answer, on_row)
         self._evaluation: dict[str, float] | None = None
-        self._evaluated_at = -1
+        self._evaluated_at = parts.callbacks.evaluated_at if parts.callbacks is not None else -1
+        self._asked = Flags()
         self._write_seconds = 0.0
         self._signals = ExitStack()
         self._has_begun = self._stopped = self._is_over = False
         self.is_finished = False
         """It made its last step, and that is saved."""
+        self.stopped_early = ""
+        """Why a callback ended the run before `max_steps`, as rank 0 knows; empty: none did."""
 
     @property
     def stopped_by(self) -> int | None:
@@ -102,7 +109,7 @@ class Loop:
         self._begin()
         if self._is_over:
             return None
-        parts, late, measured = self._parts, None, None
+        parts, late = self._parts, None
         learning_rate = self._stepper.learning_rate(self.state.global_step)
         result, agreed = self._stepper.step(self.state.global_step, self._alarm)
         if result is None:
@@ -124,12 +131,15 @@ class Loop:
         except GoBack as found:
             self.state = self._stepper.go_back(found, step)
             self._evaluation, self._evaluated_at = None, -1
+            self._asked = Flags()
             return Step(self.state.global_step, None, None)
-        if parts.eval.due(step) and not agreed.stop:
-            measured = self._evaluate()
+        self._asked |= agreed
+        if (parts.eval.due(step) or self._asked.evaluate) and not agreed.stop:
+            self._evaluate()
         self._stopped |= agreed.stop
-        is_last = step >= parts.max_steps  # whose checkpoint is waited for below, without a copy in memory
-        if not self._stopped and not is_last and (agreed.save or parts.save.due(step)):
+        # The checkpoint of the last step is waited for below, without a copy in memory.
+        is_last = step >= parts.max_steps or self._asked.end
+        if not self._stopped and not is_last and (self._asked.save or parts.save.due(step)):
             self._alarm.restart()
             self._save()
         self._observe_saves()
@@ -138,7 +148,7 @@ class Loop:
             with parts.meters.paused():
                 self._long_lived.set_aside()
             self._long_lived = None
-        return Step(step, measured, late)
+        return Step(step, self._evaluation if self._evaluated_at == step else None, late)
 
     def evaluate(self) -> dict[str, float] | None:
         """The evaluation of the weights as they are, done where it was not yet, and logged.
@@ -147,7 +157,7 @@ class Loop:
             None: nothing is held out, or a stop was agreed before the end.
         """
         self._begin()
-        if self._evaluated_at == self.state.global_step:
+        if self._evaluated_at == self.state.global_step and self._evaluation is not None:
             return self._evaluation
         row = self._evaluate()
         self._end_where_due()
@@ -202,7 +212,10 @@ class Loop:
         self._alarm = Alarm(60 * parts.save_minutes if parts.job.ranks.is_main_process else 0)
         self._signals.enter_context(self._stop)
         parts.meters.begin()
-        if parts.owes_evaluation and self._evaluate() is not None and self.state.global_step > 0:
+        if parts.callbacks is not None:
+            self._ask(parts.callbacks.run_begins(self._now(parts.callbacks)))
+        owes = parts.owes_evaluation or self._asked.evaluate
+        if owes and self._evaluate() is not None and self.state.global_step > 0:
             self._save()  # once more: the best is chosen by it
         self._end_where_due()
 
@@ -212,16 +225,24 @@ class Loop:
         A run that was stopped before its first step has nothing to keep: it starts again.
         """
         step = self.state.global_step
-        if self._is_over or not (self._stopped or step >= self._parts.max_steps):
+        if self._is_over or not (self._stopped or self._asked.end or step >= self._parts.max_steps):
             return
+        if self._asked.end and not self._stopped and self._evaluated_at != step:
+            self._evaluate()
         self._is_over = True
         self._rows.write_until(step)
+        if self._asked.end and not self._stopped and step < self._parts.max_steps:
+            self._tell_of_early_stop()
         self._parts.job.progress.at("saving", step)
         with self._parts.meters.paused("checkpoint"):
             if step > 0 and (not self._stopped or self._has_time_to_save()):
+                self._before_save("save", *([] if self._stopped else ["evaluate", "stop"]))
                 self._parts.checkpoints.save_final(self._parts.engine, self._remembered())
             self._parts.checkpoints.wait()
         self.is_finished = not self._stopped
+        if self._parts.callbacks is not None:
+            now = self._now(self._parts.callbacks, is_finished=self.is_finished)
+            self._parts.callbacks.call("run_ends", now)
         if self._stopped:  # a sink then learns how it ended, and is closed
             self._conclude()
         self._parts.job.progress.at("ending")
@@ -231,6 +252,7 @@ class Loop:
         parts = self._parts
         self._rows.write_until(self.state.global_step)  # of a checkpoint's steps all rows are on the disk
         parts.job.progress.at("saving", self.state.global_step)
+        self._before_save("save")
         save = parts.checkpoints.save_final if at_once else parts.checkpoints.save
         with parts.meters.paused("checkpoint"):
             save(parts.engine, self._remembered())
@@ -294,7 +316,43 @@ class Loop:
                 self._evaluation, self._evaluated_at = row, step
                 if parts.tell_sample is not None:
                     parts.tell_sample(step)
+                if parts.callbacks is not None:
+                    self._ask(parts.callbacks.after_evaluation(self._now(parts.callbacks, metrics=row)))
+                self._asked = self._asked._replace(evaluate=False)
         return row
+
+    def _ask(self, requests: Collection[str]) -> None:
+        """Have the run do what callbacks ask for, on all ranks alike."""
+        self._asked |= Flags(save="save" in requests, evaluate="evaluate" in requests, end="stop" in requests)
+
+    def _now(self, callbacks: CallbackRunner, **more: Any) -> Moment:
+        """Return the moment for callbacks; waits for the device."""
+        tokens = float(self.state.tokens_seen) if self._parts.objective.unit == "tokens" else 0.0
+        return callbacks.moment(self.state.global_step, self._parts.loader.samples_seen, tokens, **more)
+
+    def _after_row(self, step: int, row: Mapping[str, float]) -> None:
+        """Call the callbacks with a row, which may be that of an earlier step than the last."""
+        callbacks = self._parts.callbacks
+        assert callbacks is not None
+        samples, tokens = int(row["train/samples_seen"]), row.get("train/tokens_seen", 0.0)
+        callbacks.call("after_row", callbacks.moment(step, samples, tokens, metrics=row))
+
+    def _before_save(self, *closed: str) -> None:
+        """Call the callbacks before their state is saved, and close these of their requests."""
+        callbacks = self._parts.callbacks
+        if callbacks is not None:
+            callbacks.call("before_save", self._now(callbacks))
+            callbacks.close(*closed)
+        if "save" in closed:
+            self._asked = self._asked._replace(save=False)
+
+    def _tell_of_early_stop(self) -> None:
+        """Record why the run ends here. Rank 0 alone knows."""
+        callbacks, step = self._parts.callbacks, self.state.global_step
+        if callbacks is not None and callbacks.reason:
+            self.stopped_early = callbacks.reason
+            message = f"the run ends at step {step} of {self._parts.max_steps}: {callbacks.reason}"
+            self._parts.sinks.tell(step, Event(STOPPED_EARLY, message, level="info"))
 
     def _remembered(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the engine's state; random numbers follow from seed and step."""
@@ -310,6 +368,7 @@ class Loop:
             else None,
             "safeguard": self._parts.safeguard.state_dict(),
             "watchers": state_of(self._parts.watchers),
+            "callbacks": self._parts.callbacks.state_dict() if self._parts.callbacks is not None else {},
             **self._parts.adapter,
             **self._parts.meters.remembered(),
             **self._parts.loader.state_dict(),

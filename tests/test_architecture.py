@@ -32,6 +32,7 @@ LAYERS = [
     ],
     ["long_lived"],
     ["identity"],
+    ["callbacks"],
     ["run_directory", "parts"],
     ["stepping", "training"],
     ["assemble", "build_engine", "build_meters", "joining", "micro_batch", "profiling", "plan"],

@@ -19,7 +19,15 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.signals import ignore_stop_signals
-from pipeline.distributed.stopping import SAVE_FLAG, STOP_FLAG, FlagReader, StopOnSignal
+from pipeline.distributed.stopping import (
+    END_FLAG,
+    EVALUATE_FLAG,
+    SAVE_FLAG,
+    STOP_FLAG,
+    FlagReader,
+    Flags,
+    StopOnSignal,
+)
 from pipeline.training import Loop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -49,10 +57,20 @@ class Disturbed:
         return getattr(self._engine, method)(*arguments)
 
 
-def ended(job: Job, folder: Path, changes=None, on_rank=0, number=signal.SIGUSR1, step=None, evaluation=None):
+def ended(
+    job: Job,
+    folder: Path,
+    changes=None,
+    on_rank=0,
+    number=signal.SIGUSR1,
+    step=None,
+    evaluation=None,
+    deepspeed=None,
+    data=None,
+):
     """(last step, signal) of a run in which a signal arrives on one rank."""
-    config, resolved = resolve(recipe(**(changes or {})), None, job.ranks.world_size)
-    run = assemble(config, resolved, job, token_bundle(), folder)
+    config, resolved = resolve(recipe(**(changes or {})), deepspeed, job.ranks.world_size)
+    run = assemble(config, resolved, job, data or token_bundle(), folder)
     if job.ranks.rank == on_rank:
         run = replace(run, engine=Disturbed(run.engine, number, step, evaluation))
     with run.sinks, Loop(run) as loop:
@@ -226,10 +244,14 @@ def test_flags_of_many_ranks_are_told_apart():
     def agreed(saves, stops):
         return flag_reader.read(torch.tensor(saves * SAVE_FLAG + stops * STOP_FLAG, dtype=torch.float64))
 
-    assert agreed(0, 0) == (False, False)
-    assert agreed(4096, 0) == (True, False)
-    assert agreed(0, 4096) == (False, True)
-    assert agreed(3, 4093) == (True, True)
+    assert agreed(0, 0) == Flags()
+    assert agreed(4096, 0) == Flags(save=True)
+    assert agreed(0, 4096) == Flags(stop=True)
+    assert agreed(3, 4093) == Flags(save=True, stop=True)
+    of_rank_0 = torch.tensor(4096.0 * STOP_FLAG + EVALUATE_FLAG, dtype=torch.float64)
+    assert flag_reader.read(of_rank_0) == Flags(stop=True, evaluate=True)
+    assert flag_reader.read(of_rank_0 + END_FLAG + 4096) == Flags(True, True, True, True)
+    assert flag_reader.read(of_rank_0 - EVALUATE_FLAG + END_FLAG) == Flags(stop=True, end=True)
 
 
 def test_a_second_interrupt_ends_at_once():

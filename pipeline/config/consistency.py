@@ -76,6 +76,7 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
         yield from _of_documents(config.data)
     yield from _of_objective(config)
     yield from _of_best_metric(config)
+    yield from _of_early_stopping(config)
     yield from _of_optimizer(config.optimizer)
     yield from _of_schedule(config.schedule)
 
@@ -219,6 +220,14 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
         ("data.kind", "model.kind"),
         f"data.kind {config.data.kind}: a {config.model.kind} model cannot be trained on it; use {wanted}",
     )
+
+
+def _of_early_stopping(config: RunConfig) -> Iterator[Contradiction]:
+    if config.early_stopping is not None and not config.eval.every:
+        yield (
+            ("early_stopping", "eval.every"),
+            "early_stopping counts evaluations, and eval.every is 0; set eval.every to the steps between two",
+        )
 
 
 def _of_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:

@@ -39,6 +39,8 @@ _SAME = {
     "data.sources": "dataset datasets dataset_name train_dataset",
     "data.tokenizer.pretrained": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_config",
     "distributed.timeout_seconds": "ddp_timeout",
+    "early_stopping.min_delta": "early_stopping_threshold early_stopping_min_delta",
+    "early_stopping.patience": "early_stopping_patience",
     "engine.compile": "torch_compile",
     "eval.every": "eval_steps eval_interval evals_per_epoch",
     "loader.num_workers": "dataloader_num_workers num_workers",

@@ -22,7 +22,14 @@ from pipeline.config.interval import Every, Interval
 from pipeline.config.model_schema import Closed, ModelConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfig
 from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
-from pipeline.config.watching_schema import NotifyConfig, ProfileConfig, SinkConfig, WatchConfig
+from pipeline.config.watching_schema import (
+    CallbackConfig,
+    EarlyStoppingConfig,
+    NotifyConfig,
+    ProfileConfig,
+    SinkConfig,
+    WatchConfig,
+)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 RUN_NAME = r"^[\w.-]+$"
@@ -277,6 +284,9 @@ class RunConfig(Closed):
     watch: WatchConfig = WatchConfig()
     notify: NotifyConfig = NotifyConfig()
     eval: EvalConfig = EvalConfig()
+    early_stopping: EarlyStoppingConfig | None = None
+    callbacks: list[CallbackConfig] = Field([])
+    """Your own code at named moments of the run, by import path: it can alert, evaluate, save and stop."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.model_schema import IMPORT_PATH, Closed
 
@@ -18,6 +18,32 @@ class SinkConfig(Closed):
     called as `class(run_dir, start_step, run_config, **args)`, in the main process alone."""
     args: dict[str, Any] = Field({})
     """Further keyword arguments of the class. They are kept in recipe.yaml: no secrets."""
+
+
+class CallbackConfig(Closed):
+    """Your own code at named moments of the run: a subclass of `pipeline.Callback` (docs/extending.md). An
+    import path alone is short for a section with `kind`."""
+
+    kind: str = Field(pattern=IMPORT_PATH)
+    """Import path `package.module:Class`. It runs that code; `--no-import-paths` refuses it. Rank 0 calls it
+    as `Class(**args)`."""
+    args: dict[str, Any] = Field({})
+    """Keyword arguments of the class. recipe.yaml keeps them: no secrets."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+
+class EarlyStoppingConfig(Closed):
+    """Ends the run when `eval.best_metric` no longer improves: with a checkpoint and a summary, as the last
+    step does. A run in `run_dir` goes on with a higher `patience`."""
+
+    patience: int = Field(gt=0)
+    """Evaluations in a row without an improvement that end the run. The one before the first step counts."""
+    min_delta: float = Field(0.0, ge=0)
+    """Smallest change of the metric that counts as an improvement."""
 
 
 class NotifyConfig(Closed):

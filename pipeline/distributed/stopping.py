@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 SAVE_FLAG, STOP_FLAG = 1, 1 << 20
 """What a rank asks for after a step. Sums over up to a million ranks tell the two apart (fp64)."""
+EVALUATE_FLAG, END_FLAG = 1 << 40, 1 << 41
+"""What rank 0 alone asks for."""
 
 
 class StopOnSignal:
@@ -65,8 +67,15 @@ class StopOnSignal:
 class Flags(NamedTuple):
     """What some rank asked for, as all ranks know."""
 
-    save: bool
-    stop: bool
+    save: bool = False
+    stop: bool = False
+    """A signal came: save and leave."""
+    evaluate: bool = False
+    end: bool = False
+    """A callback ends the run, as its last step would."""
+
+    def __or__(self, other: Flags) -> Flags:
+        return Flags(*(ours or theirs for ours, theirs in zip(self, other, strict=True)))
 
 
 class FlagReader:
@@ -90,7 +99,7 @@ class FlagReader:
         event.record()
         self._pending.append((host, event))
         if len(self._pending) <= 2:
-            return Flags(False, False)
+            return Flags()
         oldest, arrived = self._pending.popleft()
         assert arrived is not None
         arrived.synchronize()
@@ -98,8 +107,9 @@ class FlagReader:
 
 
 def _counted(flags: Tensor) -> Flags:
-    stops, saves = divmod(int(flags), STOP_FLAG)
-    return Flags(save=saves > 0, stop=stops > 0)
+    of_rank_0, counts = divmod(int(flags), EVALUATE_FLAG)
+    stops, saves = divmod(counts, STOP_FLAG)
+    return Flags(save=saves > 0, stop=stops > 0, evaluate=of_rank_0 % 2 > 0, end=of_rank_0 > 1)
 
 
 class Alarm:

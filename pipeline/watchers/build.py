@@ -14,6 +14,7 @@ from pipeline.config.loading import get_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.distributed.process_group import Job
+from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import Engine
 from pipeline.watchers import Watcher, restore
 from pipeline.watchers.evaluations import EvalDivergence, NonFiniteEval
@@ -27,6 +28,7 @@ from pipeline.watchers.speed import DataStarvation, ThroughputDrop
 from pipeline.watchers.spikes import Spikes
 
 
+@freed_at_once()  # checksums of all weights
 def build_watchers(
     config: RunConfig,
     resolved: Resolved,

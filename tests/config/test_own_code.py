@@ -25,6 +25,7 @@ def test_every_place_is_found():
         "schedule": {"kind": CODE},
         "log": {"sinks": [{"kind": CODE}]},
         "notify": {"command": "./tell.sh"},
+        "callbacks": [CODE],
     }
     tree["data"]["curriculum"] = CODE
     found = dict(named_code(RunConfig.model_validate(tree)))
@@ -38,10 +39,11 @@ def test_every_place_is_found():
         "schedule.kind": CODE,
         "log.sinks.0.kind": CODE,
         "notify.command": "./tell.sh",
+        "callbacks.0.kind": CODE,
     }
     data = {"kind": CODE, "collate_fn": CODE}
     own = tree | {"model": {"kind": CODE}, "data": data, "objective": {"kind": "model_loss"}}
-    own |= {"log": {}, "notify": {}, "optimizer": {}, "schedule": {}}
+    own |= {"log": {}, "notify": {}, "optimizer": {}, "schedule": {}, "callbacks": []}
     assert dict(named_code(RunConfig.model_validate(own))) == {
         "model.kind": CODE,
         "data.kind": CODE,
@@ -71,6 +73,7 @@ def test_nothing_else_imports_what_a_recipe_names():
                 users |= {place} if name == "import_object" else set()
                 importers |= {place} if name.endswith("import_module") or name == "__import__" else set()
     assert users == {
+        "callbacks.py",
         "data/curriculum.py",
         "data/custom.py",
         "models/custom.py",

@@ -1,0 +1,360 @@
+"""Callbacks: your own code at named moments of a run, and early stopping, which is one of them.
+
+They run on rank 0 alone, so that two ranks can never answer differently. An answer to a row travels with the
+flags of the next step, which costs no collective of its own. The answers before the first step and after an
+evaluation, where the host waits anyway, are broadcast.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.schema import RunConfig
+from pipeline.config.watching_schema import CallbackConfig
+from pipeline.errors import CallbackError, ConfigError, PipelineError
+from pipeline.events import OWN_NAMES, Event
+from pipeline.importing import import_object, told_in_one_line
+
+if TYPE_CHECKING:
+    from pipeline.distributed.process_group import Job
+
+EARLY_STOPPING = "early_stopping"
+MOMENTS = ("run_begins", "after_row", "after_evaluation", "before_save", "run_ends")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run is. Read-only."""
+
+    step: int
+    """Optimizer steps done."""
+    samples: int
+    """Samples seen, over all ranks."""
+    tokens: float
+    """Tokens seen, over all ranks; 0 if the run counts something else."""
+    config: RunConfig
+    """The recipe."""
+    metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """`after_row` and `after_evaluation`: the row, as in metrics.jsonl. Else empty."""
+    is_finished: bool = False
+    """`run_ends`: whether the run is complete. `False`: a signal stopped it; the same command resumes it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Requests of a callback. All ranks act on them."""
+
+    alert: Event | None = None
+    """Event for metrics.jsonl and for everything that shows alerts."""
+    evaluate: bool = False
+    """Evaluate now."""
+    save: bool = False
+    """Write a checkpoint now."""
+    stop: str = ""
+    """Reason to end the run as its last step would: with an evaluation, a checkpoint and a summary."""
+
+    @property
+    def requests(self) -> set[str]:
+        """Names of the requests that change what the run does."""
+        return {name for name in ("evaluate", "save", "stop") if getattr(self, name)}
+
+
+class Callback:
+    """Base class of callbacks. Override the moments that you need; each may return an Answer."""
+
+    def run_begins(self, now: Moment) -> Answer | None:
+        """Run before the first step, also of a run that resumes."""
+
+    def after_row(self, now: Moment) -> Answer | None:
+        """Run after a row of training is written; on a GPU the next step has begun by then."""
+
+    def after_evaluation(self, now: Moment) -> Answer | None:
+        """Run after an evaluation is written."""
+
+    def before_save(self, now: Moment) -> Answer | None:
+        """Run before `state_dict` is read for a checkpoint."""
+
+    def run_ends(self, now: Moment) -> Answer | None:
+        """Run after the last checkpoint. The answer can only alert."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values for the checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the values of a checkpoint, on a resume and on a rollback."""
+
+
+class EarlyStopping(Callback):
+    """Ends a run whose evaluation no longer improves. The recipe's section `early_stopping` makes it.
+
+    Args:
+        patience: Number of evaluations in a row without an improvement that end the run.
+        min_delta: Smallest change of the metric that counts as an improvement.
+        metric: Name of the metric, without `eval/`.
+        is_lowest: Whether the lowest value is the best.
+    """
+
+    def __init__(self, patience: int, min_delta: float = 0.0, metric: str = "loss", is_lowest: bool = True):
+        self._patience = patience
+        self._min_delta = min_delta
+        self._key = f"eval/{metric}"
+        self._sign = 1 if is_lowest else -1
+        self._best: float | None = None
+        self._best_step = 0
+        self._without = 0
+
+    def run_begins(self, now: Moment) -> Answer | None:
+        """Stop a run that had ended here and was started again with the same patience."""
+        return self._judge()
+
+    def after_evaluation(self, now: Moment) -> Answer | None:
+        """Count the evaluation."""
+        if self._key not in now.metrics:
+            known = ", ".join(key.removeprefix("eval/") for key in now.metrics)
+            raise ConfigError(
+                f"early_stopping: an evaluation has no {self._key}; set eval.best_metric to one of {known}"
+            )
+        value = now.metrics[self._key]
+        improves = self._best is None or self._sign * (self._best - value) > self._min_delta
+        if improves and not math.isnan(value):
+            self._best = value
+            self._best_step = now.step
+            self._without = 0
+        else:
+            self._without += 1
+        return self._judge()
+
+    def _judge(self) -> Answer | None:
+        if self._without < self._patience:
+            return None
+        best = f"best {self._best:.4g} at step {self._best_step}" if self._best is not None else "always NaN"
+        return Answer(stop=f"{self._key} did not improve in {self._without} evaluations, {best}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, its step and the evaluations since then."""
+        return {"best": self._best, "best_step": self._best_step, "without": self._without}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume the count."""
+        self._best = state["best"]
+        self._best_step = state["best_step"]
+        self._without = state["without"]
+
+
+class CallbackRunner:
+    """Runs callbacks on rank 0 and tells all ranks what these ask for.
+
+    A request is open from the answer until the run has acted on it. Checkpoints keep open requests, so that a
+    run that is stopped in between acts on them after its resume.
+
+    Args:
+        callbacks: Name and callback each; empty on all ranks but 0.
+        config: The recipe.
+        tell: Takes the step and an alert.
+        has_eval: Whether there is anything to evaluate on; else requests to evaluate are dropped.
+    """
+
+    def __init__(
+        self,
+        callbacks: list[tuple[str, Callback]],
+        config: RunConfig,
+        job: Job,
+        tell: Callable[[int, Event], None],
+        has_eval: bool,
+    ):
+        self._callbacks = callbacks
+        self._config = config
+        self._job = job
+        self._tell = tell
+        self.evaluated_at = -1
+        """Step of the last evaluation, also of one before a resume."""
+        self._possible = {"save", "stop", *(["evaluate"] if has_eval else [])}
+        self._open: set[str] = set()
+        self._sent: set[str] = set()
+        self._arriving: set[str] = set()
+        self.reason = ""
+        """Why the run is to stop; rank 0 alone knows."""
+        self._initial = self._states()
+
+    def moment(self, step: int, samples: int, tokens: float, **more: Any) -> Moment:
+        """Return what callbacks are given; `more` are further fields."""
+        metrics = MappingProxyType(dict(more.pop("metrics", {})))
+        return Moment(step, samples, tokens, self._config, metrics, **more)
+
+    def run_begins(self, now: Moment) -> set[str]:
+        """Return the requests that all ranks act on now. Collective."""
+        return self._agree(self._arriving | self.call("run_begins", now))
+
+    def after_evaluation(self, now: Moment) -> set[str]:
+        """Return the requests that all ranks act on now. Collective."""
+        self.evaluated_at = now.step
+        requests = self._agree(self.call("after_evaluation", now))
+        self.close("evaluate")
+        return requests - {"evaluate"}
+
+    def call(self, moment: str, now: Moment) -> set[str]:
+        """Call one moment of every callback; return the requests. Does nothing on other ranks."""
+        requests: set[str] = set()
+        for name, callback in self._callbacks:
+            with _named(f"{name}.{moment} at step {now.step}"):
+                answer = getattr(callback, moment)(now)
+                if answer is None:
+                    continue
+                if not isinstance(answer, Answer):
+                    raise TypeError(f"it returned {answer!r}; expected None or a pipeline.Answer")
+                if answer.alert is not None:
+                    self._alert(now.step, answer.alert)
+            requests |= answer.requests & self._possible
+            if answer.stop:
+                self.reason = self.reason or f"{name}: {answer.stop}"
+        self._open |= requests
+        return requests
+
+    def _alert(self, step: int, alert: Event) -> None:
+        if alert.name in OWN_NAMES:
+            raise ValueError(f"{alert.name!r} is an event of the run itself; give the alert another name")
+        self._tell(step, alert)
+
+    def _agree(self, requests: set[str]) -> set[str]:
+        self._sent |= requests
+        return set(self._job.broadcast_object(sorted(requests)))
+
+    def to_send(self) -> set[str]:
+        """Return the requests that go with the flags of the next step. Empty on other ranks."""
+        new = self._open - self._sent
+        self._sent |= new
+        return new
+
+    def close(self, *requests: str) -> None:
+        """Take what was done off the open requests."""
+        self._open -= set(requests)
+        self._sent -= set(requests)
+        if "stop" in requests:
+            self.reason = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps. Rank 0's counts."""
+        return {
+            "states": self._states(),
+            "open": sorted(self._open),
+            "sent": sorted(self._sent),
+            "reason": self.reason,
+            "evaluated_at": self.evaluated_at,
+        }
+
+    def _states(self) -> list[list[Any]]:
+        states = []
+        for name, callback in self._callbacks:
+            with _named(f"{name}.state_dict"):
+                states.append([name, json.loads(json.dumps(callback.state_dict()))])
+        return states
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of a checkpoint; a callback that it does not know begins anew."""
+        self.evaluated_at = state.get("evaluated_at", -1)
+        if not self._callbacks:
+            return
+        known = list(state.get("states", []))
+        for (name, callback), (_, initial) in zip(self._callbacks, self._initial, strict=True):
+            found = next((each for each in known if each[0] == name), None)
+            if found is not None:
+                known.remove(found)
+            with _named(f"{name}.load_state_dict"):
+                callback.load_state_dict(initial if found is None else found[1])
+        self._open = set(state.get("open", []))
+        self._sent = set()
+        self._arriving = set(state.get("sent", []))
+        self.reason = state.get("reason", "")
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Raise a failure of a callback as one line that names it; the log keeps the traceback.
+
+    Args:
+        what: Name of the callback and of its method.
+    """
+    with told_in_one_line(f"callbacks: {what}", CallbackError):
+        try:
+            yield
+        except PipelineError:
+            raise
+        except Exception:
+            logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
+            raise
+
+
+def import_callbacks(config: RunConfig) -> list[tuple[str, Callable[[], Callback]]]:
+    """Return name and constructor of each callback that a recipe names.
+
+    Raises:
+        ConfigError: an import path is wrong, or names no callback.
+    """
+    found: list[tuple[str, Callable[[], Callback]]] = []
+    if config.early_stopping is not None:
+        found.append((EARLY_STOPPING, lambda: _early_stopping(config)))
+    return found + [(each.kind, _constructor(each)) for each in config.callbacks]
+
+
+def _early_stopping(config: RunConfig) -> EarlyStopping:
+    section = config.early_stopping
+    assert section is not None
+    return EarlyStopping(
+        section.patience, section.min_delta, config.eval.best_metric, config.eval.best_is_lowest
+    )
+
+
+def _constructor(config: CallbackConfig) -> Callable[[], Callback]:
+    found = import_object(config.kind, ConfigError)
+    if not (isinstance(found, type) and issubclass(found, Callback)):
+        raise ConfigError(f"callbacks: {config.kind} is no subclass of pipeline.Callback")
+    if all(getattr(found, moment) is getattr(Callback, moment) for moment in MOMENTS):
+        raise ConfigError(f"callbacks: {config.kind} has no moment; write one of {', '.join(MOMENTS)}")
+    try:
+        inspect.signature(found).bind(**config.args)
+    except TypeError as error:
+        raise ConfigError(f"callbacks: {config.kind} cannot be called with its args: {error}") from None
+    return lambda: found(**config.args)
+
+
+def build_callbacks(
+    config: RunConfig,
+    job: Job,
+    tell: Callable[[int, Event], None],
+    remembered: Mapping[str, Any],
+    *,
+    has_eval: bool,
+) -> CallbackRunner | None:
+    """Build the callbacks of a run. `None`: there are none.
+
+    Args:
+        tell: See CallbackRunner.
+        remembered: State of the checkpoint that the run resumes from; empty for a new run.
+        has_eval: Whether there is anything to evaluate on.
+
+    Raises:
+        ConfigError: see import_callbacks; or early stopping has no evaluation.
+    """
+    if config.early_stopping is None and not config.callbacks:
+        return None
+    if config.early_stopping is not None and not has_eval:
+        raise ConfigError("early_stopping: nothing is held out to evaluate on; set data.eval_fraction=0.1")
+    made: list[tuple[str, Callback]] = []
+    if job.ranks.is_main_process:
+        for name, construct in import_callbacks(config):
+            with _named(f"{name}.__init__"):
+                made.append((name, construct()))
+    runner = CallbackRunner(made, config, job, tell, has_eval)
+    if remembered:
+        runner.load_state_dict(remembered.get("callbacks", {}))
+    return runner
