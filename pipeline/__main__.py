@@ -1,4 +1,4 @@
-"""python -m pipeline COMMAND: what there is to do besides training (launch/train.py)."""
+"""ds-pipeline COMMAND, or python -m pipeline COMMAND: training, and everything around it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
+from pipeline import cli
+from pipeline.command_lines import SCRIPT
 from pipeline.commands import (
     checkpoints,
     doctor,
@@ -40,16 +43,21 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. Exit code: 0 done, 2 bad input or what a command finds wrong, 12 out of memory, 14 the
-    device failed, 130 interrupted.
+    """Run a command. Exit code: 0 done, 2 bad input or what a command finds wrong, 12 out of memory, 14 the
+    device failed, 130 interrupted; of `train` also those of README.md.
     """
-    parser = CommandLine(
-        prog="python -m pipeline", description="What there is to do besides training (launch/train.py)."
-    )
+    words = sys.argv[1:] if argv is None else list(argv)
+    program = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m pipeline"
+    # deepspeed and torch.distributed.launch put `--local_rank=0` before the command.
+    launcher_words = [word for word in words[:1] if word.startswith(("--local_rank=", "--local-rank="))]
+    if words[len(launcher_words) :][:1] == ["train"]:
+        return cli.main([*launcher_words, *words[len(launcher_words) + 1 :]], f"{program} train")
+    parser = CommandLine(prog=program, description="Trains models, and does what comes before and after.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("train", help=cli.HELP)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP))
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_args(words)
     for argument in unknown:
         if "overrides" not in arguments or "=" not in argument or argument.startswith("-"):
             parser.error(f"unrecognized argument {argument}")
@@ -76,7 +84,8 @@ def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:
     return code
 
 
-if __name__ == "__main__":
+def run_script() -> None:
+    """Run the command and end the process."""
     try:
         code = main()
         if code == DeviceFailedError.exit_code:  # CUDA's destructors would abort
@@ -85,3 +94,7 @@ if __name__ == "__main__":
         sys.exit(code)
     except KeyboardInterrupt:  # before a command could say what stays
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    run_script()

@@ -1,6 +1,7 @@
 """Command line -> settings -> run. Imports torch only once a run really starts.
 
 deepspeed launch/train.py --deepspeed ds_configs/zero2.json model.num_layers=4
+ds-pipeline train --deepspeed zero2 model.num_layers=4
 """
 
 from __future__ import annotations
@@ -33,24 +34,26 @@ from pipeline.errors import (
 from pipeline.launching.environment import take_up
 from pipeline.redaction import redact
 from pipeline.schedule import remark
+from pipeline.shipped import DEFAULT_RECIPE
 
 LEVELS: tuple[str, ...] = get_args(LogLevel)
-DEFAULT_RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "python_stdlib.yaml"
+HELP = "train a model"
+BY_NAME = "a path, or the name of a shipped file"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The arguments of launch/train.py."""
+def build_parser(program: str) -> argparse.ArgumentParser:
+    """Return the parser of `train`, for usage and errors that name this program."""
     parser = CommandLine(
-        prog="train.py",
+        prog=program,
         description="Train a model. The recipe says what, the JSON how the work is split.",
         epilog="Without --deepspeed: plain PyTorch. All keys: docs/configuration.md.",
     )
-    parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="split and precision")
+    parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help=f"split and precision; {BY_NAME}")
     parser.add_argument(
         "--config",
         type=Path,
         metavar="RECIPE.yaml",
-        help=f"recipe (default: {DEFAULT_RECIPE})",
+        help=f"recipe; {BY_NAME} (default: {DEFAULT_RECIPE.stem})",
     )
     parser.add_argument(
         "overrides",
@@ -77,8 +80,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the process's exit code."""
+def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
+    """Run the command and return the process's exit code.
+
+    Args:
+        program: The command's name in usage and errors.
+    """
     hide_secrets_in_tracebacks()
     ranks = Ranks(0, 0, 1, 1)
     try:
@@ -86,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = read_ranks(os.environ)
     except PipelineError as error:
         return _refuse(error, ranks)
-    parser = build_parser()
+    parser = build_parser(program)
     arguments, unknown = parser.parse_known_args([*(sys.argv[1:] if argv is None else argv), *handed_over])
     for argument in unknown:
         if argument.startswith("--") and "." in argument.partition("=")[0]:

@@ -30,7 +30,6 @@ SLOWER_BY_ZERO3, SLOWER_BY_OFFLOAD = (
     1.1,
     1.5,
 )  # where the network, or the processor's memory, is not the limit
-ZERO3 = "ds_configs/zero3.json"
 
 
 class Shortage(NamedTuple):
@@ -130,12 +129,12 @@ class Changing:
             if states is not None:
                 whole = (states.parameters, states.gradients * (stage < 2), states.optimizer * (stage < 1))
                 gain = int(sum(whole) * (1 - 1 / ranks))
-            words = ("ds.zero_optimization.stage=3",) if has_json else ("--deepspeed", ZERO3)
+            words = ("ds.zero_optimization.stage=3",) if has_json else ("--deepspeed", "zero3")
             why = f"weights, gradients and optimizer divided over the {ranks} ranks"
             yield Change("ZeRO 3", words, gain, SLOWER_BY_ZERO3, why)
         offloads = get_dotted(self.settings.deepspeed or {}, "zero_optimization.offload_optimizer.device")
         if self.shortage.kind == "cuda" and offloads in (None, "none"):
-            words = ("--deepspeed", "ds_configs/zero3_offload.json")
+            words = ("--deepspeed", "zero3_offload")
             if has_json and stage:
                 words = ("ds.zero_optimization.offload_optimizer.device=cpu",)
             gain = None if states is None else states.optimizer

@@ -16,8 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "events", "foreign", "redaction", "secret_names", "units"],
     [
-        *("config", "importing", "durable", "op_builds", "optional_packages"),
-        *("peak_flops", "run_lock", "shards", "working_tree"),
+        *("command_lines", "config", "importing", "durable", "op_builds", "optional_packages"),
+        *("peak_flops", "run_lock", "shards", "shipped", "working_tree"),
     ],
     ["distributed", "kept_sizes", "logs", "foreign_configs", "planning"],
     ["launching", "remedies"],

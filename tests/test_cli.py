@@ -14,10 +14,10 @@ from pipeline.config.split import Device
 
 ZERO2 = str(ROOT / "ds_configs" / "zero2.json")
 HEAVY = ["torch", "deepspeed", "transformers", "wandb", "numpy", "sklearn", "pipeline.running"]
-# What launch/train.py does, and then: which of the heavy modules came in.
+# What launch/train.py, or `python -m pipeline`, does, and then: which of the heavy modules came in.
 WRAPPER = f"""
-import sys
-from pipeline.cli import main
+import importlib, sys
+main = importlib.import_module(sys.argv.pop(1)).main
 try:
     code = main()
 except SystemExit as exit:
@@ -27,9 +27,9 @@ sys.exit(code)
 """
 
 
-def run_wrapped(*arguments, **extra):
+def run_wrapped(*arguments, module="pipeline.cli", **extra):
     return subprocess.run(
-        [sys.executable, "-c", WRAPPER, *arguments],
+        [sys.executable, "-c", WRAPPER, module, *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -63,6 +63,17 @@ def test_what_starts_nothing_imports_nothing(arguments):
     done = run_wrapped(*arguments)
     assert done.stdout.splitlines()[-1] == "imported:"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "--help"], ["train", "--dry-run", "--deepspeed", "zero2"], ["train", "x=1"]],
+    ids=" ".join,
+)
+def test_the_train_command_imports_nothing_either(arguments):
+    done = run_wrapped(*arguments, module="pipeline.__main__")
+    assert done.stdout.splitlines()[-1] == "imported:"
+    assert done.returncode == (2 if "x=1" in arguments else 0)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--dry-run"], ["--dry-run", "--deepspeed", ZERO2]])

@@ -47,8 +47,8 @@ def functions() -> Iterator[Function]:
         except (SyntaxError, UnicodeDecodeError):
             continue
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
-        for prefix, owner in [("", tree), *((f"{each.name}.", each) for each in classes)]:
-            for node in owner.body:
+        for prefix, body in [("", tree.body), *((f"{each.name}.", each.body) for each in classes)]:
+            for node in body:
                 if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                     documented = (ast.get_docstring(node) or "").strip().split("\n\n")[0]
                     what = " ".join(documented.split())

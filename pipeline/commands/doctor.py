@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.cli import DEFAULT_RECIPE
+from pipeline.command_lines import own_command
 from pipeline.config.settings import load_settings
 from pipeline.doctor.examination import examine, this_machine
 from pipeline.doctor.rows import Row, Wanted, is_red, show
@@ -16,6 +16,7 @@ from pipeline.doctor.slurm import examine_step, in_step
 from pipeline.errors import LaunchError
 from pipeline.launching.hostfile import Selection, choose_devices, read_hostfile
 from pipeline.op_builds import needed_ops
+from pipeline.shipped import DEFAULT_RECIPE
 
 HELP = "examine the machines of a job: ssh, versions, devices, disks, network, a real all-reduce"
 
@@ -108,5 +109,5 @@ def _rows(arguments: argparse.Namespace) -> list[Row] | None:
     if in_step(os.environ):
         return examine_step(os.environ, wanted)
     if "SLURM_JOB_ID" in os.environ:
-        print("only this machine; all of the job: srun --ntasks-per-node=1 python -m pipeline doctor")
+        print(f"only this machine; all of the job: srun --ntasks-per-node=1 {own_command('doctor')}")
     return examine(this_machine(wanted))

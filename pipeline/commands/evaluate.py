@@ -16,7 +16,7 @@ evaluation. The first GPU does it, where there is one; CUDA_VISIBLE_DEVICES= (em
 EPILOG = """\
 On other data, or on all of it:
 
-  python -m pipeline evaluate RUN 'data.eval_sets={mine: {paths: [mine.jsonl]}}' eval.max_samples=null
+  %(prog)s RUN 'data.eval_sets={mine: {paths: [mine.jsonl]}}' eval.max_samples=null
 """
 
 

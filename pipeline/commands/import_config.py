@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pipeline.command_lines import train_command
 from pipeline.commands.inputs import reading_a_run
 from pipeline.errors import PipelineError, shown
 from pipeline.foreign_configs.trl import TRAINERS
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     said += [f"fill in   {each}" for each in draft.fill_in]
     said += [f"not taken {key}: {why}" for key, why in draft.not_taken.items()]
     said += [f"to change {refused}"] if refused else []
-    launcher = f"deepspeed --num_gpus {arguments.gpus}"
-    said += [f"train by  {launcher} launch/train.py --deepspeed {folder / JSON} --config {folder / RECIPE}"]
+    words = ("--deepspeed", folder / JSON, "--config", folder / RECIPE)
+    said += [f"train by  {train_command(arguments.gpus, *words)}"]
     for line in said:
         print(shown(line))

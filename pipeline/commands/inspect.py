@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_lines import own_command
 from pipeline.commands.inputs import add_recipe_arguments, read_recipe
 from pipeline.config.data_schema import CustomDataConfig, DocumentsConfig, ImagesDataConfig
 from pipeline.config.schema import RunConfig
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--samples {arguments.samples}: expected 0 or more")
     folder = arguments.output or Path(config.runs_dir) / "inspect" / config.name
     if not isinstance(config.data, CustomDataConfig):
-        require("matplotlib", "python -m pipeline inspect")  # before the data is prepared
+        require("matplotlib", own_command("inspect"))  # before the data is prepared
     from pipeline.data import prepare_data
     from pipeline.inspection.screen import Screen
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pipeline.command_lines import Word, own_command
 from pipeline.commands.inputs import add_overrides
 from pipeline.config.settings import Settings, load_settings
 from pipeline.errors import ConfigError
@@ -29,6 +30,7 @@ from pipeline.planning.shapes import model_of
 from pipeline.planning.suggest import suggest
 from pipeline.planning.suggested import text_beside, write
 from pipeline.planning.telling import as_json, change_rows, memory_rows, scaling_rows, summary, time_rows
+from pipeline.shipped import DEFAULT_RECIPE
 from pipeline.units import GIB
 
 HELP = "say what a run takes (memory, time, disk) without a GPU, and what to change"
@@ -36,8 +38,8 @@ DESCRIPTION = """\
 Says what a run takes before it starts: the memory of its fullest rank by what holds it, the time of a step by
 part, the host's memory, the disk. Then what to change. No weights are read, and no GPU is needed."""
 EPILOG = """\
-  python -m pipeline plan --config RECIPE.yaml --deepspeed ds_configs/zero3.json --gpu h100 --gpus 8
-  python -m pipeline plan --config RECIPE.yaml --gpu-memory 80 --gpus 8 --nodes 2 --suggest split.json
+  ds-pipeline plan --config RECIPE.yaml --deepspeed zero3 --gpu h100 --gpus 8
+  ds-pipeline plan --config RECIPE.yaml --gpu-memory 80 --gpus 8 --nodes 2 --suggest split.json
 """
 SUGGESTED = "suggested.json"
 
@@ -47,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--config", type=Path, metavar="RECIPE.yaml", help="recipe (default: the shipped one)"
+        "--config",
+        type=Path,
+        metavar="RECIPE.yaml",
+        help=f"recipe (default: {DEFAULT_RECIPE.stem})",
     )
     parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="split and precision")
     parser.add_argument("--gpu", metavar="NAME", help="h100, a100-40, 4090, ... (default: what is here)")
@@ -70,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-history", action="store_true", help=no_history)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--no-color", action="store_true", help="plain text")
-    add_overrides(parser, "recipe keys and, with ds., DeepSpeed keys, as for launch/train.py")
+    add_overrides(parser, "recipe keys and, with ds., DeepSpeed keys, as for train")
 
 
 def _positive(text: str) -> int:
@@ -80,8 +85,6 @@ def _positive(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from pipeline.cli import DEFAULT_RECIPE
-
     settings = load_settings(
         arguments.config or DEFAULT_RECIPE,
         arguments.deepspeed,
@@ -183,13 +186,24 @@ def _suggest(
 ) -> None:
     text_beside(arguments.suggest, arguments.force)  # before a search of seconds
     found = suggest(settings, model, place, history)
-    command = f"python -m pipeline {shlex.join(sys.argv[1:])}"
-    why = write(found, arguments.suggest, settings.recipe_path, command, arguments.force)
+    why = write(found, arguments.suggest, settings.recipe_path, _typed(arguments, settings), arguments.force)
     if arguments.json:
         told = {"file": str(arguments.suggest), "overrides": found.best.overrides}
         print(json.dumps(as_json(found.best.found, [], []) | told, indent=2))
         return
     print(why.read_text("utf-8"), end="")
+
+
+def _typed(arguments: argparse.Namespace, settings: Settings) -> str:
+    """Return the command that was typed, with absolute paths in the place of its files."""
+    files = {arguments.config: settings.recipe_path, arguments.deepspeed: settings.split_path}
+    files |= {arguments.suggest: arguments.suggest}
+    words: list[Word] = []
+    for word in sys.argv[1:]:
+        option, equals, value = word.rpartition("=")
+        path = files.get(Path(value))
+        words.append(word if path is None else f"{option}{equals}{path.absolute()}")
+    return own_command(*words)
 
 
 Find: TypeAlias = Callable[[Settings, Model, Place, History | None], Limit]

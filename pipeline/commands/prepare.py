@@ -18,7 +18,7 @@ interrupted, it goes on where it was; what is there is not made again. A run doe
 EPILOG = """\
 On many machines that share data.cache_dir, each makes its share of the parts, and nothing has to be merged:
 
-  sbatch --array=0-15 --wrap 'python -m pipeline prepare --config R.yaml \\
+  sbatch --array=0-15 --wrap '%(prog)s --config R.yaml \\
       --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT'
 """
 INTERRUPTED = "stopped; what is finished is kept, and the same command goes on"

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.command_lines import own_command
 from pipeline.commands.inputs import reading_a_run
 from pipeline.errors import PipelineError
 from pipeline.optional_packages import require
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
     """Raises a PipelineError where a run is none, or something was not uploaded."""
-    require("wandb", "python -m pipeline sync")
+    require("wandb", own_command("sync"))
     from pipeline.inspection.screen import Screen
     from pipeline.sinks.wandb_files import files_to_upload
 

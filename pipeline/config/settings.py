@@ -27,6 +27,7 @@ from pipeline.config.yaml_loader import Dumper
 from pipeline.errors import ConfigError
 from pipeline.foreign import CONFIGURATION, is_path, read_plain
 from pipeline.redaction import redact
+from pipeline.shipped import find_deepspeed_json, find_recipe
 
 # Of two ways to say one thing, the one on the command line takes the place of the other in the file.
 ALTERNATIVES = (
@@ -202,8 +203,8 @@ def load_settings(
     """Reads and checks both files with the command line's overrides.
 
     Args:
-        recipe: YAML; what is trained.
-        deepspeed: JSON; how the work is split. None: plain PyTorch.
+        recipe: YAML; what is trained. A path, or the name of a shipped file.
+        deepspeed: JSON; how the work is split. A path, or the name of a shipped file. None: plain PyTorch.
         overrides: `key=value` for the recipe, `ds.key=value` for the JSON.
         import_paths: Whether the recipe may name code to run.
         is_default: Whether nobody chose the recipe: the JSON's numbers replace those of its file.
@@ -211,10 +212,8 @@ def load_settings(
     Raises:
         ConfigError: see pipeline.config.loading, pipeline.config.recipe and pipeline.config.deepspeed_json.
     """
-    recipe, deepspeed = Path(recipe), None if deepspeed is None else Path(deepspeed)
-    for option, path in (("--config", recipe), ("--deepspeed", deepspeed)):
-        if path == Path():  # what an empty text becomes
-            raise ConfigError(f"{option}: empty, or the folder '.'; name a file")
+    recipe = find_recipe(Path(recipe))
+    deepspeed = None if deepspeed is None else find_deepspeed_json(Path(deepspeed))
     parsed = [parse_override(argument) for argument in overrides]
     for_deepspeed = [(parts[1:], value) for parts, value in parsed if parts[0] == "ds"]
     for_recipe = [(parts, value) for parts, value in parsed if parts[0] != "ds"]

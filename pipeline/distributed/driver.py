@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.command_lines import own_command
+
 ROOT = Path("/")
 NVIDIA, AMD = "0x10de", "0x1002"
 # By CUDA's major version: the oldest driver for Linux (CUDA's release notes, "minor version compatibility").
@@ -85,7 +87,7 @@ def idle_card(torch: Torch, environment: Mapping[str, str], root: Path = ROOT) -
                 f"the driver {driver} is too old for torch's CUDA {own}: install driver {oldest} or newer, "
                 "or torch's build of an earlier CUDA"
             )
-        return f"torch ({torch.version}) sees none: python -m pipeline doctor says what it finds"
+        return f"torch ({torch.version}) sees none; what is found here: {own_command('doctor')}"
     return None
 
 

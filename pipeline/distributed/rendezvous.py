@@ -18,6 +18,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.waiting import DOCTOR, Wait, wait_for_port
 from pipeline.distributed.watchdog_store import FAILURE, NOBODY, present
 from pipeline.errors import LaunchError
+from pipeline.shipped import LAUNCH
 
 
 def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProcess]]:
@@ -64,7 +65,8 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
         return own_store, [RankProcess(rank, *json.loads(value)) for rank, value in enumerate(values)]
     except DistError as error:
         what = "cannot serve as the master" if serves else "did not meet all ranks at the master"
-        hint = "; if another job has the port: --master_port, or launch/multi_gpu.sh, which takes a free one"
+        script = LAUNCH / "multi_gpu.sh"
+        hint = f"; if another job has the port: --master_port, or {script}, which takes a free one"
         reason = str(error).partition(chr(10))[0] + hint * serves
         raise LaunchError(f"{own} {what}, {host}:{port}: {reason}") from None
 

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from pipeline.command_lines import own_command
 from pipeline.errors import LaunchError
 
 PATIENCE = 30.0
 """Seconds until it is said who is waited for; less where the timeout is short."""
-DOCTOR = "python -m pipeline doctor --hostfile HOSTFILE"
+DOCTOR = own_command("doctor", "--hostfile", "HOSTFILE")
 
 
 class Wait:

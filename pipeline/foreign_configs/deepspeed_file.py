@@ -12,8 +12,7 @@ from pipeline.config.deepspeed_conflicts import refuse_conflicts
 from pipeline.config.loading import ConfigFile, read_json
 from pipeline.errors import ConfigError
 from pipeline.foreign_configs.mapping import Draft
-
-SHIPPED = Path(__file__).parents[2] / "ds_configs"
+from pipeline.shipped import DS_CONFIGS
 
 
 def make_json(draft: Draft) -> tuple[str, str]:
@@ -32,7 +31,7 @@ def make_json(draft: Draft) -> tuple[str, str]:
         else:
             draft.drop("deepspeed", f"{given} is not here")
     if tree is None:
-        path = SHIPPED / f"{_nearest(draft, given)}.json"
+        path = DS_CONFIGS / f"{_nearest(draft, given)}.json"
         tree, origin = read_json(path).tree, f"ds_configs/{path.name}"
     tree = {key: value for key, value in tree.items() if key not in ("bf16", "fp16", "tf32", "compile")} | {
         "bf16": _half(tree, "bf16", draft.json["bf16"])

@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.errors import LaunchError
+from pipeline.shipped import LAUNCH
 
 PREFIXES = (
     *("WANDB_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_"),
@@ -117,7 +118,7 @@ def take_up(environment: MutableMapping[str, str]) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what a launch script writes"
         raise LaunchError(
-            f"{ENVIRONMENT_FILE}={name}: {reason}; start with launch/multi_node.sh, or unset it"
+            f"{ENVIRONMENT_FILE}={name}: {reason}; start with {LAUNCH / 'multi_node.sh'}, or unset it"
         ) from None
     first = os.path.dirname(sys.executable)
     if environment.get("PATH", "").split(os.pathsep)[0] != first:

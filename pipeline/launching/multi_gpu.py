@@ -24,6 +24,7 @@ from pipeline.launching.hostfile import Selection, choose_devices
 from pipeline.launching.multi_node import TRAIN, program
 from pipeline.launching.node_agent import local_command
 from pipeline.launching.supervise import Supervisor
+from pipeline.shipped import LAUNCH
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +69,7 @@ def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
             raise LaunchError(f"{other}: unknown option; did you mean {name}?")
     if given.hostfile is not None or (given.num_nodes or 1) != 1:
         raise LaunchError(
-            "multi_gpu.sh trains on this machine alone; for several: launch/multi_node.sh HOSTFILE"
+            f"multi_gpu.sh trains on this machine alone; for several: {LAUNCH / 'multi_node.sh'} HOSTFILE"
         )
     if given.num_gpus is not None and given.num_gpus < 1:
         raise LaunchError(f"--num_gpus {given.num_gpus}: give 1 or more")

@@ -32,11 +32,12 @@ from pipeline.launching.hostfile import Devices, Selection, choose_devices, read
 from pipeline.launching.node_agent import SSH_OPTIONS, ssh_command
 from pipeline.launching.supervise import Supervisor
 from pipeline.redaction import redact
+from pipeline.shipped import LAUNCH
 
-TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
+TRAIN = LAUNCH / "train.py"
 REFUSED = {
-    "no_ssh": "start launch/torchrun.sh on each node instead",
-    "node_rank": "start launch/torchrun.sh on each node instead",
+    "no_ssh": f"start {LAUNCH / 'torchrun.sh'} on each node instead",
+    "node_rank": f"start {LAUNCH / 'torchrun.sh'} on each node instead",
     "module": "launch/train.py is what is started",
     "no_python": "launch/train.py is what is started",
     "no_local_rank": "launch/train.py is what is started",
@@ -47,7 +48,7 @@ REFUSED = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise LaunchError(f"{message}; see launch/multi_node.sh --help")
+        raise LaunchError(f"{message}; see {LAUNCH / 'multi_node.sh'} --help")
 
 
 def build_parser() -> argparse.ArgumentParser:

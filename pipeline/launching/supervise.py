@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.command_lines import own_command
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import LaunchError
 from pipeline.launching.exit_codes import exit_code, ranks_without_exit_code
@@ -133,8 +134,8 @@ class Supervisor:
         problems = [answer for answer in answers if isinstance(answer, str)]
         if problems:
             raise LaunchError(
-                f"the run was not started: {'; '.join(problems)} "
-                "(see `python -m pipeline doctor --hostfile HOSTFILE`)"
+                f"the run was not started: {'; '.join(problems)}; what is wrong there: "
+                f"{own_command('doctor', '--hostfile', 'HOSTFILE')}"
             )
         return [answer for answer in answers if isinstance(answer, dict)]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeline.command_lines import own_command
 from pipeline.errors import ModelError
 from pipeline.foreign import inside, is_path, unsafe_files, weight_map
 from pipeline.models.of_transformers import is_config
@@ -86,8 +87,8 @@ def check_folder(folder: Path, given: str) -> None:
     run = folder.absolute().parent
     if (run / "checkpoints").is_dir() and not any(folder.glob("*.safetensors*")):
         raise ModelError(
-            f"{start} says what the model of a run is, and has no weights; `python -m pipeline export {run} "
-            "OUT` writes both (--merge where the run has an adapter)"
+            f"{start} says what the model of a run is, and has no weights; this writes both (--merge where "
+            f"the run has an adapter): {own_command('export', run, 'OUT')}"
         )
     if not (folder / INDEX).exists() or (folder / "model.safetensors").exists():
         return

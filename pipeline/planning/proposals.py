@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from pipeline.config.batch import BatchPlan
 from pipeline.config.data_schema import DocumentsConfig
@@ -16,7 +15,6 @@ from pipeline.errors import PipelineError
 from pipeline.planning.changes import Change, ranked
 from pipeline.planning.forecast import Forecast
 
-FILES = Path("ds_configs")
 DEGREES = (2, 4, 8)
 FASTER, LEAST = 0.98, 0.01
 """Of the time of a step, and of the memory: what counts as a change."""
@@ -89,11 +87,10 @@ def _states(settings: Settings, resolved: Resolved) -> Iterator[Change]:
         if settings.config.engine.precision == "fp32":
             yield _change("compute in bf16", _engine(settings, "bf16.enabled=true", "precision=bf16"))
         for stage in (1, 2, 3):
-            yield _change(f"ZeRO {stage}", ("--deepspeed", str(FILES / f"zero{stage}.json")))
+            yield _change(f"ZeRO {stage}", ("--deepspeed", f"zero{stage}"))
         for stage in (2, 3):
-            file = str(FILES / f"zero{stage}_offload.json")
             what = "all" if stage == 3 else "optimizer"
-            yield _change(f"ZeRO {stage}, {what} on the host", ("--deepspeed", file))
+            yield _change(f"ZeRO {stage}, {what} on the host", ("--deepspeed", f"zero{stage}_offload"))
         return
     now, json = resolved.split.zero_stage, settings.deepspeed
     if resolved.split.pipeline_stages == 1:

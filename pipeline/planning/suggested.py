@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
+from pipeline.command_lines import Word, shell_line, train_command
 from pipeline.config.loading import Tree, get_dotted
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
 from pipeline.planning.suggest import Suggestion
+from pipeline.shipped import LAUNCH
 from pipeline.units import GIB
 
 
@@ -53,10 +54,10 @@ def write(suggestion: Suggestion, path: Path, recipe: Path, command: str, force:
     found, time = best.found, best.found.time
     assert time is not None
     why = text_beside(path, force)
-    words = ["--config", str(recipe), "--deepspeed", str(path), *best.overrides]
-    launcher = f"deepspeed --num_gpus {found.place.per_node} launch/train.py"
+    words: tuple[Word, ...] = ("--config", recipe, "--deepspeed", path, *best.overrides)
+    training = train_command(found.place.per_node, *words)
     if found.place.nodes > 1:
-        launcher = "launch/multi_node.sh hostfile"
+        training = shell_line(LAUNCH / "multi_node.sh", "HOSTFILE", *words)
     text = f"""\
 {path.name}: the fastest of {suggestion.fitting:,} splits that fit, of {suggestion.tried:,} tried.
 
@@ -68,7 +69,7 @@ host memory of a machine: {found.host_bytes / GIB:.0f} GiB
 a step: {time.seconds:.2f} s, {time.tokens_per_second * time.gpus:,.0f} tokens/s
 
 Found by: {command}
-To train with it: {launcher} {shlex.join(words)}
+To train with it: {training}
 """
     try:
         path.write_text(json.dumps(best.json, indent=2) + "\n", "utf-8")

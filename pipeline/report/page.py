@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic_core import to_json
 
+from pipeline.command_lines import own_command
 from pipeline.durable import replace_text
 from pipeline.errors import ConfigError, one_line
 from pipeline.events import RUN_KILLED, Event
@@ -132,7 +133,7 @@ def write_at_end(directory: Path) -> Path | None:
             replace_text(path, render(encode([directory], ended=True)))
             made.append(path)
         except ConfigError as error:
-            log.warning("%s is not written: %s; then: python -m pipeline report %s", path, error, directory)
+            log.warning("%s is not written: %s; then: %s", path, error, own_command("report", directory))
         except Exception as error:
             log.warning("%s is not written: %s", path, one_line(error))
 
@@ -141,8 +142,8 @@ def write_at_end(directory: Path) -> Path | None:
         thread.start()
         thread.join(LONGEST_END)
         if thread.is_alive():
-            said = "%s takes more than %.0f s; `python -m pipeline report %s` makes it"
-            log.warning(said, path, LONGEST_END, directory)
+            said = "%s takes more than %.0f s; this makes it: %s"
+            log.warning(said, path, LONGEST_END, own_command("report", directory))
     return made[0] if made else None
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shlex
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeline.command_lines import shell_line
 from pipeline.config.schema import RunConfig
 from pipeline.errors import PipelineError, one_line
 from pipeline.events import RUN_FAILED, Event, Shown
@@ -208,7 +208,8 @@ def _open_wandb(
     )
     if online is None:
         return []
-    resend = f", and the same command with run_dir={shlex.quote(str(run_dir))} sends them to W&B"
+    same_run = shell_line(f"run_dir={run_dir.absolute()}")
+    resend = f", and the same command with {same_run} sends them to W&B"
     return [SinkThread(lambda: online, "W&B", resend=resend)]
 
 

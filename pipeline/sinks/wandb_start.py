@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shlex
 import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.command_lines import installed_program, shell_line
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
 from pipeline.optional_packages import require
@@ -155,9 +155,8 @@ def open_run(
     run_id = _run_id(id_file, is_resume=is_resume, reuse=newest is not None)
     run = _init("offline", folder, id=run_id, resume=resume, **shared)
     paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
-    logger.warning(
-        "W&B is offline (%s); to upload: wandb sync %s", reason, " ".join(shlex.quote(str(p)) for p in paths)
-    )
+    upload = shell_line(installed_program("wandb") or "wandb", "sync", *paths)
+    logger.warning("W&B is offline (%s); to upload: %s", reason, upload)
     return run, -1 if newest is None else newest
 
 

@@ -11,13 +11,13 @@ import contextlib
 import logging
 import math
 import os
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from pipeline.command_lines import own_command
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import one_line
 from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
@@ -257,9 +257,9 @@ class WandbSink:
             (folder / NOT_UPLOADED).touch()
             logger.warning(
                 "W&B did not take the last rows within %.0f s; metrics.jsonl has them all; to upload them: "
-                "python -m pipeline sync --upload %s",
+                "%s",
                 FINISH_TIMEOUT_SECONDS,
-                shlex.quote(str(folder.parent.parent)),
+                own_command("sync", "--upload", folder.parent.parent),
             )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import DIGITS, ROOT, write_recipe
+from support.launch import DIGITS, ROOT, environment, write_recipe
 
 MADE_HERE = (".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", ".*_cache", "wandb")
 
@@ -66,6 +66,47 @@ def test_a_clone_under_a_path_with_a_space(clone):
     assert said.strip() == f"{clone}/pipeline/__init__.py"
     (clone / ".venv" / ".installed").touch()
     train_one_step(clone)
+
+
+@pytest.fixture
+def installed(tmp_path) -> Path:
+    """A folder that the project's wheel was installed into, without its dependencies."""
+    source, wheels, target = tmp_path / "source", tmp_path / "wheels", tmp_path / "target"
+    left_out = shutil.ignore_patterns(*MADE_HERE, "tests", "docs", "benchmarks")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(tmp_path, *pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(source))
+    (wheel,) = wheels.glob("*.whl")
+    shutil.rmtree(source)
+    run(tmp_path, *pip, "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel))
+    return target
+
+
+@pytest.mark.slow
+def test_a_wheel_plans_and_trains_by_names_from_an_empty_folder(installed, tmp_path):
+    """Its command and its files are all there is: no clone, no folder of the user's."""
+    here = tmp_path / "empty"
+    here.mkdir()
+    imported = environment(PYTHONPATH=str(installed))
+
+    def say(*words: str) -> str:
+        done = subprocess.run(words, cwd=here, env=imported, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    script = str(installed / "bin" / "ds-pipeline")
+    assert "Memory of the fullest rank" in say(
+        script, "plan", "--deepspeed", "zero3", "--gpu", "h100", "--gpus", "8"
+    )
+    assert list(here.iterdir()) == []
+    named = ("--config", "digits_cnn", "--deepspeed", "zero2.json", "max_steps=2", "wandb.mode=disabled")
+    assert f"# recipe ({installed}/pipeline/shipped/launch/recipes/digits_cnn.yaml" in say(
+        sys.executable, "-m", "pipeline", "train", "--dry-run", *named
+    )
+    assert list(here.iterdir()) == []
+    assert "2/2  loss" in say(script, "train", *named)
+    assert [path.name for path in here.iterdir()] == ["runs"]
+    assert os.access(installed / "pipeline" / "shipped" / "launch" / "multi_gpu.sh", os.X_OK)
 
 
 @pytest.mark.parametrize(

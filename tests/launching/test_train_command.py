@@ -1,0 +1,72 @@
+"""The `train` command as users start it: by hand, under `deepspeed --module`, under `torchrun -m`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launch import BIN, ROOT, environment
+from support.ranks import free_port
+
+PORT = "{port}"
+STARTS = {
+    "python": [sys.executable, "-m", "pipeline"],
+    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", PORT, "--module", "pipeline"],
+    "torchrun": [str(BIN / "torchrun"), "-m", "pipeline"],
+    "torchrun on two": [
+        str(BIN / "torchrun"),
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        PORT,
+        "-m",
+        "pipeline",
+    ],
+    "multi_gpu.sh": [str(ROOT / "launch" / "multi_gpu.sh"), "--num_gpus", "2"],
+}
+RANKS = {"deepspeed": 2, "torchrun on two": 2, "multi_gpu.sh": 2}
+
+
+def start(name: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command in this folder. A script of launch/ is the command itself."""
+    port = str(free_port())
+    command = [word.replace(PORT, port) for word in STARTS[name]] + ["train"] * (not name.endswith(".sh"))
+    return subprocess.run(
+        [*command, *words],
+        cwd=folder,
+        env=environment(PYTHONPATH=str(ROOT), PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTS)
+def test_train_is_started_by_names_from_an_empty_folder(name, tmp_path):
+    words = ("--deepspeed", "zero2", "--config", "digits_cnn", "max_steps=2", "log.every=1")
+    done = start(name, tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2/2  loss" in done.stdout
+    assert f"; {RANKS.get(name, 1)} rank" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in STARTS if name != "torchrun on two"])
+def test_a_mistake_is_told_once_and_leaves_nothing(name, tmp_path):
+    done = start(name, tmp_path, "--deepspeed", "zero4")
+    assert done.returncode == (1 if name == "torchrun" else 2)  # torchrun's own for a rank that failed
+    assert done.stderr.count('error: --deepspeed zero4: no such file (did you mean "zero3"?)') == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_program_is_named_in_usage_and_errors(tmp_path):
+    done = start("python", tmp_path, "--dry-rnu")
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: python -m pipeline train ")
+    assert done.stderr.endswith("error: unrecognized argument --dry-rnu; did you mean --dry-run?\n")
