@@ -99,8 +99,8 @@ class Run:
                 "world_size": self._job.ranks.world_size,
                 "tf32": resolved.tf32,
             }
-            self._directory, lock = agree_on_run_directory(config, known, self._job)
-            joined.directory = self._directory
+            self._directory, lock, made = agree_on_run_directory(config, known, self._job)
+            joined.directory, joined.made = self._directory, made
             if lock is not None:
                 stack.callback(lock.release)
             advise = partial(of_killed, settings, self._job, self._account)

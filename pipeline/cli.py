@@ -32,6 +32,7 @@ from pipeline.errors import (
     too_long_a_name,
 )
 from pipeline.launching.environment import take_up
+from pipeline.planning.shapes import check_pretrained
 from pipeline.redaction import redact
 from pipeline.schedule import remark
 from pipeline.shipped import DEFAULT_RECIPE
@@ -130,6 +131,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
                 print(describe(settings, arguments.world_size or ranks.world_size))
             return 0
         planned = settings.plan(ranks.world_size)
+        check_pretrained(settings.config)
     except (PipelineError, OSError) as error:
         mistake = error if isinstance(error, PipelineError) else too_long_a_name(error)
         if mistake is None:

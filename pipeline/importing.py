@@ -35,6 +35,8 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
     module_name, separator, name = path.partition(":")
     if not (separator and module_name and name):
         raise error(f"{path!r} is no import path: expected `package.module:function`")
+    if module_name.endswith(".py") or "/" in module_name:
+        raise error(f"{path}: is the path of a file; {_as_module(Path(module_name), name)}")
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:
         sys.path.append(directory)
@@ -69,6 +71,14 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
     )
     hint = _hidden(module_name, directory) or (f"; did you mean {close[0]!r}?" if close else "")
     raise error(f"{where} has no {name!r}{hint}")
+
+
+def _as_module(file: Path, name: str) -> str:
+    """Return what to write for `name` in a file, and from which folder."""
+    file = file.with_suffix("")
+    folder = file.parent if file.is_absolute() or ".." in file.parts else Path()
+    written = ".".join(file.relative_to(folder).parts)
+    return f"write {written}:{name}, and start in {folder.absolute()}"
 
 
 @contextmanager

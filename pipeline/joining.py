@@ -16,6 +16,7 @@ from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.distributed.process_group import Job, start_job
 from pipeline.distributed.ranks import Ranks
 from pipeline.logs import log_to_console
+from pipeline.planning.shapes import check_pretrained
 from pipeline.redaction import declare_secret_variable
 from pipeline.sinks import check_sinks
 
@@ -27,6 +28,10 @@ class Joined:
     job: Job
     data: DataBundle
     directory: Path | None = None
+    made: tuple[Path, ...] = ()
+    """Folders that this process made for the run, innermost first."""
+    has_trained: bool = False
+    """Whether a step was made."""
 
 
 def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> Joined:
@@ -50,6 +55,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     if ranks.is_main_process:
         check_sinks(settings.config)  # before hours go into the data
         import_callbacks(settings.config)
+    check_pretrained(settings.config)
     # Before the process group exists: preparing data may take longer than its timeout.
     data = prepare_data(settings.config.data)
     waits = settings.config.distributed

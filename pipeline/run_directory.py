@@ -10,8 +10,11 @@ import platform
 import shlex
 import shutil
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -55,17 +58,51 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
         raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from None
 
 
-def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> tuple[Path, FileLock | None]:
+class OpenedDirectory(NamedTuple):
+    """A run's directory; on rank 0 with its lock."""
+
+    path: Path
+    lock: FileLock | None = None
+    made: tuple[Path, ...] = ()
+    """Folders that were not there before, innermost first. `path` is the first, or none was made."""
+
+
+def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> OpenedDirectory:
     """As open_run_directory: rank 0 chooses and has the lock; the others are told, or told why not."""
-    locks: list[FileLock] = []
+    opened: list[OpenedDirectory] = []
 
     def open_and_keep() -> Path:
+        runs = Path(config.runs_dir)
+        there = {Path(config.run_dir)} if config.run_dir else {*runs.glob(f"{config.name}-*")}
+        there = {path for path in there if path.exists()}
+        missing = _missing(Path(config.run_dir).parent if config.run_dir else runs)
         path, lock = open_run_directory(config, split)
-        locks.append(lock)
+        opened.append(OpenedDirectory(path, lock, () if path in there else (path, *missing)))
         return path
 
     path = job.on_main(open_and_keep)
-    return path, locks[0] if locks else None
+    return opened[0] if opened else OpenedDirectory(path)
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return this folder and those above it that are not there."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_made(made: Sequence[Path]) -> None:
+    """Remove the directory of a run that was refused before its first step, and what was made for it.
+
+    Args:
+        made: As in `OpenedDirectory`.
+    """
+    for path in made[:1]:
+        # WANDB_DIR may have its files elsewhere, with a link to them here.
+        for link in filter(Path.is_symlink, path.glob("wandb/*")):
+            shutil.rmtree(link.resolve(), ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+    for path in made[1:]:
+        with suppress(OSError):  # something else is in it by now
+            path.rmdir()
 
 
 def _open(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
@@ -153,6 +190,7 @@ def _lock(path: Path, patience: float = 0.0) -> FileLock | None:
 
 def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
     others: list[tuple[Path, list[Difference]]] = []
+    done: list[Path] = []
     for path in sorted(Path(config.runs_dir).glob(f"{config.name}-*"), reverse=True):
         if not (path / "recipe.yaml").exists():
             continue
@@ -164,9 +202,18 @@ def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
             continue
         if not differences and not finished:
             return path
+        done += [path] * (not differences)
         if differences and all(not finished or may_change(difference) for difference in differences):
             others.append((path, differences))
-    _tell_left_behind(others)
+    if done:
+        log.warning(
+            "this is a new run; %s is finished; to train that one on: run_dir=%s and a higher max_steps or "
+            "max_epochs",
+            done[0],
+            shlex.quote(str(done[0])),
+        )
+    else:
+        _tell_left_behind(others)
     return None
 
 

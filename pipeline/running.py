@@ -21,8 +21,13 @@ from pipeline.distributed.ranks import Ranks, write_exit_code
 from pipeline.distributed.signals import STDOUT, Terminated, ignore_stop_signals, reports_own_exit
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
 from pipeline.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
     DeviceFailedError,
     DeviceMemoryError,
+    LaunchError,
+    ModelError,
     PipelineError,
     printable,
     too_long_a_name,
@@ -30,7 +35,11 @@ from pipeline.errors import (
 from pipeline.joining import Joined, join
 from pipeline.planning.account import Account
 from pipeline.report.page import write_at_end
+from pipeline.run_directory import remove_made
 from pipeline.run_lock import is_held
+
+REFUSALS = (ConfigError, DataError, ModelError, CheckpointError, LaunchError)
+"""Mistakes in what was given. The others happen to a run."""
 
 
 def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
@@ -45,6 +54,8 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         begun = join(settings, ranks, deepspeed)
         return _run(settings, begun)
     except PipelineError as error:
+        if begun is not None and isinstance(error, REFUSALS) and not begun.has_trained:
+            remove_made(begun.made)
         if isinstance(error, (DeviceMemoryError, DeviceFailedError)):
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
         return _end(begun, ranks, f"error: {error}", error.exit_code)
@@ -75,6 +86,8 @@ def _run(settings: Settings, begun: Joined) -> int:
                 # The launcher's SIGTERM, for a rank that has ended, must not cut off the word on why.
                 ignore_stop_signals()
             raise
+        finally:
+            begun.has_trained = prepared.global_step > 0
         if prepared.stopped_by is None:
             text = prepared.sample()
     number = prepared.stopped_by
@@ -116,7 +129,11 @@ def _conclude(run: Run, settings: Settings, text: str | None) -> None:
 def _report(begun: Joined) -> None:
     """Writes that of a run that failed: rank 0 does, and where it is gone who tells why the job ends."""
     directory = begun.directory
-    if directory is None or (not begun.job.ranks.is_main_process and is_held(directory)):
+    if (
+        directory is None
+        or not directory.exists()
+        or (not begun.job.ranks.is_main_process and is_held(directory))
+    ):
         return
     if (report := write_at_end(directory)) is not None:
         with suppress(OSError):  # not by a stream, whose lock a stuck thread may have

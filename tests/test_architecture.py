@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "events", "foreign", "redaction", "secret_names", "units"],
     [
-        *("command_lines", "config", "importing", "durable", "op_builds", "optional_packages"),
+        *("command_lines", "config", "hub", "importing", "durable", "op_builds", "optional_packages"),
         *("peak_flops", "run_lock", "shards", "shipped", "working_tree"),
     ],
     ["distributed", "kept_sizes", "logs", "foreign_configs", "planning"],

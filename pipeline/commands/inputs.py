@@ -12,6 +12,7 @@ from pipeline.config.recipe import OPTION
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.errors import PipelineError
+from pipeline.planning.shapes import check_pretrained
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,9 @@ def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
 def read_recipe(arguments: argparse.Namespace) -> RunConfig:
     """The recipe that these arguments name."""
     import_paths = not arguments.no_import_paths
-    return load_settings(arguments.config, None, arguments.overrides, import_paths=import_paths).config
+    config = load_settings(arguments.config, None, arguments.overrides, import_paths=import_paths).config
+    check_pretrained(config)
+    return config
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.model_schema import Closed
 
@@ -27,7 +27,8 @@ class AdapterConfig(Closed):
     """Probability of dropping a value of their input."""
     targets: list[str] | None = Field(None, min_length=1)
     """Linear layers that get one: names or shell patterns of the whole model's (`q_proj`,
-    `model.layers.[0-3].*`). Default: all but the output layer, or those of `weights`."""
+    `model.layers.[0-3].*`). Default, also written `all-linear`: all but the output layer, or those of
+    `weights`."""
     modules_to_save: list[str] | None = Field(None, min_length=1)
     """Modules that are trained whole beside the adapters, by names or shell patterns (`lm_head`). An
     embedding that grew (`model.grow_vocabulary`), and its output layer, always are."""
@@ -41,6 +42,11 @@ class AdapterConfig(Closed):
     weights: str | None = None
     """Adapter to start from: a folder of peft's, or what `export` wrote of a run. It must be of this
     model."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _all_linear(cls, value: Any) -> Any:
+        return None if value in ("all-linear", ["all-linear"]) else value
 
     @model_validator(mode="before")
     @classmethod

@@ -218,6 +218,10 @@ def read_text(path: Path) -> str:
         siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings) if siblings else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
+    except IsADirectoryError:
+        inside = sorted(each.name for each in path.glob("*") if each.suffix in (".yaml", ".yml", ".json"))
+        hint = f": {', '.join(inside[:5])}" if inside else ""
+        raise ConfigError(f"{path}: Is a directory; name a file in it{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 (byte {error.start})") from None
     except OSError as error:

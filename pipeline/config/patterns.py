@@ -11,16 +11,30 @@ from pipeline.errors import ConfigError
 _NEAREST = 3
 
 
-def matching_parts(pattern: str, names: Iterable[str], key: str, what: str) -> list[str]:
+def matching_parts(
+    pattern: str, names: Iterable[str], key: str, what: str, others: Iterable[str] = ()
+) -> list[str]:
     """The names that a pattern of whole names matches, or whose last parts it is, as peft has it.
+
+    Args:
+        others: Names of modules that are trained whole where they are asked for.
 
     Raises:
         ConfigError: there are none; says which names are nearest.
     """
     names = list(names)
-    found = [n for n in names if fnmatchcase(n, pattern) or n.endswith(f".{pattern}")]
+
+    def matches(name: str) -> bool:
+        return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
+
+    found = [name for name in names if matches(name)]
     if found:
         return found
+    if any(matches(name) for name in others):
+        raise ConfigError(
+            f"{key}: {pattern!r} is no {what} of the model; to train it whole: "
+            f"adapter.modules_to_save=[{pattern}]"
+        )
     last = {name.rpartition(".")[2] for name in names}
     near = difflib.get_close_matches(pattern, [*last, *names], _NEAREST, cutoff=0.0)
     raise ConfigError(f"{key}: {pattern!r} matches no {what} of the model; nearest: {', '.join(near)}")

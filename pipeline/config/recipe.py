@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
 
+from pipeline.command_lines import shell_line
 from pipeline.config.consistency import contradictions
 from pipeline.config.data_schema import DocumentsConfig, SourceConfig
 from pipeline.config.loading import ConfigFile, did_you_mean
@@ -70,6 +71,11 @@ _SAME = {
     "wandb.project": "wandb_project",
     "wandb.entity": "wandb_entity",
 }
+_SEVERAL = {
+    "batch_size": "batch.global_batch_size (samples of a step, on all ranks) or batch.micro_batch_size "
+    "(samples that a rank computes at a time)",
+    "model.name": "model.pretrained (a folder or a hub name) or model.architecture (new weights)",
+}
 ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
 """Their word -> the dotted key of the recipe."""
 
@@ -89,6 +95,11 @@ def validate_recipe(file: ConfigFile) -> RunConfig:
     Raises:
         ConfigError: one line a problem, each with file, line, key, what was given and what is valid.
     """
+    if file.path.suffix == ".json" and not {"model", "data"} & file.tree.keys():
+        option = shell_line("--deepspeed", str(file.path))
+        raise ConfigError(
+            f"{file.path}: a DeepSpeed JSON goes behind its own option: {option}; --config takes a recipe"
+        )
     try:
         config = RunConfig.model_validate(file.tree)
     except ValidationError as error:
@@ -138,6 +149,8 @@ def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
         return "unknown key; the DeepSpeed JSON is an option of the command: --deepspeed FILE"
     if key in DEEPSPEED_OWNS:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
+    if (several := _SEVERAL.get(key) or _SEVERAL.get(dotted)) is not None:
+        return f"unknown key; here it is {several}"
     if ALIASES.get(key, dotted) != dotted:  # the same: a key of another kind of this section
         return f"unknown key; here it is {ALIASES[key]}"
     if section is not None and issubclass(section, DocumentsConfig) and key in SourceConfig.model_fields:

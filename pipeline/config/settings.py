@@ -300,7 +300,7 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     """A pretrained model reads the ids of its own tokenizer, unless the recipe names another one.
 
     Raises:
-        ConfigError: its folder is not there, or has none.
+        ConfigError: its folder is not there.
     """
     model, data = config.model, config.data
     if not isinstance(model, CausalLMConfig) or not isinstance(data, DocumentsConfig):
@@ -310,11 +310,6 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     folder = Path(model.pretrained).expanduser()
     if is_path(model.pretrained) and not folder.is_dir():
         raise ConfigError(f"model.pretrained: {model.pretrained!r}: there is no such folder")
-    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
-        raise ConfigError(
-            f"model.pretrained: the folder {model.pretrained} has no tokenizer; name the one that the model "
-            "was trained with: data.tokenizer.pretrained (a folder, a tokenizer.json or a hub name)"
-        )
     tokenizer = data.tokenizer.model_copy(update={"pretrained": model.pretrained})
     return config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.data.long_documents import cut_text, find_places
 from pipeline.errors import DataError, one_line
 from pipeline.foreign import is_path, unsafe_files
+from pipeline.hub import hub_or_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,14 +62,20 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
     if not path.exists() and (is_path(name) or name.endswith(".json")):
         raise DataError(f"data.tokenizer.pretrained: {name} does not exist")
     if path.is_dir() and not any(file.name.startswith(("tokenizer", "vocab")) for file in path.iterdir()):
-        raise DataError(f"data.tokenizer.pretrained: the folder {name} has no tokenizer.json")
+        raise DataError(
+            f"data.tokenizer.pretrained: the folder {name} has no tokenizer; name the one that the model was "
+            "trained with (a folder, a tokenizer.json or a hub name)"
+        )
     if path.exists() and not path.is_dir() and not path.is_file():
         raise DataError(f"data.tokenizer.pretrained: {name} is no file: a pipe or a device")
     beside = path.parent if path.name == "tokenizer.json" else path
     if problem := next(unsafe_files(beside), None) if beside.is_dir() else None:
         raise DataError(f"data.tokenizer.pretrained: {name}: {problem}; remove or replace it")
     try:
-        tokenizer = _load(name, path)
+        with hub_or_cache("data.tokenizer.pretrained", name, DataError):
+            tokenizer = _load(name, path)
+    except DataError:
+        raise
     except Exception as error:  # these libraries raise bare Exceptions as well
         reason = one_line(error, 300)
         what = name if path.exists() else f"{name} from the hub (nor is there a folder of that name)"

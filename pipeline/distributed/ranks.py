@@ -76,11 +76,15 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
         return ranks
     check_master(environment)
     missing = [name for name in names if name not in given]
+    if missing == ["LOCAL_RANK"] and _in_slurm_step(environment):
+        ranks = _read_slurm(environment)
+        if (str(ranks.rank), str(ranks.world_size)) == (given["RANK"], given["WORLD_SIZE"]):
+            return ranks  # a script that exports SLURM_PROCID and SLURM_NTASKS under these names
     if missing:
-        raise LaunchError(
-            f"the environment sets {', '.join(given)} but not {', '.join(missing)}; "
-            "start with deepspeed or torchrun, or unset them for one process"
-        )
+        cure = "start with deepspeed or torchrun, or unset them for one process"
+        if missing == ["LOCAL_RANK"]:
+            cure += "; under srun: export LOCAL_RANK=$SLURM_LOCALID in each task"
+        raise LaunchError(f"the environment sets {', '.join(given)} but not {', '.join(missing)}; {cure}")
     # LOCAL_SIZE is the deepspeed launcher's name for it.
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or given["WORLD_SIZE"]
     ranks = _checked(given | {"LOCAL_WORLD_SIZE": local})

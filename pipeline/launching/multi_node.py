@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pipeline.command_lines import shell_line
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import LaunchError, report_errors
 from pipeline.launching.environment import (
@@ -153,6 +154,11 @@ def plan(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
         LaunchError: it is wrong, or cannot be carried out as it stands.
     """
     launcher, arguments = split_arguments(argv)
+    for word, following in zip(launcher, [*launcher[1:], "HOSTFILE"], strict=True):
+        option, equals, value = word.partition("=")
+        if option in ("-H", "--hostfile"):
+            command = shell_line(LAUNCH / "multi_node.sh", value if equals else following)
+            raise LaunchError(f"{option}: the hostfile is the first argument, without option: {command} ...")
     options = build_parser().parse_args(launcher)
     for name, instead in REFUSED.items():
         if name in options:

@@ -48,7 +48,8 @@ def targets_of(config: AdapterConfig, model: nn.Module, layers: Mapping[str, Any
         return names
     found: dict[str, None] = {}
     for pattern in config.targets:
-        its = matching_parts(pattern, layers, "adapter.targets", "linear layer")
+        modules = (name for name, _ in model.named_modules())
+        its = matching_parts(pattern, layers, "adapter.targets", "linear layer", modules)
         if kept := sorted(set(its) - set(names)):
             raise ConfigError(
                 f"adapter.targets: {pattern!r} matches {kept[0]}, the output layer, which gets no adapter; "

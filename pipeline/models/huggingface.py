@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import FIELDS, CausalLMConfig
 from pipeline.errors import ModelError, one_line
+from pipeline.hub import hub_or_cache
 from pipeline.models.attention import CAUSAL_FIELDS, transformers_name
 from pipeline.models.initialising import draw_weights
 from pipeline.models.reward_model import model_class, reward_model_class
@@ -167,7 +168,8 @@ def read_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
     given, name = f"model.pretrained: {config.pretrained!r}", folder_or_hub_name(config.pretrained or "")
     trust = config.trust_remote_code
     try:
-        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        with hub_or_cache("model.pretrained", name, ModelError):
+            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
     except (OSError, *IMPOSSIBLE) as error:
         nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
         nor += "; model.trust_remote_code=true runs it" if "custom code" in str(error) else ""
@@ -196,16 +198,17 @@ def _read_pretrained(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report says that weights which do not fit can be ignored
     try:
-        model, info = _class_of(hf_config, request.gives_scores).from_pretrained(
-            name,
-            config=hf_config,
-            dtype=torch.float32,
-            attn_implementation=transformers_name(config.attention, hf_config),
-            use_safetensors=True,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they come back in `info`, by name
-        )
+        with hub_or_cache("model.pretrained", name, ModelError):
+            model, info = _class_of(hf_config, request.gives_scores).from_pretrained(
+                name,
+                config=hf_config,
+                dtype=torch.float32,
+                attn_implementation=transformers_name(config.attention, hf_config),
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they come back in `info`, by name
+            )
     except SafetensorError as error:
         raise ModelError(f"{given}: its weights are no safetensors: {_reason(error)}") from None
     except (OSError, RuntimeError, *IMPOSSIBLE) as error:

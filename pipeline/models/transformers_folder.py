@@ -5,18 +5,19 @@ holds what a library may read.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from pipeline.command_lines import own_command
+from pipeline.command_lines import installed_program, own_command, shell_line
 from pipeline.errors import ModelError
 from pipeline.foreign import inside, is_path, unsafe_files, weight_map
 from pipeline.models.of_transformers import is_config
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def write_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
@@ -90,8 +91,20 @@ def check_folder(folder: Path, given: str) -> None:
             f"{start} says what the model of a run is, and has no weights; this writes both (--merge where "
             f"the run has an adapter): {own_command('export', run, 'OUT')}"
         )
-    if not (folder / INDEX).exists() or (folder / "model.safetensors").exists():
+    if not any(folder.glob("*.safetensors*")) and (others := sorted(folder.glob("*.bin"))):
+        code = f"from transformers import AutoModelForCausalLM as M; f = {str(folder.absolute())!r}; "
+        code += "M.from_pretrained(f, dtype='auto').save_pretrained(f)"
+        raise ModelError(
+            f"{start} its weights are no safetensors ({others[0].name}); this writes them as such: "
+            f"{shell_line(installed_program('python') or sys.executable, '-c', code)}"
+        )
+    if not (folder / INDEX).exists():
         return
+    if (folder / SINGLE).exists():
+        raise ModelError(
+            f"{start} two sets of weights: {SINGLE}, and the files that {INDEX} names; delete the one "
+            f"that is not meant: {shell_line('rm', folder / SINGLE)}, or {shell_line('rm', folder / INDEX)}"
+        )
     try:
         names = set(weight_map(folder / INDEX).values())
     except (OSError, ValueError):

@@ -14,6 +14,7 @@ from pipeline.config.patterns import matching, matching_parts
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, one_line
 from pipeline.foreign import DESCRIPTION, is_path, read_plain
+from pipeline.hub import hub_or_cache
 from pipeline.planning.families import build, families, standard_words
 from pipeline.planning.model import Model, Parameter
 
@@ -120,6 +121,16 @@ def needed_words(config: RunConfig) -> int | None:
         return None  # another layout, which the run reads
 
 
+def check_pretrained(config: RunConfig) -> None:
+    """Look for `model.pretrained` before anything takes its name for that of a tokenizer. Loads no torch.
+
+    Raises:
+        ModelError: as `read_config`.
+    """
+    if isinstance(config.model, CausalLMConfig) and config.model.pretrained is not None:
+        read_config(config.model.pretrained)
+
+
 def read_config(given: str) -> dict[str, Any]:
     """config.json of a model's folder, or of a name on the hub.
 
@@ -157,7 +168,8 @@ def _from_hub(given: str, name: str, key: str) -> bytes:
     from huggingface_hub import hf_hub_download  # half a second, where a name on the hub is given
 
     try:
-        return read_plain(hf_hub_download(given, name), DESCRIPTION)
+        with hub_or_cache(key, given, ModelError):
+            return read_plain(hf_hub_download(given, name), DESCRIPTION)
     except (OSError, ValueError) as error:  # the hub's own errors are among them
         raise ModelError(
             f"{key}: {given!r}: no {name} from the hub, and there is no folder of that name "
@@ -169,13 +181,14 @@ def _with_adapter(model: Model, adapter: AdapterConfig) -> Model:
     adapter = _completed(adapter)
     rank = adapter.rank or RANK
     layers = {_owner(each.name): each for each in model.parameters if each.layer is not None}
-    targets = set(layers)
-    if adapter.targets is not None:
-        found = (matching_parts(each, layers, "adapter.targets", "linear layer") for each in adapter.targets)
-        targets = {name for names in found for name in names}
     modules = dict.fromkeys(
         each for p in model.parameters for name in _names(p, model) for each in _around(_owner(name))
     )
+    targets = set(layers)
+    if adapter.targets is not None:
+        key, what = "adapter.targets", "linear layer"
+        found = (matching_parts(each, layers, key, what, modules) for each in adapter.targets)
+        targets = {name for names in found for name in names}
     saved = {
         name
         for pattern in adapter.modules_to_save or ()
