@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -296,6 +298,63 @@ def test_it_is_one_line(ends, overrides, message):
     assert "Traceback" not in told
     (line,) = [line for line in told.splitlines() if line.startswith("error:")]
     assert message in line
+    if "step 1/3" not in told and "one_in_ten" not in str(overrides):  # which a later step has
+        assert not Path("runs").exists(), "refused before its first step"
+
+
+def test_a_run_that_was_refused_takes_nothing_of_the_user_with_it(ends, tmp_path):
+    """A directory that was there stays, with what is in it; so do the folders above one that was made."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    wrong = own("data", "too_large")
+    ends(2, wrong, "run_dir=mine")
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+    ends(2, wrong, "run_dir=mine/deep/run")
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "mine" / "deep").exists()
+
+
+def test_a_run_that_goes_on_and_is_refused_stays(ends, tmp_path):
+    ends(0, "run_dir=run", "checkpoint.every=1")
+    before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    ends(2, "run_dir=run", "max_steps=5", own("objective", "detached"))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_refused_run_leaves_no_files_of_weights_and_biases(ends, tmp_path, monkeypatch):
+    """Which a run has from before its first step on, and which WANDB_DIR may have elsewhere."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    told = ends(2, own("data", "too_large"), "wandb={mode: offline}")
+    assert "W&B is offline" in told
+    assert not (tmp_path / "runs").exists()
+    assert not list((tmp_path / "elsewhere").rglob("*.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("train_mine.py:model", "write train_mine:model, and start in {here}"),
+        ("./train_mine.py:model", "write train_mine:model, and start in {here}"),
+        ("sub/train_mine.py:model", "write sub.train_mine:model, and start in {here}"),
+        ("{here}/sub/train_mine.py:model", "write train_mine:model, and start in {here}/sub"),
+    ],
+)
+def test_the_path_of_a_file_is_told_as_the_import_path_that_works(ends, tmp_path, monkeypatch, path, says):
+    code = "from torch import nn\ndef model(): return nn.Linear(3, 4)\n"
+    (tmp_path / "sub").mkdir()
+    for folder in (tmp_path, tmp_path / "sub"):
+        (folder / "train_mine.py").write_text(code)
+    kind, says = path.format(here=tmp_path), says.format(here=tmp_path)
+    told = ends(2, f"model.kind={kind}")
+    assert told.splitlines()[-1] == f"error: {kind}: is the path of a file; {says}"
+    advised, folder = re.search(r"write (\S+), and start in (.*)", told).groups()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(folder)
+    assert main(["--config", str(tmp_path / "recipe.yaml"), f"model.kind={advised}", "max_steps=1"]) == 0
+    sys.modules.pop("train_mine", None)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def test_a_model_without_weights_prints_a_command_that_exports_it(
     run_directory, monkeypatch, capsys, run_elsewhere
 ):
     monkeypatch.chdir(run_directory.parents[1])
-    train = ["train", "--config", "recipe.yaml", "model={pretrained: runs/tiny/model}", "run_dir=runs/other"]
+    model = "model={kind: causal_lm, pretrained: runs/tiny/model}"
+    train = ["train", "--config", "recipe.yaml", model, "run_dir=runs/other"]
     assert main(train) == 2
     done = run_elsewhere(one(r"the run has an adapter\): (.*)", capsys.readouterr().err))
     assert done.returncode == 0, done.stderr
@@ -134,7 +135,7 @@ def test_a_gpu_that_is_not_there_prints_the_command_that_looks(tmp_path, run_els
         "--config", str(write_recipe(tmp_path)), DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES=""
     ).stderr
     done = run_elsewhere(one(r"driver and torch: (.*)", said), "--quick")
-    assert done.stdout.startswith("host"), done.stderr
+    assert done.stdout.startswith("project "), done.stderr
 
 
 def test_a_path_is_absolute_and_quoted(tmp_path, monkeypatch):

@@ -97,6 +97,8 @@ def test_a_run_that_is_left_behind_is_told_with_what_goes_on_with_it(
     assert directory != before
     told = [line for line in caplog.messages if "is another one" in line]
     assert bool(told) == (said is not None)
+    finished = [line for line in caplog.messages if " is finished; to train that one on: run_dir='" in line]
+    assert bool(finished) == (then == {"finished": True} and not now and not split)
     if said is not None:
         assert told[0].startswith(f"this is a new run; {before}, at step 5, is another one: ")
         assert said in told[0]

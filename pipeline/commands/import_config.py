@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.output or theirs.with_suffix("")
     if arguments.gpus < 1:
         raise PipelineError(f"--gpus {arguments.gpus}: expected a positive number")
-    draft = draft_of(theirs, arguments.origin, arguments.gpus, folder)
+    draft = draft_of(theirs, arguments.origin, arguments.gpus, folder.absolute())
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not arguments.force:
         raise PipelineError(f"{folder} exists and is not empty; choose another folder (--output), or --force")
     origin, refused = write(draft)

@@ -189,7 +189,7 @@ def read_folders(folders: list[str], marker: str) -> list[Folder]:
             name = marker if not number else f"{marker}.{number}"
             file = existing(Path(path).expanduser().absolute()) / name
             with file.open("x") as stream:
-                stream.write("made by python -m pipeline doctor; may be deleted\n")
+                stream.write("made by deepspeed-pipeline, doctor; may be deleted\n")
             if number:
                 file.unlink()
         except OSError as error:

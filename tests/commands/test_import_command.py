@@ -37,7 +37,8 @@ def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "batch.global_batch_size: 8 = 2 (a GPU) x 2 (accumulated) x 2 (GPUs, --gpus)" in said
     assert "not taken plot_loss: " in said
-    assert "launch/train.py --deepspeed sft/deepspeed.json --config sft/recipe.yaml" in said
+    files = f"--deepspeed {tmp_path}/sft/deepspeed.json --config {tmp_path}/sft/recipe.yaml"
+    assert f"train by  deepspeed --num_gpus 2 --module pipeline train {files}\n" in said
 
     assert main(["import", "sft.yaml"]) == 2
     assert capsys.readouterr().err == (

@@ -119,6 +119,22 @@ def test_where_no_key_is_near_the_valid_ones_are_listed(load, tmp_path):
         ("model.num_layer=4", 'model.num_layer: unknown key (did you mean "num_layers"?)'),
         ("data.tokenizer.vocab=4", 'data.tokenizer.vocab: unknown key (did you mean "vocab_size"?)'),
         ("sed=4", 'sed: unknown key (did you mean "seed"?)'),
+        (
+            "batch_size=32",
+            "batch_size: unknown key; here it is batch.global_batch_size (samples of a step, on ",
+        ),
+        (
+            "batch.batch_size=32",
+            "batch.batch_size: unknown key; here it is batch.global_batch_size (samples of ",
+        ),
+        (
+            "data.batch_size=32",
+            "data.batch_size: unknown key; here it is batch.global_batch_size (samples of a ",
+        ),
+        (
+            "model.name=x",
+            "model.name: unknown key; here it is model.pretrained (a folder or a hub name) or mod",
+        ),
         ("optimizer={lr: 4}", "optimizer.lr: unknown key; here it is optimizer.learning_rate"),
         ("model.kind=cmn", "model.kind: 'cmn' is no known kind (did you mean \"cnn\"?)"),
         ("seed=-1", "seed: input should be greater than or equal to 0, given -1"),
@@ -129,6 +145,24 @@ def test_where_no_key_is_near_the_valid_ones_are_listed(load, tmp_path):
 def test_a_mistake_on_the_command_line_says_command_line(load, tmp_path, override, message):
     text = RECIPE + "seed: 3\n"
     assert fails_with(load, tmp_path, "", "", override, text=text).startswith(f"command line: {message}")
+
+
+def test_a_deepspeed_json_in_the_place_of_a_recipe_is_told(tmp_path):
+    path = tmp_path / "zero 2.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path)
+    option = f"--deepspeed '{path}'"
+    assert str(caught.value) == (
+        f"{path}: a DeepSpeed JSON goes behind its own option: {option}; --config takes a recipe"
+    )
+
+
+def test_a_folder_in_the_place_of_a_recipe_is_told_with_what_is_in_it(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(ConfigError, match=r": Is a directory; name a file in it: recipe\.yaml$"):
+        load_settings(tmp_path)
 
 
 @pytest.mark.parametrize("argument", ["seed", "=4", "model.=4", ".seed=4", "model..x=4", ""])

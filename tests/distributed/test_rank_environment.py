@@ -78,6 +78,17 @@ def test_half_an_environment_is_refused_by_name(missing):
     assert str(caught.value).startswith(start)
 
 
+def test_a_script_under_srun_may_leave_the_local_rank_out():
+    """It exports what torch's own examples do; Slurm knows the rest."""
+    exported = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
+    assert read_ranks(SLURM | exported) == Ranks(rank=3, local_rank=1, world_size=4, local_world_size=2)
+    for place in (exported, SLURM | exported | {"RANK": "2"}):  # without srun, or another's rank
+        with pytest.raises(LaunchError, match=r"under srun: export LOCAL_RANK=\$SLURM_LOCALID in each task$"):
+            read_ranks(place)
+    advised = SLURM | exported | {"LOCAL_RANK": SLURM["SLURM_LOCALID"]}
+    assert read_ranks(advised).local_rank == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

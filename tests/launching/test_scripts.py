@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import warnings
@@ -67,6 +68,17 @@ def test_a_missing_hostfile_is_an_error(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: hostfile {tmp_path}/hosts: No such file or directory; give")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--hostfile", "my hosts"], ["--hostfile=my hosts"], ["-H", "my hosts"]])
+def test_a_hostfile_behind_an_option_is_told_without_it(tmp_path, words):
+    done = start("multi_node.sh", *words, "--no-doctor", "name=x")
+    assert done.returncode == 2
+    script = LAUNCH / "multi_node.sh"
+    assert done.stderr == (
+        f"error: {words[0].partition('=')[0]}: the hostfile is the first argument, without option: "
+        f"{shlex.quote(str(script))} 'my hosts' ...\n"
+    )
 
 
 def test_the_example_is_a_hostfile():

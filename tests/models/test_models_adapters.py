@@ -145,6 +145,11 @@ def test_first_values_follow_from_seed_and_name_alone():
             {"targets": ["q_prj"]},
             r"adapter.targets: 'q_prj' matches no linear layer of the model; nearest: q_proj",
         ),
+        (
+            {"targets": ["embed_tokens"]},
+            r"'embed_tokens' is no linear layer of the model; to train it whole: "
+            r"adapter.modules_to_save=\[embed_tokens\]$",
+        ),
         ({"rank": 33}, r"adapter.rank is 33, and model.layers.0.self_attn.q_proj is a matrix of 32 x 32"),
         ({"targets": ["lm_head"]}, r"the output layer, which gets no adapter; adapter.modules_to_save"),
         ({"modules_to_save": ["lm_haed"]}, r"'lm_haed' matches no module of the model; nearest: lm_head"),
@@ -153,6 +158,22 @@ def test_first_values_follow_from_seed_and_name_alone():
 def test_what_cannot_be_is_told_in_a_line(adapter, match):
     with pytest.raises(ConfigError, match=match):
         make_engine(ALONE, asked(**adapter), PLAIN, token_bundle())
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["all-linear"]])
+def test_all_linear_is_taken_as_peft_means_it(targets):
+    """Every linear layer but the output layer, which is the default."""
+
+    def trained(**adapter):
+        engine = make_engine(ALONE, asked(**adapter), PLAIN, token_bundle())
+        return {name for name, p in engine.module.named_parameters() if p.requires_grad}
+
+    assert trained(targets=targets) == trained()
+
+
+def test_the_advice_for_an_embedding_trains_it():
+    engine = make_engine(ALONE, asked(modules_to_save=["embed_tokens"]), PLAIN, token_bundle())
+    assert any("embed_tokens" in name and p.requires_grad for name, p in engine.module.named_parameters())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
+import shlex
+import shutil
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -248,6 +252,38 @@ def test_a_damaged_folder_is_one_line(saved, damage, message):
         build(CausalLMConfig(pretrained=str(folder)))
     assert str(caught.value).startswith(f"model.pretrained: {str(folder)!r}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_two_sets_of_weights_are_told_with_what_to_delete(saved):
+    model, folder = saved
+    model.save_pretrained(folder / "parts", max_shard_size="20KB")
+    for path in (folder / "parts").glob("model*"):
+        path.rename(folder / path.name)
+    shutil.copytree(folder, copy := folder.parent / "a copy")
+    with pytest.raises(ModelError) as caught:
+        build(CausalLMConfig(pretrained=str(folder)))
+    message = str(caught.value)
+    assert (
+        "two sets of weights: model.safetensors, and the files that model.safetensors.index.json" in message
+    )
+    advised = re.search(r"(rm \S+), or (rm \S+)$", message).groups()
+    for each, command in zip((folder, copy), advised, strict=True):
+        subprocess.run(command.replace(str(folder), shlex.quote(str(each))), shell=True, check=True)
+        assert_same_weights(build(CausalLMConfig(pretrained=str(each))), model)
+
+
+@pytest.mark.slow
+def test_weights_that_are_no_safetensors_are_told_with_the_command_that_writes_them(saved):
+    model, folder = saved
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        ModelError, match=r"its weights are no safetensors \(pytorch_model\.bin\); "
+    ) as caught:
+        build(CausalLMConfig(pretrained=str(folder)))
+    command = str(caught.value).partition("this writes them as such: ")[2]
+    subprocess.run(command, shell=True, check=True, cwd=folder.parent)
+    assert_same_weights(build(CausalLMConfig(pretrained=str(folder))), model)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "models/of/nobody"])
