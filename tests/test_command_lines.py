@@ -175,8 +175,8 @@ def test_the_script_of_this_installation_is_what_is_named(tmp_path, monkeypatch)
 
 
 COMMAND = re.compile(r"-m pipeline |(python|deepspeed|start with|start) \S*launch/|ds-pipeline |wandb sync ")
-PAGES = {"config/reference.py", "commands/plan.py"}
-"""Texts in the words of the documentation: docs/configuration.md, the end of `plan --help`."""
+PAGES = {"config/reference.py", "commands/plan.py", "foreign_configs/writing.py"}
+"""Texts for a page or a file: docs/configuration.md, the end of `plan --help`, an imported recipe."""
 
 
 def test_no_message_has_a_command_of_its_own_making():

@@ -20,7 +20,7 @@ from pipeline.launching.environment import split_arguments
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(
-    r"(CUDA_VISIBLE_DEVICES=\S* )?(deepspeed|torchrun|python|sbatch|make|pip|launch/\w+\.sh) +\S"
+    r"(CUDA_VISIBLE_DEVICES=\S* )?(ds-pipeline|deepspeed|torchrun|python|sbatch|make|pip|launch/\w+\.sh) +\S"
 )
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.M | re.S)
 FILES = (".py", ".md", ".json", ".jsonl", ".yaml", ".safetensors")
@@ -74,6 +74,11 @@ def ranks_of(words: list[str]) -> int:
     return 1
 
 
+def is_trainer(words: list[str], number: int) -> bool:
+    """Whether what trains is named here: a file, or the command `train` of the package."""
+    return words[number].endswith(TRAINERS) or words[number - 1 : number + 1] == ["pipeline", "train"]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """What RUN stands for: a run of three steps, with its checkpoints."""
@@ -91,7 +96,7 @@ def try_out(run, tmp_path, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def planned(words):
-        place = next(number for number, word in enumerate(words) if word.endswith(TRAINERS))
+        place = next(number for number, word in enumerate(words) if is_trainer(words, number))
         options, arguments = split_arguments(words[place + 1 :])
         size = ["--world-size", str(ranks_of([*words[:place], *options]))]
         given = arguments if "--dry-run" in arguments else [*arguments, "--dry-run"]
@@ -138,7 +143,8 @@ def try_out(run, tmp_path, monkeypatch, capsys):
     def function(line):
         words = shlex.split(line)
         words = words[1:] if words[0].startswith("CUDA_VISIBLE_DEVICES=") else words
-        if any(word.endswith(TRAINERS) for word in words):
+        words = ["python", "-m", "pipeline", *words[1:]] if words[0] == "ds-pipeline" else words
+        if any(is_trainer(words, number) for number in range(len(words))):
             return planned(words)
         if words[:3] == ["python", "-m", "pipeline"]:
             return commanded(words[3:])
