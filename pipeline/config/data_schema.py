@@ -185,6 +185,9 @@ class ConversationsConfig(DocumentsConfig):
     chat_template: str | None = None
     """File with a Jinja template, where the tokenizer brings none or another is wanted; `chatml` is built
     in."""
+    append_eos: bool = True
+    """Add the end-of-document token behind a conversation that the template ends otherwise. `false`: the tokens
+    are what the template writes, and nothing behind an answer's own text counts in the loss."""
 
 
 class ChatDataConfig(ConversationsConfig):
@@ -192,12 +195,13 @@ class ChatDataConfig(ConversationsConfig):
     counts in the loss, the rest is context."""
 
     kind: Literal["chat"]
-    layout: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = "auto"
+    layout: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "row"] = "auto"
     """How a row holds its conversation: `messages` of role and content, ShareGPT's `conversations` of
     from and value, Alpaca's instruction, input and output, or prompt and completion. `auto`: by the row's
-    fields."""
-    learn_from: Literal["assistant", "all"] = "assistant"
-    """Whose tokens count in the loss."""
+    fields. `row`: the template reads the fields of the row itself (docs/data.md)."""
+    learn_from: Literal["assistant", "content", "all"] = "assistant"
+    """Which tokens count in the loss: the assistant's turns, each to its end; of these turns the content and
+    the end-of-document token that follows it; or all."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """`best_fit`: whole conversations share a sequence where they fit. `none`: each alone, padded."""
     too_long: Literal["shorten", "drop", "error"] = "shorten"
@@ -219,9 +223,10 @@ class PreferenceDataConfig(ConversationsConfig):
     separate_documents: bool = True
     """Always `true`: answers do not see each other."""
     layout: Literal[
-        "auto", "trl", "sharegpt", "messages", "alpaca", "argilla", "intel", "icr", "prompt_pairs"
+        "auto", "trl", "sharegpt", "messages", "alpaca", "argilla", "intel", "icr", "prompt_pairs", "row"
     ] = "auto"
     """How a row holds prompt and answers (docs/data.md has the fields of each). `auto`: by the row's fields.
+    `row`: the template reads the fields of the row itself.
     `prompt_pairs` has TRL's fields, with strings that the chat template is to write out; `auto` takes
     strings for plain text there."""
     examples: Literal["pairs", "unpaired"] | None = None

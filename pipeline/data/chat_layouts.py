@@ -37,6 +37,7 @@ CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT's turns whose text
 # Other tools' names for whether an answer is learned: OpenAI's, ms-swift's, Mistral's and Axolotl's.
 WEIGHTS = ("weight", "loss", "loss_mask", "train")
 UNLEARNED = "\0unlearned"  # key of a turn for what of it is not learned, until its conversation is made
+ROW = "row"  # the layout whose template reads the row itself, and the field of a turn that holds the row
 DETAIL = "train_detail"  # Axolotl's: which characters of an answer are learned
 # What a template may read of a turn besides its role and content.
 FURTHER_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
@@ -91,6 +92,7 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
         where: File and line, for messages.
         record: The row.
         layout: A key of LAYOUTS, or `auto`: the first of them whose fields the row has.
+            ROW: the one turn is the assistant's, with the row itself under `row`.
 
     Raises:
         DataError: the row has none, or none in this layout; it is empty; a turn has no text, or an unknown
@@ -99,6 +101,8 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     if not isinstance(record, dict):
         raise DataError(f"{where}: is text; expected a row with a conversation (kind: text reads text)")
     row: dict[str, Any] = without_nulls(record)
+    if layout == ROW:
+        return Conversation([{"role": ASSISTANT, "content": "", "row": row}])
     names = list(LAYOUTS) if layout == "auto" else [layout]
     name = next((name for name in names if all(has_field(row, each) for each in LAYOUTS[name][0])), None)
     if name is None:

@@ -30,6 +30,7 @@ SPECIAL_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>")}
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Halves of a surrogate pair cannot stand in valid text, so these are never part of a conversation.
 BEGIN, END = "\ud800", "\ud801"  # around a special token in what somebody said
+DIVIDE = "\ud806"  # what stands on both sides is tokenised apart; a template writes it as {{ divide }}
 # The first of these in a generation prompt belongs to the answer: whether the model thinks is its own choice.
 THINKING = re.compile(r"<think>|<thinking>|<thought>|<reasoning>|\[THINK\]")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of the same

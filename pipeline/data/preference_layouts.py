@@ -13,6 +13,7 @@ from typing import Any, overload
 
 from pipeline.data.chat_layouts import (
     ASSISTANT,
+    ROW,
     UNLEARNED,
     Conversation,
     Turn,
@@ -112,6 +113,8 @@ def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> 
     if not isinstance(record, dict):
         raise DataError(f"{where}: is text; expected a row with a prompt and answers (kind: text reads text)")
     row: dict[str, Any] = without_nulls(record)
+    if layout == ROW:
+        return _read_row(where, row, unpaired)
     field, is_plain = _find_prompt(where, row, layout)
     pair = next((pair for pair in PAIRS if any(has_field(row, side) for side in pair)), None)
     if pair is None:
@@ -201,6 +204,22 @@ def _read_unpaired(
     if not (isinstance(prompt, str) and isinstance(said, str) and is_plain and not record.get("system")):
         prompt, said = _with_system(where, record, prompt), _as_answer(said)
     return Example(prompt, (Answer(kind, said),), None, read_tools(where, record))
+
+
+def _read_row(where: str, row: dict[str, Any], unpaired: bool) -> Example:
+    """Return an example whose template reads the row: each turn has it, and an answer's content is its side."""
+    prompt = [{"role": "user", "content": "", ROW: row}]
+    label = next((label for label in LABELS if _has_value(row, label)), None) if unpaired else None
+    if label is None:
+        kinds = [CHOSEN, REJECTED]
+    else:
+        kinds = [CHOSEN if _read_label(where, label, row[label]) else REJECTED]
+    said = ["completion" if label else KIND_NAMES[kind] for kind in kinds]
+    answers = (
+        Answer(kind, [{"role": ASSISTANT, "content": side, ROW: row}])
+        for kind, side in zip(kinds, said, strict=True)
+    )
+    return Example(prompt, tuple(answers), None, None)
 
 
 def _read_said(where: str, field: str, value: Any) -> Said:

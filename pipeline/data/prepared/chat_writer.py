@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.data_schema import ConversationsConfig
-from pipeline.data.chat_layouts import DETAIL, Conversation, Spans
-from pipeline.data.chat_template import BEGIN, END, find_template
+from pipeline.config.data_schema import ChatDataConfig, ConversationsConfig
+from pipeline.data.chat_layouts import DETAIL, Conversation, Spans, Turn
+from pipeline.data.chat_template import BEGIN, DIVIDE, END, REASONING_FIELDS, find_template
 from pipeline.data.documents.records import Tally
 from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import DataError
 
-MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|[{BEGIN}{END}]")
+MARKS = re.compile(f"[{BEGIN}{END}{DIVIDE}]")
+MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|{MARKS.pattern}")
 Tokens = tuple[NDArray[Any], NDArray[np.bool_] | None]  # (n,) ids, and which of them count; None: all
 
 
@@ -49,7 +50,7 @@ class Written:
     @property
     def said(self) -> str:
         """The text without marks."""
-        return self.text.replace(BEGIN, "").replace(END, "")
+        return MARKS.sub("", self.text)
 
     @property
     def is_escaped(self) -> bool:
@@ -109,7 +110,13 @@ class ConversationWriter:
 
         tokenizer = AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
         template = find_template(self._config, tokenizer.chat_template)
-        return TemplateProcess(template, dict(tokenizer.special_tokens_map), self._special_tokens)
+        starts_with_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        variables = {
+            **tokenizer.special_tokens_map,
+            "divide": DIVIDE,
+            "text_start": tokenizer.bos_token if starts_with_bos else "",
+        }
+        return TemplateProcess(template, variables, self._special_tokens)
 
     def escape(self, conversation: Conversation) -> Conversation:
         """With marks around the special tokens that somebody wrote."""
@@ -165,9 +172,34 @@ class ConversationWriter:
                 tally.note(CALLS_UNWRITTEN, written.where)
                 learned.append([])
                 continue
+            if isinstance(self._config, ChatDataConfig) and self._config.learn_from == "content":
+                spans = self._content(written, turn, spans)
             is_whole = not left_out or not spans
             learned.append(spans if is_whole else _without(written, turn["content"], spans, left_out))
         return learned
+
+    def _content(self, written: Written, turn: Turn, spans: Spans) -> Spans:
+        """Return where a turn's reasoning and content are, and the end-of-document token behind them."""
+        if not spans:
+            return []
+        start, end = spans[0][0], spans[-1][1]
+        content = next((each for each in (turn["content"], turn["content"].strip()) if each in written.text), "")
+        place = written.text.find(content, start, end)
+        reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name)), None)
+        if turn.get("tool_calls"):
+            first, last = start, start + len(written.text[start:end].removesuffix(self._eos).rstrip())
+        elif not content.strip() or place < 0:
+            return []
+        else:
+            thought = -1 if reasoning is None else written.text.find(reasoning.strip(), start, place)
+            first, last = (place if thought < 0 else thought), place + len(content)
+        behind = re.compile(rf"\s*({re.escape(self._eos)})").match(written.text, last)
+        return [(first, last), *([behind.span(1)] if behind else [])]
+
+    @cached_property
+    def _eos(self) -> str:
+        """The end-of-document token as it is written."""
+        return str(self._core.id_to_token(self._settings.end_of_document))
 
     def write(self, given: Sequence[tuple[str, Conversation]]) -> list[Written]:
         """Each (where, conversation that `escape` gave) as the template has it.
@@ -176,11 +208,11 @@ class ConversationWriter:
             DataError: the template refuses one.
         """
         texts = self.template.write(given)
-        clean = [text for text in texts if BEGIN not in text and END not in text]
+        clean = [text for text in texts if MARKS.search(text) is None]
         encodings = iter(self._core.encode_batch(clean, add_special_tokens=False))
         written = []
         for (where, conversation), text in zip(given, texts, strict=True):
-            if BEGIN in text or END in text:
+            if MARKS.search(text) is not None:
                 ids, offsets = self._encode_marked(text)
             else:
                 encoding = next(encodings)
@@ -189,7 +221,10 @@ class ConversationWriter:
         return written
 
     def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids and offsets of a text with marks: what is marked as plain text, the marks not at all."""
+        """Return ids and offsets of a text with marks: marked special tokens as plain text, the marks not at all.
+
+        A piece behind DIVIDE is tokenised as if nothing stood before it.
+        """
         pieces = []
         done = 0
         for found in MARKED.finditer(text):
@@ -202,7 +237,7 @@ class ConversationWriter:
         offsets: list[tuple[int, int]] = []
         for core, start, end in pieces:
             if start < end:
-                lead = "\n" if start else ""  # some tokenizers put a space before the first word of a text
+                lead = "\n" if start and text[start - 1] != DIVIDE else ""  # some tokenizers put a space before the first word of a text
                 encoding = core.encode(lead + text[start:end], add_special_tokens=False)
                 skip = len(self._newline) if lead else 0
                 if encoding.ids[:skip] != self._newline[:skip]:
@@ -219,7 +254,9 @@ class ConversationWriter:
         return ids
 
     def is_ended(self, written: Written) -> bool:
-        """Whether the end of a document stands behind all but white space."""
+        """Whether nothing is added: the end of a document stands behind all but white space, or never is."""
+        if not self._config.append_eos:
+            return True
         for token, (start, end) in zip(reversed(written.ids), reversed(written.offsets), strict=True):
             if token in (self._settings.end_of_document, self._end):
                 return True
@@ -263,6 +300,6 @@ class ConversationWriter:
         for start, end in spans:  # a token that is partly in the answer is the answer's
             first, behind = int(ends.searchsorted(start, "right")), int(starts.searchsorted(end, "left"))
             loss_mask[first:behind] = True
-        if self._is_end(row[behind:], written, behind):
+        if self._config.append_eos and self._is_end(row[behind:], written, behind):
             loss_mask[behind:] = True
         return row, loss_mask

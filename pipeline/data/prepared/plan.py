@@ -112,6 +112,7 @@ def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> d
             "sequence_length": config.sequence_length,
             "chat_template": hash_of(tokenizer.tokenizer.chat_template),
             **({} if config.answer_length is None else {"answer_length": config.answer_length}),
+            **({} if config.append_eos else {"append_eos": False}),
         }
     if not isinstance(config, ChatDataConfig):
         return {"kind": "text"}
@@ -123,6 +124,7 @@ def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> d
         "too_long": config.too_long,
         "sequence_length": config.sequence_length,
         "chat_template": hash_of(tokenizer.tokenizer.chat_template),
+        **({} if config.append_eos else {"append_eos": False}),
     }
 
 
