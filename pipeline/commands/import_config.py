@@ -9,9 +9,9 @@ from pipeline.command_lines import train_command
 from pipeline.commands.inputs import reading_a_run
 from pipeline.errors import PipelineError, shown
 from pipeline.foreign_configs.trl import TRAINERS
-from pipeline.foreign_configs.writing import JSON, RECIPE, TOOLS, draft_of, write
+from pipeline.foreign_configs.writing import JSON, RECIPE, TOOLS, draft_of, lines_left, write
 
-HELP = "make a recipe of a configuration of LLaMA-Factory, Axolotl or TRL"
+HELP = "make a recipe of a configuration of LLaMA-Factory, Axolotl, TRL, the Trainer or accelerate"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +49,14 @@ def run(arguments: argparse.Namespace) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not arguments.force:
         raise PipelineError(f"{folder} exists and is not empty; choose another folder (--output), or --force")
     origin, refused = write(draft)
-    said = [f"{folder / RECIPE}: {draft.tool.title}'s {theirs.name}", f"{folder / JSON}: {origin}"]
-    said += [f"{path}: data, as this trainer reads it" for path in draft.files]
+    folder = draft.folder
+    said = [f"{folder / RECIPE}: {draft.tool.title}'s {theirs.name}"] if draft.has_recipe else []
+    said += [f"{folder / JSON}: {origin}", *(f"{path}: for the recipe" for path in draft.files)]
     batch = "batch.global_batch_size"
-    said.append(f"{batch}: {draft.recipe[batch]} = {draft.remarks[batch]}")
-    said += [f"fill in   {each}" for each in draft.fill_in]
-    said += [f"not taken {key}: {why}" for key, why in draft.not_taken.items()]
-    said += [f"to change {refused}"] if refused else []
-    words = ("--deepspeed", folder / JSON, "--config", folder / RECIPE)
-    said += [f"train by  {train_command(arguments.gpus, *words)}"]
+    said += [f"{batch}: {draft.recipe[batch]} = {draft.remarks[batch]}"] if batch in draft.recipe else []
+    said += lines_left(draft)
+    said += [f"to change: {refused}"] if refused else []
     for line in said:
         print(shown(line))
+    recipe = folder / RECIPE if draft.has_recipe else "RECIPE.yaml"
+    print(shown(f"train by: {train_command(draft.gpus, '--deepspeed', folder / JSON, '--config', recipe)}"))

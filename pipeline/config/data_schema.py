@@ -66,6 +66,8 @@ class SourceConfig(Closed):
     """Keyword arguments of the `iterable`."""
     text_field: str = "text"
     """Field of a row that holds the text."""
+    fields: dict[str, str] = Field({})
+    """Other names that the rows have for fields of chat and preference layouts: `{messages: dialogue}`."""
     weight: float | dict[int, float] | None = None
     """Share of the training samples that come from this source, relative to the other weights. Give all
     sources a weight, or none. `{0: 1.0, 500: 0.2}` changes with the step: linear between two of them, and
@@ -182,12 +184,13 @@ class ConversationsConfig(DocumentsConfig):
 
     kind: str
     layout: str
+    learn_from: str
     chat_template: str | None = None
     """File with a Jinja template, where the tokenizer brings none or another is wanted; `chatml` is built
     in."""
     append_eos: bool = True
-    """Add the end-of-document token behind a conversation that the template ends otherwise. `false`: the tokens
-    are what the template writes, and nothing behind an answer's own text counts in the loss."""
+    """Add the end-of-document token behind a conversation that the template ends otherwise. `false`: the
+    tokens are what the template writes, and nothing behind an answer's own text counts in the loss."""
 
 
 class ChatDataConfig(ConversationsConfig):
@@ -234,6 +237,9 @@ class PreferenceDataConfig(ConversationsConfig):
     was liked (`label`, `kto_tag`), or a pair, of which each answer counts by itself; beside each answer
     stands its prompt with the next row's answer, from which KTO estimates its KL term. Default: `unpaired`
     with objective kto, else `pairs`."""
+    learn_from: Literal["assistant", "content"] = "assistant"
+    """Which tokens of an answer count: all that the template writes for it, or its content and the
+    end-of-document token that follows it."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """`best_fit`: whole examples share a sequence where they fit. `none`: each alone, padded."""
     too_long: Literal["drop", "error"] = "drop"

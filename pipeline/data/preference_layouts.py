@@ -207,7 +207,7 @@ def _read_unpaired(
 
 
 def _read_row(where: str, row: dict[str, Any], unpaired: bool) -> Example:
-    """Return an example whose template reads the row: each turn has it, and an answer's content is its side."""
+    """Return an example whose template reads the row. Each turn has it; an answer's content is its side."""
     prompt = [{"role": "user", "content": "", ROW: row}]
     label = next((label for label in LABELS if _has_value(row, label)), None) if unpaired else None
     if label is None:

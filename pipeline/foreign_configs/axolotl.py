@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pipeline.errors import ConfigError
+from pipeline.foreign_configs.axolotl_data import put_data
 from pipeline.foreign_configs.mapping import (
     Draft,
     Key,
@@ -25,16 +24,7 @@ from pipeline.foreign_configs.settle import (
     settle_recomputing,
     settle_terms,
 )
-from pipeline.foreign_configs.sources import (
-    Source,
-    entries_of,
-    find_source,
-    held_out,
-    put_eval_sets,
-    put_preferences,
-    put_sources,
-    put_template,
-)
+from pipeline.foreign_configs.sources import held_out
 from pipeline.foreign_configs.training_arguments import COMMON, DEFAULTS, WITHOUT, settle_arguments
 
 TERMS = {
@@ -124,24 +114,23 @@ no rows are left out by their length below: eval_sequence_len max_prompt_len min
 it merges, or serves inference: hf_use_auth_token merge_lora merge_method save_first_step strict
 """)
 OBJECTIVES = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "reward": "reward"}
-LAYOUTS = ("intel", "argilla", "icr", "prompt_pairs")
-TOO_LONG = {"drop": "drop", "truncate": "shorten", "raise": "error"}
 
 
 def settle(draft: Draft) -> None:
-    """Data, objective and adapter; what Axolotl itself asks for is missed here too."""
+    """Take data, objective and adapter; what Axolotl itself asks for is missed here too."""
     rl = draft.given("rl", text)
     rl = "reward" if draft.given("reward_model", flag) else rl
     if rl is not None and rl not in OBJECTIVES:
-        raise ConfigError(f"{draft.file.at('rl')}: {rl}: no objective that is read here")
+        raise draft.top.refused("rl", f"{rl}: no objective that is read here")
     for key in ("base_model", "learning_rate"):
         if draft.given(key) is None:
             raise ConfigError(f"{draft.file.path}: {key} is missing, which Axolotl has no default of; add it")
     if rl is not None:
         _objective(draft, rl)
-    _data(draft, rl is not None)
-    has_eval = held_out(draft, "val_set_size")
+    put_data(draft, rl)
+    has_eval = held_out(draft, "val_set_size", draft.given("val_set_size", number))
     settle_arguments(draft, has_eval, "auto", "micro_batch_size", "num_epochs", "lr_scheduler")
+    _warmup(draft)
     settle_recomputing(draft, False)
     draft.put(
         "wandb.mode", draft.given("wandb_mode") or ("auto" if draft.given("wandb_project") else "disabled")
@@ -152,115 +141,56 @@ def settle(draft: Draft) -> None:
         draft.put("model.attention", "eager")
     if tokenizer := draft.given("tokenizer_config", text):
         draft.put("data.tokenizer", {"pretrained": tokenizer})
-    bits = settle_bits(draft, {"load_in_4bit": 4, "load_in_8bit": 8})
     if draft.given("adapter"):
-        _adapter(draft, bits)
+        _adapter(draft)
 
 
-def _adapter(draft: Draft, bits: int | None) -> None:
+def _warmup(draft: Draft) -> None:
+    """Put the warm-up as Axolotl counts it, where the run's steps are known; else the share stands."""
+    total, share = draft.recipe.get("max_steps"), draft.recipe.get("schedule.warmup")
+    if not isinstance(share, float):
+        return
+    is_given = draft.file.tree.get("warmup_ratio") is not None or draft.file.tree.get("warmup_steps")
+    if total is not None:
+        steps = int(share * total)
+        steps = steps if is_given else min(steps, 100)
+        draft.put("schedule.warmup", 2 if steps == 1 else steps)
+    elif not is_given:
+        draft.not_taken["warmup_ratio (default)"] = f"{share:g} of the steps; there they are 100 at the most"
+
+
+def _adapter(draft: Draft) -> None:
     if draft.given("adapter") not in ("lora", "qlora"):
-        raise ConfigError(
-            f"{draft.file.at('adapter')}: {draft.given('adapter')} is not built here; lora and qlora are"
-        )
-    weights = draft.given("lora_model_dir", text)
+        raise draft.top.refused("adapter", f"{draft.given('adapter')} is not built here; lora and qlora are")
+    weights, alpha = draft.given("lora_model_dir", text), draft.given("lora_alpha", number)
     for key in ("lora_r", "lora_alpha"):
         if draft.given(key) is None and weights is None:
             raise ConfigError(f"{draft.file.path}: {key} is missing, which Axolotl has no default of; add it")
+    targets, every = draft.given("lora_target_modules", names), draft.given("lora_target_linear", flag)
+    settle_bits(draft, "load_in_4bit", 4 if draft.given("load_in_4bit", flag) else None)
     settle_adapter(
         draft,
         rank="lora_r",
-        alpha=draft.given("lora_alpha", number),
-        targets=None if draft.given("lora_target_linear") else draft.given("lora_target_modules", names),
+        alpha=alpha,
+        targets=None if every else targets,
         weights=weights,
         flags=("peft_use_rslora", "peft_use_dora"),
-        bits=bits,
     )
+    if not every and targets is None and weights is None:
+        draft.not_taken["lora_target_modules (default)"] = "peft's by the model; here all linear layers"
 
 
 def _objective(draft: Draft, rl: str) -> None:
     kind = OBJECTIVES[rl]
     defaults = {"simpo_gamma": 0.5, "cpo_alpha": 1.0} if kind == "simpo" else {}  # TRL's CPOConfig
     settle_terms(draft, kind, TERMS, {"orpo_alpha": 0.1} | defaults)
+    if kind == "reward":
+        draft.put("objective.margin_weight", 0.0, "no margins, as there")
+    if rl in ("dpo", "ipo") and draft.recipe.pop("objective.label_smoothing", None):
+        draft.drop("dpo_label_smoothing", "TRL's sigmoid and ipo losses have none")
     if rl == "ipo":
         draft.put("objective.loss_type", "ipo")
 
-
-def _data(draft: Draft, judged: bool) -> None:
-    entries = entries_of(draft, "datasets")
-    streams = entries_of(draft, "pretraining_dataset")
-    kinds = {_kind(entry) for entry in entries} | ({"text"} if streams else set())
-    if len(kinds) > 1 and not judged:
-        raise ConfigError(
-            f"{draft.file.at('datasets')}: text (completion) and conversations in one run are not read here"
-        )
-    kind = "preference" if judged else next(iter(kinds), "chat")
-    put_sources(draft, kind, [_source(draft, entry, kind) for entry in entries + streams])
-    tests = {
-        str(entry.get("path")): _source(draft, entry, kind) for entry in entries_of(draft, "test_datasets")
-    }
-    put_eval_sets(draft, tests)
-    length = draft.given("sequence_len", whole)
-    too_long = TOO_LONG.get(draft.given("excess_length_strategy", text) or "drop", "drop")
-    packs = bool(draft.given("sample_packing"))
-    if kind == "text":
-        draft.put("data.sequence_length", length)
-        draft.put("data.packing", "concatenate" if packs or streams else "none")
-        return
-    layouts = {_layout(entry, judged) for entry in entries}
-    draft.put("data.layout", layouts.pop() if len(layouts) == 1 else "auto")
-    put_template(draft, "chat_template" if draft.given("chat_template") != "jinja" else "chat_template_jinja")
-    if judged:
-        put_preferences(draft, length)
-        draft.put("data.too_long", "error" if too_long == "error" else "drop")
-        return
-    draft.put("data.sequence_length", length)
-    draft.put("data.packing", "best_fit" if packs else "none")
-    draft.put("data.too_long", too_long)
-    if draft.given("train_on_inputs"):
-        draft.put("data.learn_from", "all")
-    if any(str(entry.get("type")).startswith("alpaca") for entry in entries):
-        draft.remarks["data.layout"] = "written by the chat template here, not in Alpaca's words"
-
-
-def _kind(entry: dict[str, Any]) -> str:
-    return "text" if entry.get("type") in ("completion", "pretrain") else "chat"
-
-
-def _layout(entry: dict[str, Any], judged: bool) -> str:
-    """Of a data set's `type`, as `alpaca`, `chat_template`, `chatml.intel`."""
-    said = entry.get("type")
-    said = said if isinstance(said, str) else ""
-    if judged:
-        return next((each for each in LAYOUTS if said.endswith(f".{each}")), "auto")
-    if said == "chat_template":
-        field = entry.get("field_messages", "messages")
-        return {"messages": "messages", "conversations": "sharegpt"}.get(str(field), "auto")
-    return said if said in ("sharegpt", "alpaca") else "auto"
-
-
-def _source(draft: Draft, entry: dict[str, Any], kind: str) -> Source:
-    found = find_source(draft, entry["path"], entry.get("data_files"), entry.get("name"), entry.get("split"))
-    if kind == "text" and (field := entry.get("field") or entry.get("text_column")) not in (None, "text"):
-        found.keys["text_field"] = draft.converted("datasets", text, field)
-    for key in sorted(set(entry) & FIELDS):
-        if entry[key] not in USUAL:
-            draft.fill_in.append(
-                f"data: {entry['path']}: {key} {entry[key]}; see docs/data.md for names that are known"
-            )
-    if isinstance(entry.get("type"), dict):
-        draft.fill_in.append(
-            f"data: {entry['path']}: a type of its own; see docs/data.md for layouts that are known"
-        )
-    return found
-
-
-FIELDS = {"field_messages", "field_chosen", "field_rejected", "message_property_mappings", "roles_to_train"}
-USUAL: tuple[Any, ...] = (
-    *("messages", "conversations", "chosen", "rejected"),
-    {"role": "role", "content": "content"},
-    {"role": "from", "content": "value"},
-    ["assistant"],
-)
 
 TOOL = Tool(
     title="Axolotl",
@@ -279,6 +209,8 @@ TOOL = Tool(
         "optimizer": "adamw_torch_fused",
         "lr_scheduler": "cosine",
         "warmup_ratio": 0.03,
+        "save_strategy": "epoch",
+        "save_total_limit": 4,
     },
     settle=settle,
 )

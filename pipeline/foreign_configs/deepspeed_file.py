@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def make_json(draft: Draft) -> tuple[str, str]:
         if path is not None and path.is_file():
             tree, origin = _theirs(draft, read_json(path)), str(path)
         else:
-            draft.drop("deepspeed", f"{given} is not here")
+            draft.drop("deepspeed", f"{given} is not here; the JSON is chosen by its name")
     if tree is None:
         path = DS_CONFIGS / f"{_nearest(draft, given)}.json"
         tree, origin = read_json(path).tree, f"ds_configs/{path.name}"
@@ -64,13 +65,11 @@ def _theirs(draft: Draft, file: ConfigFile) -> dict[str, Any] | None:
 
 
 def _nearest(draft: Draft, given: Any) -> str:
-    """Which of ds_configs/ has the stage that a file's name speaks of; FSDP is ZeRO 3."""
+    """Return which of ds_configs/ has the stage that a file's name speaks of."""
     name = Path(str(given or "")).name.lower()
-    offload = "_offload" * ("offload" in name)
-    if "adapter.quantize" in draft.recipe:
-        return f"zero2{offload}"  # weights of 4 bits cannot be cut
-    if "z3" in name or "zero3" in name or draft.json["sharded"]:
-        return f"zero3{offload}"
-    if "z0" in name:
-        return "ddp"
-    return "zero1" if "zero1" in name or "z1" in name else f"zero2{offload}"
+    stage = re.search(r"z(?:ero)?_?-?([0-3])", name)
+    split = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}[stage[1]] if stage else draft.json["split"]
+    if "adapter.quantize" in draft.recipe and split == "zero3":
+        draft.not_taken["ZeRO 3 or FSDP"] = "weights of 4 bits cannot be cut; ZeRO 2 is taken"
+        split = "zero2"
+    return split + "_offload" * (split in ("zero2", "zero3") and "offload" in name)

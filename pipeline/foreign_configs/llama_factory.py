@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
-from pipeline.foreign_configs.llama_factory_data import find_dataset
+from pipeline.foreign_configs.llama_factory_data import put_data
 from pipeline.foreign_configs.mapping import (
     Draft,
     Key,
@@ -27,13 +26,7 @@ from pipeline.foreign_configs.settle import (
     settle_reports,
     settle_terms,
 )
-from pipeline.foreign_configs.sources import (
-    held_out,
-    put_eval_sets,
-    put_preferences,
-    put_sources,
-    put_template,
-)
+from pipeline.foreign_configs.sources import held_out
 from pipeline.foreign_configs.training_arguments import DEFAULTS, KEYS, WITHOUT, settle_arguments
 
 LOSSES = {
@@ -76,10 +69,10 @@ data.paths, data.sources: dataset
 data.paths: dataset_dir
 data.eval_sets: eval_dataset
 data.eval_fraction: val_size
-data.sources: max_samples streaming interleave_probs
-data.chat_template: template
+data.sources: max_samples streaming interleave_probs mix_strategy
+data.chat_template: template default_system enable_thinking
 data.sequence_length: cutoff_len
-data.learn_from: train_on_prompt
+data.learn_from: train_on_prompt mask_history
 data.packing: packing neat_packing
 JSON: bf16.enabled: pure_bf16
 """) | {
@@ -107,11 +100,9 @@ the optimizer is AdamW, SGD or Adafactor (Muon: optimizer.groups): apollo_rank a
   badam_switch_interval galore_layerwise galore_rank galore_scale galore_target galore_update_interval
   use_adam_mini use_apollo use_badam use_galore use_muon
 orthogonal finetuning is not built here: module_dropout oft_block_size oft_rank oft_target
-every assistant's turn counts: mask_history
-the rows and the chat template say it: default_system enable_thinking preserve_thinking tool_format
+the import writes no thoughts anew and no tool calls: preserve_thinking tool_format
 data are prepared once and kept by content: buffer_size data_shared_file_system overwrite_cache
   preprocessing_batch_size tokenized_path
-by data.sources.weight: mix_strategy
 text alone is read: freeze_language_model freeze_multi_modal_projector freeze_vision_tower image_max_pixels
   image_min_pixels media_dir video_fps video_max_pixels video_min_pixels
 kernels are chosen here: low_cpu_mem_usage mixture_of_depths shift_attn split_special_tokens
@@ -132,103 +123,61 @@ evaluation.py takes the whole held-out split: eval_on_each_dataset ignore_pad_to
 
 
 def settle(draft: Draft) -> None:
-    """Data, objective and adapter by stage and finetuning_type."""
+    """Take data, objective and adapter, by stage and finetuning_type."""
     stage = draft.given("stage", text)
     if stage in ("dpo", "kto"):
         _objective(draft, stage)
     elif stage == "rm":
         draft.put("objective.kind", "reward")
     elif stage not in ("sft", "pt"):
-        raise ConfigError(f"{draft.file.at('stage')}: {stage}: this version has no objective for it")
-    _data(draft, stage)
-    has_eval = held_out(draft, "val_size")
-    settle_arguments(draft, has_eval, bool(draft.given("pure_bf16")))
+        raise draft.top.refused("stage", f"{stage}: this version has no objective for it")
+    kind = {"pt": "text", "sft": "chat"}.get(stage, "preference")
+    put_data(draft, kind)
+    settle_arguments(draft, held_out(draft, "val_size", draft.given("val_size", number)), _bf16(draft))
     settle_reports(draft)
-    settle_recomputing(draft, not draft.given("disable_gradient_checkpointing"))
+    settle_recomputing(draft, not draft.given("disable_gradient_checkpointing", flag))
     how = draft.given("finetuning_type", text)
     if how == "lora":
-        bits = settle_bits(draft, {"quantization_bit": None})
-        wanted = draft.given("lora_target", names)
-        given = draft.given("lora_alpha", number)
-        paths = draft.given("adapter_name_or_path", names) or [None]
-        if len(paths) > 1:
-            draft.drop(
-                "adapter_name_or_path", "the first is trained on; merge the others into the model first"
-            )
-        settle_adapter(
-            draft,
-            rank="lora_rank",
-            alpha=given or 2 * draft.given("lora_rank", whole),
-            targets=None if "all" in wanted else wanted,
-            weights=paths[0],
-            to_save="additional_target",
-            bits=bits,
-            told_of_alpha="" if given else "LLaMA-Factory's default: 2 x rank",
-        )
+        _adapter(draft)
     elif how == "freeze":
         _freeze(draft, draft.given("freeze_trainable_layers", whole))
     elif how != "full":
-        raise ConfigError(
-            f"{draft.file.at('finetuning_type')}: {how} is not built here; lora, freeze and full are"
-        )
+        raise draft.top.refused("finetuning_type", f"{how} is not built here; lora, freeze and full are")
+
+
+def _bf16(draft: Draft) -> bool:
+    return bool(draft.given("pure_bf16", flag))
+
+
+def _adapter(draft: Draft) -> None:
+    settle_bits(draft, "quantization_bit", draft.given("quantization_bit", whole))
+    wanted, alpha = draft.given("lora_target", names), draft.given("lora_alpha", number)
+    paths = draft.given("adapter_name_or_path", names) or [None]
+    if len(paths) > 1:
+        draft.drop("adapter_name_or_path", "the first is trained on; merge the others into the model first")
+    settle_adapter(
+        draft,
+        rank="lora_rank",
+        alpha=alpha or 2 * draft.given("lora_rank", whole),
+        targets=None if "all" in wanted else wanted,
+        weights=paths[0],
+        to_save="additional_target",
+        told_of_alpha="" if alpha else "LLaMA-Factory's default: 2 x rank",
+    )
 
 
 def _objective(draft: Draft, stage: str) -> None:
     given = draft.given("pref_loss", text) if stage == "dpo" else "kto_pair"
     if given not in LOSSES:
-        raise ConfigError(f"{draft.file.at('pref_loss')}: {given} is not built here; {', '.join(LOSSES)} are")
+        raise draft.top.refused("pref_loss", f"{given} is not built here; {', '.join(LOSSES)} are")
     kind, loss = LOSSES[given]
     settle_terms(draft, kind, TERMS, {})
     if loss is not None:
         draft.put("objective.loss_type", loss)
+    if loss in ("hinge", "ipo") and draft.recipe.pop("objective.label_smoothing", None):
+        draft.drop("dpo_label_smoothing", f"the loss {loss} has none, there and here")
     if stage == "dpo" and kind == "kto":
         draft.remarks["objective.kind"] = "pairs, each answer by itself"
-
-
-def _data(draft: Draft, stage: str) -> None:
-    kind = {"pt": "text", "sft": "chat"}.get(stage, "preference")
-    table = _dataset_info(draft)
-    given = {key: draft.given(key, names) or [] for key in ("dataset", "eval_dataset")}
-    sources = [find_dataset(draft, name, table, kind) for name in given["dataset"]]
-    for source, share in zip(sources, draft.given("interleave_probs", names) or [], strict=False):
-        source.keys["weight"] = float(draft.converted("interleave_probs", number, share))
-    put_sources(draft, kind, sources, draft.given("max_samples", whole))
-    put_eval_sets(draft, {name: find_dataset(draft, name, table, kind) for name in given["eval_dataset"]})
-    length = draft.given("cutoff_len", whole)
-    packs = draft.given("packing")
-    if kind == "preference":
-        put_preferences(draft, length)
-        put_template(draft, "template")
-        return
-    draft.put("data.sequence_length", length)
-    if kind == "text":
-        draft.put("data.packing", "none" if packs is False else "concatenate")
-        draft.put("data.separate_documents", False, "one stream, as there")
-        return
-    put_template(draft, "template")
-    is_packed = bool(packs or draft.given("neat_packing"))
-    draft.put("data.packing", "best_fit" if is_packed else "none")
-    if packs and not draft.given("neat_packing"):
-        draft.remarks["data.packing"] = "conversations do not see each other: neat_packing there"
-    if draft.given("train_on_prompt"):
-        draft.put("data.learn_from", "all")
-
-
-def _dataset_info(draft: Draft) -> tuple[Path, dict[str, Any]]:
-    folder = Path(draft.given("dataset_dir", text))
-    places = [folder, draft.file.path.parent / folder, draft.file.path.parent]
-    path = next(
-        (place / "dataset_info.json" for place in places if (place / "dataset_info.json").is_file()), None
-    )
-    if path is None:
-        return folder, {}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(table, dict) or not all(isinstance(each, dict) for each in table.values()):
-            raise ValueError("expected an object of data sets")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return path.parent, table
 
 
 def _freeze(draft: Draft, count: int) -> None:

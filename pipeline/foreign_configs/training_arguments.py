@@ -1,12 +1,22 @@
-"""transformers' TrainingArguments, which LLaMA-Factory and TRL take as they are (transformers 4.57 and 5)."""
+"""transformers' TrainingArguments (4.57 and 5): a file of them, and the keys that other tools share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pipeline.foreign_configs.mapping import Draft, Key, flag, keys, number, reasons, text, whole
+from pipeline.foreign_configs.mapping import (
+    Draft,
+    Key,
+    NotTakenError,
+    Tool,
+    flag,
+    keys,
+    number,
+    reasons,
+    text,
+    whole,
+)
 from pipeline.foreign_configs.settle import (
-    interval,
     optimizer,
     run_name,
     settle_batch,
@@ -14,9 +24,20 @@ from pipeline.foreign_configs.settle import (
     settle_cadence,
     settle_length,
     settle_precision,
+    settle_recomputing,
+    settle_reports,
     settle_resume,
     settle_schedule,
 )
+from pipeline.foreign_configs.sources import put_sources
+
+
+def interval(value: Any) -> int:
+    """Return the steps between two rows."""
+    if 0 < number(value) < 1:
+        raise NotTakenError(f"{value} of a run's steps: write log.every in steps or epochs")
+    return whole(value)
+
 
 # Any trainer's, by these names.
 COMMON = keys("""
@@ -28,6 +49,7 @@ batch.global_batch_size: gradient_accumulation_steps
 batch.micro_batch_size: auto_find_batch_size
 checkpoint.every: save_steps save_strategy
 eval.every: eval_steps eval_strategy
+checkpoint.keep_best: load_best_model_at_end metric_for_best_model greater_is_better
 checkpoint.resume: resume_from_checkpoint
 model.activation_checkpointing: gradient_checkpointing
 optimizer.groups: loraplus_lr_ratio
@@ -43,7 +65,6 @@ JSON: zero_optimization: deepspeed fsdp
     "max_grad_norm": Key("optimizer.max_grad_norm", number),
     "logging_steps": Key("log.every", interval),
     "save_total_limit": Key("checkpoint.keep_last", whole),
-    "load_best_model_at_end": Key("checkpoint.keep_best", flag),
     "seed": Key("seed", whole),
     "output_dir": Key("run_dir", text),
     "trust_remote_code": Key("model.trust_remote_code", flag),
@@ -72,8 +93,9 @@ the loss is the mean over tokens: average_tokens_across_devices label_smoothing_
 tokenised rows are read from memory (loader.num_workers): dataloader_num_workers
   dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor
 the order of samples is drawn from the seed, and every sample counts: data_seed dataloader_drop_last
-  disable_shuffling full_determinism group_by_length ignore_data_skip length_column_name shuffle_dataset
+  disable_shuffling full_determinism group_by_length ignore_data_skip length_column_name
   train_sampling_strategy
+not off: samples are always drawn in random order: shuffle_dataset
 recomputation needs no choice: gradient_checkpointing_kwargs use_reentrant_gc use_unsloth_gc
 distributed.timeout_seconds has a limit of its own: ddp_timeout
 the split's file decides, and names unused parameters: accelerator_config ddp_broadcast_buffers
@@ -84,7 +106,6 @@ the model decides what it is given: label_names remove_unused_columns
 metrics.jsonl has a row each log.every steps, from the first on: disable_tqdm
   include_effective_tokens_per_second include_num_input_tokens_seen include_tkps include_tokens_per_second
   log_level logging_dir logging_first_step logging_nan_inf_filter logging_strategy
-the best checkpoint is the one of the lowest evaluation loss: greater_is_better metric_for_best_model
 every evaluation is of the loss: batch_eval_metrics compute_accuracy eval_delay eval_on_start
   predict_with_generate prediction_loss_only
 torch.compile's backend and mode are chosen here: torch_compile_backend torch_compile_mode
@@ -135,3 +156,23 @@ def settle_arguments(
     settle_cadence(draft, has_eval)
     settle_resume(draft)
     settle_precision(draft, bf16)
+
+
+def settle(draft: Draft) -> None:
+    """Take the arguments of transformers' Trainer, whose script names model and data."""
+    put_sources(draft, "chat", [])
+    settle_arguments(
+        draft, draft.given("do_eval") is True or draft.given("eval_strategy") not in (None, "no"), False
+    )
+    settle_reports(draft)
+    settle_recomputing(draft, False)
+
+
+TOOL = Tool(
+    title="transformers' Trainer",
+    keys={key: row for key, row in KEYS.items() if key != "model_name_or_path"},
+    without={**WITHOUT, "_n_gpu": "--gpus says it", "evaluation_strategy": "named eval_strategy since 4.46"},
+    marks="per_device_train_batch_size num_train_epochs per_device_eval_batch_size save_strategy logging_dir",
+    defaults=DEFAULTS,
+    settle=settle,
+)

@@ -6,19 +6,24 @@ Such a file does not say which trainer it is for; its keys and its name do, or `
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from pipeline.errors import ConfigError
 from pipeline.foreign_configs.mapping import (
     Draft,
     Key,
+    Section,
     Tool,
+    flag,
     keys,
     names,
     number,
+    numbers,
     reasons,
     text,
     whole,
 )
+from pipeline.foreign_configs.row_templates import choose, column, learned, of_row, put_row_template, refusal
 from pipeline.foreign_configs.settle import (
     settle_adapter,
     settle_bits,
@@ -28,13 +33,13 @@ from pipeline.foreign_configs.settle import (
 )
 from pipeline.foreign_configs.sources import (
     Source,
-    entries_of,
     find_source,
     held_out,
     put_eval_sets,
     put_preferences,
     put_sources,
-    put_template,
+    rows_of,
+    tell_of_long_rows,
 )
 from pipeline.foreign_configs.training_arguments import DEFAULTS, KEYS, WITHOUT, settle_arguments
 
@@ -74,7 +79,7 @@ adapter.dropout: lora_dropout
 adapter.targets: lora_target_modules
 adapter.modules_to_save: lora_modules_to_save
 data.paths, data.sources: dataset_name datasets
-data.sources: dataset_config dataset_train_split dataset_streaming
+data.sources: dataset_config dataset_train_split dataset_streaming streaming
 data.eval_fraction: test_split_size
 data.eval_sets: dataset_test_split
 data.kind, data.text_field: dataset_text_field
@@ -134,7 +139,7 @@ def trainer_of(draft: Draft) -> str:
 
 
 def settle(draft: Draft) -> None:
-    """Everything, by trainer."""
+    """Take everything, by trainer."""
     trainer = trainer_of(draft)
     if draft.file.tree.get("learning_rate") is None:
         rate = RATES.get(trainer, 1e-6)
@@ -143,92 +148,155 @@ def settle(draft: Draft) -> None:
         settle_terms(draft, "reward", TERMS, {})
     elif trainer != "sft":
         _objective(draft, trainer)
+    elif (loss := draft.given("loss_type")) not in (None, "nll", "chunked_nll"):
+        draft.drop("loss_type", f"{loss}: the loss is the mean cross entropy of the tokens")
     _data(draft, trainer)
-    settle_arguments(draft, held_out(draft, "test_split_size"), bf16=True)
+    share = draft.given("test_split_size", number)
+    settle_arguments(draft, held_out(draft, "test_split_size", share), bf16=True)
     settle_reports(draft)
     settle_recomputing(draft, True)
     if draft.given("attn_implementation") == "eager":
         draft.put("model.attention", "eager")
-    bits = settle_bits(draft, {"load_in_4bit": 4, "load_in_8bit": 8})
-    if not draft.given("use_peft"):
+    if not draft.given("use_peft", flag):
         return
+    settle_bits(draft, "load_in_4bit", 4 if draft.given("load_in_4bit", flag) else None)
     targets = draft.given("lora_target_modules", names)
     settle_adapter(
         draft,
         rank="lora_r",
         alpha=draft.given("lora_alpha", number),
         targets=None if targets and "all-linear" in targets else targets or PEFT_TARGETS,
-        bits=bits,
     )
     if not targets:
-        draft.remarks["adapter.targets"] = "peft's default for most models; left out: all linear layers"
+        draft.not_taken["lora_target_modules (default)"] = (
+            "peft's by the model; q_proj and v_proj are written"
+        )
 
 
 def _objective(draft: Draft, trainer: str) -> None:
     losses = draft.given("loss_type", names) or (["kto"] if trainer == "kto" else ["sigmoid"])
-    weights = draft.given("loss_weights") or [1.0] * len(losses)
+    weights = draft.given("loss_weights", numbers) or [1.0] * len(losses)
     kind = "simpo" if trainer == "cpo" and losses == ["simpo"] else trainer
     settle_terms(draft, kind, TERMS, {"simpo_gamma": 0.5, "cpo_alpha": 1.0} if trainer == "cpo" else {})
     first = losses[0]
     if kind in ("dpo", "cpo"):
         known = {"sigmoid", "hinge", "ipo"} | ({"robust", "sigmoid_norm"} if kind == "dpo" else set())
-        if first not in known or set(losses[1:]) - {"sft"}:
-            raise ConfigError(
-                f"{draft.file.at('loss_type')}: {', '.join(losses)}: {', '.join(sorted(known))} are built"
-            )
+        if first not in known or set(losses[1:]) - {"sft"} or len(weights) != len(losses):
+            raise draft.top.refused("loss_type", f"{', '.join(losses)}: {', '.join(sorted(known))} are built")
         draft.put("objective.loss_type", "sigmoid" if first == "sigmoid_norm" else first)
         if first == "sigmoid_norm":
             draft.put("objective.length_normalised", True)
+    ignores = (kind == "dpo" and first != "robust") or first in ("hinge", "ipo")
+    if ignores and draft.recipe.pop("objective.label_smoothing", None):
+        draft.drop("label_smoothing", f"TRL's {kind} does not read it with the loss {first}")
     if "sft" in losses[1:]:
         both = float(weights[losses.index("sft")]), float(weights[0])
         draft.put("objective.sft_weight", both[0] / both[1], f"{both[0]:g} / {both[1]:g}")
 
 
 def _data(draft: Draft, trainer: str) -> None:
-    field = draft.given("dataset_text_field", text)
-    is_text = trainer == "sft" and field is not None
-    kind = "text" if is_text else "chat" if trainer == "sft" else "preference"
+    kind = "chat" if trainer == "sft" else "preference"
     sources = _sources(draft)
-    if is_text and field != "text":
-        for source in sources:
-            source.keys["text_field"] = field
     put_sources(draft, kind, sources)
     evaluates = draft.given("eval_strategy") in ("steps", "epoch")
-    if evaluates and len(sources) == 1 and "dataset" in sources[0].keys:
-        split = draft.given("dataset_test_split", text) or "test"
-        put_eval_sets(draft, {split: Source(sources[0].keys | {"split": split})})
-    given = draft.given("max_length", whole) or draft.given("max_seq_length", whole) or 1024
+    split = draft.given("dataset_test_split", text) or "test"
+    if evaluates and len(sources) == 1 and "dataset" in sources[0]:
+        put_eval_sets(draft, {split: sources[0] | {"split": split}})
+    length = draft.given("max_length", whole) or draft.given("max_seq_length", whole) or 1024
+    tell_of_long_rows(draft, "max_length")
+    draft.put("data.append_eos", False)
+    row = next((row for source in sources for row in rows_of(source)), None)
     if kind == "preference":
-        put_preferences(draft, given)
-        return
-    draft.put("data.sequence_length", given)
-    packs, strategy = bool(draft.given("packing")), draft.given("packing_strategy") or "bfd"
+        put_preferences(draft, length)
+        draft.put("data.layout", "trl", "strings are plain text, messages are written by the chat template")
+        if trainer == "reward" and "margin" not in (row or {}):
+            draft.put(
+                "objective.margin_weight", 0.0, "TRL reads the column `margin` alone, and these have none"
+            )
+    else:
+        draft.put("data.sequence_length", length)
+        draft.put("data.too_long", "drop")
+        packs, strategy = draft.given("packing", flag), draft.given("packing_strategy", text) or "bfd"
+        draft.put("data.packing", "best_fit" if packs else "none")
+        if packs and strategy != "bfd":
+            draft.drop("packing_strategy", f"{strategy}: rows are packed whole, by best fit")
+        _supervised(draft, sources, row)
+    if (
+        template := draft.given("chat_template_path", text)
+    ) is not None and "data.chat_template" not in draft.recipe:
+        found = draft.found(template)
+        if found is None or found.is_dir():
+            draft.fill_in.append(f"data.chat_template: the Jinja file of {template}")
+        draft.put("data.chat_template", str(found or template))
+
+
+def _supervised(draft: Draft, sources: list[Source], row: dict[str, Any] | None) -> None:
+    """Put how rows are written and what counts, by the form of the rows: TRL decides by it as well."""
+    field = draft.given("dataset_text_field", text)
+    marked = draft.given("assistant_only_loss", flag)
+    completes = draft.given("completion_only_loss", flag)
+    is_text = (row is None and field is not None) or (row is not None and not {"prompt", *TURNS} & set(row))
+    is_pair = "prompt" in row if row is not None else completes is not None and not is_text
     if is_text:
-        packed = "concatenate" if strategy in ("wrapped", "bfd_split") else "best_fit"
-        draft.put("data.packing", packed if packs else "none")
-        return
-    put_template(draft, "chat_template_path")
-    draft.put("data.packing", "best_fit" if packs else "none")
-    if not draft.given("assistant_only_loss") and not draft.given("completion_only_loss"):
-        told = "TRL's default for messages; assistant: of answers alone, as it has for prompt and completion"
-        draft.put("data.learn_from", "all", told)
+        said = f"{{{{ {column(field or 'text')} }}}}{{{{ eos_token }}}}"
+        put_row_template(draft, of_row("{{ text_start }}" + learned(said)), "text, as TRL writes it")
+        draft.put("data.learn_from", "all")
+    elif is_pair and not (row is not None and isinstance(row["prompt"], list)):
+        refuse = refusal("prompt and completion are no strings; import again where the data are at hand")
+        said = "{{ row.prompt }}" + learned("{{ row.completion }}{{ eos_token }}")
+        written = choose(
+            "row.prompt is string and row.completion is string", "{{ text_start }}" + said, refuse
+        )
+        put_row_template(draft, of_row(written), "prompt and completion are plain text, as in TRL")
+        draft.put("data.learn_from", "all" if completes is False else "assistant")
+    elif is_pair:
+        if any(_answers(each.get("prompt")) for source in sources for each in rows_of(source)):
+            raise draft.top.refused(
+                "dataset_name", "prompts with an assistant's turn: TRL learns the completion alone"
+            )
+        draft.put("data.layout", "prompt_completion")
+        draft.put("data.learn_from", "all" if completes is False and not marked else "assistant")
+    else:
+        layout = "sharegpt" if row is not None and "messages" not in row else "messages"
+        if row is None:
+            draft.fill_in.append(
+                "data.layout: the rows are not at hand; for others than messages, import again where they are"
+            )
+        draft.put("data.layout", layout)
+        draft.put(
+            "data.learn_from", "assistant" if marked else "all", "" if marked else "as TRL, of messages"
+        )
+    if marked:
+        draft.not_taken["assistant_only_loss beyond {% generation %}"] = (
+            "if the tokenizer's template has no such marks, TRL puts marks of its own into a known one"
+        )
+
+
+TURNS = ("messages", "conversations")
+
+
+def _answers(prompt: Any) -> bool:
+    return isinstance(prompt, list) and any(
+        isinstance(turn, dict) and turn.get("role") == "assistant" for turn in prompt
+    )
 
 
 def _sources(draft: Draft) -> list[Source]:
-    entries = entries_of(draft, "datasets")
-    if not entries and (name := draft.given("dataset_name", text)):
-        entries = [
-            {"path": name, "name": draft.given("dataset_config"), "split": draft.given("dataset_train_split")}
-        ]
+    entries = draft.top.sections("datasets")
+    streams = draft.given("dataset_streaming", flag) or draft.given("streaming", flag)
+    if not entries and draft.given("dataset_name", text):
+        theirs = {
+            "path": draft.given("dataset_name"),
+            "name": draft.given("dataset_config"),
+            "split": draft.given("dataset_train_split"),
+        }
+        entries = [Section(draft.file, theirs, "dataset_name: ", draft.not_taken)]
     sources = []
     for entry in entries:
-        source = find_source(
-            draft, entry["path"], entry.get("data_files"), entry.get("name"), entry.get("split")
-        )
-        if "dataset" in source.keys and draft.given("dataset_streaming"):
-            source.keys["streaming"] = True
-        if entry.get("fraction") is not None:
-            source.keys["weight"] = float(number(entry["fraction"]))
+        source = find_source(draft, entry)
+        if "dataset" in source and streams:
+            source["streaming"] = True
+        entry.drop("fraction", "it leaves out rows by the numbers of rows; write data.sources.max_documents")
         sources.append(source)
     return sources
 

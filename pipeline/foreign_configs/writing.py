@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipeline.config.loading import read_yaml
+from pipeline.config.loading import read_json, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
@@ -16,75 +18,93 @@ from pipeline.config.yaml_loader import Dumper
 from pipeline.durable import replace_text
 from pipeline.errors import ConfigError, printable
 from pipeline.foreign import is_path
-from pipeline.foreign_configs import axolotl, llama_factory, trl
+from pipeline.foreign_configs import accelerate, axolotl, llama_factory, training_arguments, trl
 from pipeline.foreign_configs.deepspeed_file import make_json
-from pipeline.foreign_configs.mapping import Draft, Tool, listed, meant
+from pipeline.foreign_configs.mapping import FILL_IN, Draft, Tool, listed, meant
 
 TOOLS: dict[str, Tool] = {
     "llama-factory": llama_factory.TOOL,
     "axolotl": axolotl.TOOL,
     "trl": trl.TOOL,
+    "trainer": training_arguments.TOOL,
+    "accelerate": accelerate.TOOL,
 }
 RECIPE, JSON = "recipe.yaml", "deepspeed.json"
+OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print"}
 
 
 def draft_of(path: Path, origin: str | None, gpus: int, folder: Path) -> Draft:
-    """The draft of a recipe from another trainer's file.
+    """Return the draft of a recipe from another trainer's file.
 
     Args:
-        path: Their YAML.
+        path: Their YAML or JSON.
         origin: A key of TOOLS, or `trl-dpo` and the like; None: by its keys.
         gpus: How many theirs ran on.
-        folder: Where the recipe will lie.
+        folder: Where the recipe will be.
 
     Raises:
-        ConfigError: missing, no YAML, of none of the tools, or with a value that none of them takes.
+        ConfigError: The file is missing, malformed or of none of the tools, or a value cannot be imported.
     """
-    file = read_yaml(path)
+    file = read_json(path) if path.suffix == ".json" else read_yaml(path)
+    if OF_DEEPSPEED & set(file.tree):
+        raise ConfigError(f"{path}: a DeepSpeed JSON; give it to --deepspeed as it is")
     name, _, kind = (origin or "").partition("-") if (origin or "").startswith("trl-") else (origin, "", "")
     tool = TOOLS[name] if name else _recognised(path, file.tree)
-    draft = Draft(file, tool, gpus, folder, kind or None)
+    draft = Draft(file, tool, gpus, folder.absolute(), kind or None)
     draft.fill()
+    draft.put("model.kind", "causal_lm")
+    if (model := draft.found(draft.recipe.get("model.pretrained", FILL_IN))) is not None and model.is_dir():
+        draft.put("model.pretrained", str(model))
+    if draft.has_recipe and "model.pretrained" not in draft.recipe:
+        draft.put("model.pretrained", FILL_IN)
+        draft.fill_in.append("model.pretrained: the model's folder or name on the hub; theirs names none")
     return draft
 
 
 def _recognised(path: Path, tree: dict[str, Any]) -> Tool:
-    """The tool whose keys a file has, those of its own before those that others have too."""
+    """Return the tool whose keys a file has, those of its own before those that others have too."""
 
     def counts(tool: Tool) -> tuple[int, int]:
-        return len(set(tool.marks.split()) & set(tree)), len(
-            (tool.keys.keys() | tool.without.keys()) & set(tree)
-        )
+        known = tool.keys.keys() | tool.without.keys()
+        return len(set(tool.marks.split()) & set(tree)), len(known & set(tree))
 
     best = max(TOOLS.values(), key=counts)
     if counts(best) > (0, 0) and counts(best)[1] * 2 >= len(tree):
         return best
-    slips = ((key, meant(key, tool)) for key in map(str, tree) for tool in TOOLS.values())
-    found = next(((key, near) for key, near in slips if near is not None and near != key), None)
+    slips = ((key, meant(str(key), tool)) for key in tree for tool in TOOLS.values())
+    found = next((slip for slip in slips if slip[1]), None)
     hint = f': {found[0]} (did you mean "{found[1]}"?)' if found else "; --from says which"
     raise ConfigError(f"{path}: no configuration of {listed(TOOLS.values())}{hint}")
 
 
 def write(draft: Draft) -> tuple[str, str | None]:
-    """Writes recipe, JSON and data that were made anew; takes all back where the loader refuses them.
+    """Write recipe, JSON and further files; take all back if the loader refuses them.
 
     Returns:
         Where the JSON comes from, and what this machine would refuse of the plan.
 
     Raises:
-        ConfigError: the recipe would not be one.
+        ConfigError: The recipe would not be one; names the key of theirs.
     """
     model = str(draft.recipe.get("model.pretrained", ""))
     missing = is_path(model) and not Path(model).expanduser().is_dir()
     if missing:
         draft.fill_in.append(f"model.pretrained: {model} is not on this machine")
     text, origin = make_json(draft)
-    made = {draft.folder / RECIPE: recipe_text(draft), draft.folder / JSON: text} | draft.files
+    made = {draft.folder / JSON: text} | draft.files
+    if draft.has_recipe:
+        made[draft.folder / RECIPE] = recipe_text(draft)
+    else:  # JSON has no comments; the key is passed over
+        made[draft.folder / JSON] = json.dumps(
+            {"_comment": [*lines_left(draft)], **json.loads(text)}, indent=2
+        )
     before = {path: path.read_bytes() if path.is_file() else None for path in made}
     is_new = not draft.folder.exists()
     draft.folder.mkdir(parents=True, exist_ok=True)
     for path, content in made.items():
         replace_text(path, content)
+    if not draft.has_recipe:
+        return origin, None
     try:
         overrides = ["data.tokenizer.pretrained=elsewhere"] if missing else []
         settings = load_settings(draft.folder / RECIPE, draft.folder / JSON, overrides)
@@ -94,12 +114,31 @@ def write(draft: Draft) -> tuple[str, str | None]:
         if is_new:
             draft.folder.rmdir()
         told = re.sub(rf"{re.escape(str(draft.folder))}/\S+:\d+: ", "", str(error))
-        raise ConfigError(f"{draft.file.path}: what it says makes no recipe: {told}") from None
+        raise ConfigError(
+            f"{draft.file.path}: {_theirs_of(draft, told)}what it says makes no recipe: {told}"
+        ) from None
     try:
         settings.resolve(draft.gpus, Device.probe())
     except ConfigError as error:
         return origin, str(error)
     return origin, None
+
+
+def _theirs_of(draft: Draft, told: str) -> str:
+    """Return their key, or keys, behind the key of ours that a message begins with."""
+    ours = told.partition(":")[0]
+    theirs = [
+        key
+        for key, row in draft.tool.keys.items()
+        if ours in row.ours.split(", ") and draft.file.tree.get(key) is not None
+    ]
+    return f"{', '.join(theirs)}: " if theirs else ""
+
+
+def lines_left(draft: Draft) -> Iterator[str]:
+    """Yield what is to fill in and what was not taken, one line each."""
+    yield from (f"fill in: {each}" for each in draft.fill_in)
+    yield from (f"not taken: {key}: {why}" for key, why in draft.not_taken.items())
 
 
 def recipe_text(draft: Draft) -> str:
@@ -117,8 +156,7 @@ def recipe_text(draft: Draft) -> str:
             lines += [f"{start}{told}", *(f"{'  ' * bool(key)}- {_flow(each)}" for each in value)]
         else:
             lines.append(f"{start} {_flow(value)}{told}")
-    lines += ["", *(_comment(f"fill in: {each}") for each in draft.fill_in)]
-    lines += [_comment(f"not taken: {key}: {why}") for key, why in draft.not_taken.items()]
+    lines += ["", *map(_comment, lines_left(draft))]
     return "\n".join(lines) + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import yaml
 from support.base_model import conversations, write_base_model
@@ -36,20 +37,27 @@ def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
     assert main(["import", "sft.yaml", "--gpus", "2"]) == 0
     said = capsys.readouterr().out
     assert "batch.global_batch_size: 8 = 2 (a GPU) x 2 (accumulated) x 2 (GPUs, --gpus)" in said
-    assert "not taken plot_loss: " in said
-    files = f"--deepspeed {tmp_path}/sft/deepspeed.json --config {tmp_path}/sft/recipe.yaml"
-    assert f"train by  deepspeed --num_gpus 2 --module pipeline train {files}\n" in said
+    assert "not taken: plot_loss: " in said
+    told = [line for line in said.splitlines() if line.startswith(("not taken: ", "fill in: "))]
+    recipe = (tmp_path / "sft" / "recipe.yaml").read_text()
+    comments = [line for line in recipe.splitlines() if line.startswith(("# not taken: ", "# fill in: "))]
+    assert [f"# {line}" for line in told] == comments
+    words = shlex.split(said.splitlines()[-1].removeprefix("train by: "))
+    launcher, printed = words[:6], words[6:]
+    assert launcher == ["deepspeed", "--num_gpus", "2", "--module", "pipeline", "train"]
 
     assert main(["import", "sft.yaml"]) == 2
     assert capsys.readouterr().err == (
         "error: sft exists and is not empty; choose another folder (--output), or --force\n"
     )
     assert main(["import", "sft.yaml", "--force"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     changes = ["max_steps=2", "log.every=1", f"data.cache_dir={tmp_path / 'cache'}"]
-    assert train(["--config", "sft/recipe.yaml", *changes]) == 0
-    rows = [
-        json.loads(line) for line in (tmp_path / "saves" / "sft" / "metrics.jsonl").read_text().splitlines()
-    ]
+    assert train([*printed[2:], *changes]) == 0  # without the JSON: plain PyTorch
+    lines = (tmp_path / "elsewhere" / "saves" / "sft" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    monkeypatch.chdir(tmp_path)
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2]
     capsys.readouterr()
     assert main(["import", "stf.yaml"]) == 2

@@ -701,3 +701,63 @@ def test_markers_that_are_no_tokens_are_told_before_data_are_prepared(tmp_path, 
         names = " and ".join(missing)
         assert f"writes {names}, no token of the tokenizer ({tmp_path}/tokenizer), which splits" in message
         assert "model.grow_vocabulary=true" in message
+
+
+ROW = (
+    "{% for turn in messages %}{{ text_start }}Q: {{ turn.row.ask }}\n{{ divide }}"
+    "{% generation %}{{ turn.row.say }}{{ eos_token }}{% endgeneration %}{% endfor %}"
+)
+
+
+def test_a_template_can_read_the_row_itself(make_encoder, tokenizer):
+    """What `divide` separates is tokenised apart; a special token that the row holds stays text."""
+    encoder = make_encoder(ROW, layout="row", append_eos=False)
+    rows = [("rows:1", {"ask": "more", "say": "\n    hello"}), ("rows:2", {"ask": END, "say": "there"})]
+    first, second = encoder(rows, Tally())
+    prompt = tokenizer.encode("Q: more\n", add_special_tokens=False)
+    answer = tokenizer.encode("\n    hello", add_special_tokens=False)
+    assert first.ids.tolist() == [*prompt, *answer, tokenizer.eos_token_id]
+    assert first.loss_mask.tolist() == [False] * len(prompt) + [True] * (len(answer) + 1)
+    assert second.ids.tolist().count(tokenizer.eos_token_id) == 1
+    joined = make_encoder(ROW.replace("{{ divide }}", ""), layout="row", append_eos=False)
+    assert joined(rows[:1], Tally())[0].ids.tolist() != first.ids.tolist()  # white space spans both
+
+
+def test_nothing_is_added_behind_a_template_that_says_so(make_encoder, tokenizer):
+    turns = [turn("user", "hello"), turn("assistant", "there")]
+    added = one(make_encoder("chatml"), turns)
+    plain = one(make_encoder("chatml", append_eos=False), turns)
+    assert added.ids.tolist() == [*plain.ids.tolist(), tokenizer.eos_token_id]
+    marked = one(make_encoder("marked", append_eos=False), turns)
+    assert tokenizer.decode(marked.ids[marked.loss_mask]) == "there<|im_end|>"
+
+
+def test_of_a_turn_its_content_can_count_alone(make_encoder, tokenizer):
+    ended = LLAMA.replace("'<|eot|>'", "eos_token + '\n'")
+    turns = [
+        turn("user", "hello"),
+        turn("assistant", "there"),
+        turn("user", "more"),
+        turn("assistant", "hello"),
+    ]
+    document = one(make_encoder(ended, learn_from="content", append_eos=False), turns)
+    assert tokenizer.decode(document.ids[document.loss_mask]) == f"there{END}hello{END}"
+    document = one(make_encoder("chatml", learn_from="content", append_eos=False), turns)
+    assert (
+        tokenizer.decode(document.ids[document.loss_mask]) == "therehello"
+    )  # the turn ends with another token
+
+
+def test_fields_of_the_rows_can_have_other_names(tmp_path, tokenizer):
+    folder = tmp_path / "tokenizer"
+    tokenizer.save_pretrained(str(folder))
+    rows = [{"dialogue": row["messages"], "messages": "not these"} for row in rows_of(3)]
+    given = {"tokenizer": {"pretrained": str(folder)}, "cache_dir": str(tmp_path / "cache")}
+    given |= {"chat_template": "chatml", "prepare_workers": 1, "eval_fraction": 0}
+    found = []
+    for name, written, fields in (("own", rows_of(3), {}), ("theirs", rows, {"messages": "dialogue"})):
+        path = write_rows(tmp_path / f"{name}.jsonl", written)
+        sources = [{"paths": [str(path)], "fields": fields}]
+        prepared = prepare_documents(ChatDataConfig(kind="chat", sources=sources, **given))
+        found.append(prepared.sources[0].train.parts[0].tokens.tolist())
+    assert found[0] == found[1]

@@ -532,3 +532,32 @@ def test_too_few_examples_are_no_lack_of_text(tmp_path):
         prepare(tmp_path, [write(tmp_path / "a.jsonl", pairs(20))], eval_fraction=0.999)
     with pytest.raises(DataError, match=r"holds 1 examples .*; unpaired answers need two, as each stands"):
         prepare(tmp_path, [write(tmp_path / "b.jsonl", pairs(1))], eval_fraction=0.0, examples="unpaired")
+
+
+def test_a_template_can_read_judged_rows_itself(make_encoder, tokenizer):
+    template = (
+        "{% for turn in messages %}{% if turn.role == 'user' %}{{ turn.row.ask }}{% else %}"
+        "{% generation %} {{ turn.row[turn.content] }}{{ eos_token }}{% endgeneration %}"
+        "{% endif %}{% endfor %}"
+    )
+    row = {"ask": "what is the sky?", "chosen": "it is blue", "rejected": "it is green", "margin": 3}
+    [document] = make_encoder(template, layout="row", append_eos=False)([("rows:1", row)], Tally())
+    assert document.margin is None  # of the row the template alone knows what it means
+    texts = [f"what is the sky? it is {colour}{END}" for colour in ("blue", "green")]
+    assert document.ids.tolist() == [id for text in texts for id in tokenizer.encode(text)]
+    assert tokenizer.decode(document.ids[document.loss_mask]) == f" it is blue{END} it is green{END}"
+    liked = {"ask": "be kind", "completion": "it is", "label": False}
+    encoder = make_encoder(template, layout="row", append_eos=False, examples="unpaired")
+    [document] = encoder([("rows:1", liked)], Tally())
+    assert document.segments[0].tolist()[0] == REJECTED
+    assert tokenizer.decode(document.ids[document.loss_mask]) == f" it is{END}"
+
+
+def test_of_an_answer_its_content_can_count_alone(make_encoder, tokenizer):
+    ended = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token + '\n' }}{% endfor %}"
+    answers = [{"role": "assistant", "content": said} for said in ("it is blue", "it is")]
+    row = {"prompt": [user("be kind")], "chosen": answers[:1], "rejected": answers[1:]}
+    encoder = make_encoder(ended, learn_from="content", append_eos=False)
+    [document] = encoder([("rows:1", row)], Tally())
+    assert tokenizer.decode(document.ids[document.loss_mask]) == f"it is blue{END}it is{END}"
+    assert document.ids[-1] == tokenizer.eos_token_id  # nothing stands behind it

@@ -167,10 +167,12 @@ def test_losses_of_llama_factory(imported, loss, kind, more):
 
 
 def test_objectives_of_axolotl_and_trl(imported):
-    made = imported(AXOLOTL, rl="simpo", rl_beta=2.0).config.objective
-    assert (made.kind, made.beta, made.gamma, made.sft_weight) == ("simpo", 2.0, 0.5, 1.0)
-    assert imported(AXOLOTL, rl="orpo", orpo_alpha=0.3).config.objective.beta == 0.3
-    assert imported(AXOLOTL, rl="ipo").config.objective.loss_type == "ipo"
+    made = imported(AXOLOTL, rl="ipo", dpo_label_smoothing=0.1)
+    assert made.config.objective.loss_type == "ipo"
+    assert "dpo_label_smoothing" in made.draft.not_taken
+    for rl in ("orpo", "simpo"):  # whose text of rows is not in the tables
+        with pytest.raises(ConfigError, match=r"datasets\.0\.type: chat_template: its text is not"):
+            imported(AXOLOTL, rl=rl)
     made = imported(TRL, loss_type=["sigmoid", "sft"], loss_weights=[0.8, 0.4]).config
     assert (made.objective.kind, made.objective.sft_weight) == ("dpo", 0.5)
     assert made.optimizer.learning_rate == 1e-6
@@ -181,47 +183,186 @@ def test_objectives_of_axolotl_and_trl(imported):
 
 def test_reward_models(imported):
     centred = {"center_rewards_coefficient": 0.01}
-    for made in (imported(TRL, **centred), imported(AXOLOTL, reward_model=True, **centred)):
+    judged = [{"path": "x/y", "type": "bradley_terry.chat_template"}]
+    theirs = (AXOLOTL | {"datasets": judged, "reward_model": True}, TRL)
+    for made in (imported(tree, **centred) for tree in theirs):
+        assert made.config.objective.margin_weight == 0.0  # of two scores nothing is made there
         assert (made.config.objective.kind, made.config.objective.center_weight) == ("reward", 0.01)
         assert made.config.data.kind == "preference"
     assert imported(LLAMA_FACTORY, stage="rm").config.objective.kind == "reward"
 
 
-def test_a_data_set_of_llama_factory_and_its_warm_up(imported, talk, tmp_path):
+def test_a_data_set_of_llama_factory(imported, talk, tmp_path):
     made = imported(LLAMA_FACTORY, gpus=1, val_size=0.1)
-    assert made.config.data.paths == [str(tmp_path / "out" / "talk.jsonl")]
-    row = json.loads((tmp_path / "out" / "talk.jsonl").read_text().splitlines()[0])
-    assert row == {"instruction": "What is 0?\nShortly.", "output": "A number."}
-    steps = 3 * 6  # 90 rows, 81 of them trained on, 16 a step: 6 steps an epoch
-    assert made.config.schedule.warmup == 2 == -(-steps // 10)
-    assert "warmup" not in " ".join(made.draft.fill_in)
-    assert imported(LLAMA_FACTORY, packing=True).draft.fill_in[0].startswith("schedule.warmup: 0.1")
-    made = imported(LLAMA_FACTORY, dataset="talk,hub", max_samples=40).config.data.sources
-    assert [source.max_documents for source in made] == [40, 40]
-    assert (made[1].dataset, made[1].split) == ("x/y", "train_sft")
+    assert made.config.data.paths == [str(tmp_path / "data" / "talk.json")]
+    assert (made.config.data.layout, made.config.data.append_eos) == ("row", False)
+    template = (tmp_path / "out" / "template.jinja").read_text()
+    assert all(f'row["{column}"]' in template for column in ("ask", "more", "say"))
+    with pytest.raises(ConfigError, match="talk and hub differ in columns or tags"):
+        imported(LLAMA_FACTORY, dataset="talk,hub")
+    made = imported(LLAMA_FACTORY, dataset="hub", max_samples=40).config.data.sources
+    assert (made[0].dataset, made[0].split, made[0].max_documents) == ("x/y", "train_sft", 40)
 
 
-def test_judged_rows_of_llama_factory(imported, talk, tmp_path):
-    imported(LLAMA_FACTORY, stage="dpo", dataset="judged")
-    row = json.loads((tmp_path / "out" / "judged.jsonl").read_text())
-    assert row["conversations"] == [{"role": "user", "content": "Hm?"}]
-    assert row["chosen"] == [{"role": "assistant", "content": "Yes."}]
+def test_what_depends_on_the_number_of_rows_is_a_share_or_left_open(imported, talk):
+    """`max_samples` is a limit: nothing is counted by it."""
+    made = imported(LLAMA_FACTORY, max_samples=40, val_size=100)
+    assert made.config.schedule.warmup == 0.1
+    assert made.config.data.eval_fraction == 0.0
+    assert "number of rows" in made.draft.not_taken["val_size"]
+    made = imported(LLAMA_FACTORY, val_size=0.1, eval_strategy="steps", eval_steps=0.1, save_strategy="epoch")
+    assert (made.config.eval.every, made.config.checkpoint.every) == ("0.3 epochs", "1 epochs")
+    made = imported(LLAMA_FACTORY, val_size=0.1, eval_strategy="steps", eval_steps=0.1, max_steps=55)
+    assert made.config.eval.every == 6
+    made = imported(AXOLOTL, evals_per_epoch=4, saves_per_epoch=1, num_epochs=3).config
+    assert (made.eval.every, made.checkpoint.every) == ("0.25 epochs", "1 epochs")
+
+
+def test_a_data_set_that_is_not_at_hand_has_no_template_yet(imported):
+    made = imported(LLAMA_FACTORY)
+    assert made.config.data.chat_template == "FILL-IN.jinja"
+    assert "talk is not in data/dataset_info.json" in made.draft.fill_in[0]
+
+
+def test_tool_calls_of_llama_factory_are_refused(imported, tmp_path):
+    turns = [("human", "Where?"), ("function_call", '{"name": "f", "arguments": {}}'), ("observation", "{}")]
+    row = {"conversations": [{"from": role, "value": said} for role, said in [*turns, ("gpt", "There.")]]}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "tool.json").write_text(json.dumps([row]))
+    (tmp_path / "data" / "dataset_info.json").write_text(
+        '{"talk": {"file_name": "tool.json", "formatting": "sharegpt"}}'
+    )
+    with pytest.raises(ConfigError, match=r":\d+: dataset: talk: tool calls: LLaMA-Factory writes"):
+        imported(LLAMA_FACTORY)
+    assert not (tmp_path / "out").exists()
+
+
+def test_entries_of_axolotl_are_taken_or_named(imported, tmp_path):
+    one = {"path": "x/y", "type": "chat_template", "shards": 8}
+    made = imported(AXOLOTL, datasets=[one | {"roles": {"user": ["human"]}, "field_messages": "talk"}])
+    assert made.draft.not_taken["datasets.0.shards"]
+    assert "# not taken: datasets.0.shards: " in made.text
+    assert made.config.data.sources[0].fields == {"conversations": "talk"}
+    for changes, told in (
+        ({"train_on_eos": "all"}, "datasets.0.train_on_eos: 'all': the run reads turn"),
+        ({"roles": {"assistant": ["model"]}}, "datasets.0.roles: "),
+        ({"type": "brand_new"}, "datasets.0.type: brand_new: its text is not in the import's tables"),
+        ({"type": {"format": "{{x}}{instruction}"}}, "datasets.0.type: '{' in a format"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            imported(AXOLOTL, datasets=[one | changes])
+    with pytest.raises(ConfigError, match=r"types alpaca_chat\.load_qa, chat_template in one run"):
+        imported(AXOLOTL, datasets=[one, {"path": "a/b", "type": "alpaca_chat.load_qa"}])
+
+
+def test_label_smoothing_of_trl_is_ignored_as_there(imported):
+    made = imported(TRL, label_smoothing=0.1, loss_type="sigmoid")
+    assert made.config.objective.label_smoothing == 0.0
+    assert "does not read it" in made.draft.not_taken["label_smoothing"]
+    assert imported(TRL, label_smoothing=0.1, loss_type="robust").config.objective.label_smoothing == 0.1
+
+
+@pytest.mark.parametrize(
+    ("tree", "changes"),
+    [
+        (LLAMA_FACTORY, {"lr_scheduler_kwargs": {"num_cycles": 3}}),
+        (AXOLOTL, {"lr_scheduler_kwargs": {"num_cycles": 3}}),
+        (AXOLOTL, {"datasets": [{"path": "x/y", "type": {"format": "{instruction}", "fresh": 1}}]}),
+        (
+            TRL,
+            {"datasets": [{"path": "x/y", "fraction": 0.5, "columns": ["messages"]}], "dataset_name": None},
+        ),
+    ],
+)
+def test_no_key_at_any_depth_vanishes(imported, tree, changes):
+    def leaves(value, at=""):
+        if isinstance(value, dict):
+            for key, each in value.items():
+                yield from leaves(each, f"{at}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for number, each in enumerate(value):
+                yield from leaves(each, f"{at}{number}.")
+        else:
+            yield at[:-1]
+
+    made = imported(tree, **changes)
+    read = {f"{section.at}{key}" for section in _sections(made.draft.top) for key in section.read}
+    for leaf in leaves(made.draft.file.tree):
+        parts = leaf.split(".")
+        assert any(".".join(parts[: n + 1]) in read for n in range(len(parts))), leaf
+    named = {key.split(".")[-1] for key in made.draft.not_taken}
+    unknown = {"num_cycles", "fresh", "fraction", "columns"} & named
+    assert len(unknown) == (2 if tree is TRL else 1)
+
+
+def _sections(section):
+    yield section
+    for each in section.below:
+        yield from _sections(each)
+
+
+def test_arguments_of_the_trainer(imported, tmp_path):
+    theirs = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "warmup_ratio": 0.03, "bf16": True}
+    theirs |= {"save_strategy": "epoch", "output_dir": "out", "torch_empty_cache_steps": 3}
+    made = imported(theirs, gpus=2)
+    assert (made.config.batch.global_batch_size, made.config.schedule.warmup) == (8, 0.03)
+    assert made.config.checkpoint.every == "1 epochs"
+    assert set(made.draft.not_taken) == {"torch_empty_cache_steps"}
+    assert [each.partition(":")[0] for each in made.draft.fill_in] == ["data.paths", "model.pretrained"]
+
+
+def test_accelerate_says_how_the_work_is_split(tmp_path):
+    theirs = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_processes": 4}
+    zero = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none", "new": 1}
+    theirs |= {"mixed_precision": "bf16", "deepspeed_config": zero | {"gradient_clipping": 0.5}}
+    made = accelerate(tmp_path, theirs)
+    written = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
+    assert written["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    assert (written["bf16"], made.gpus) == ({"enabled": True}, 4)
+    assert any(line.startswith("not taken: deepspeed_config.new") for line in written["_comment"])
+    assert "optimizer.max_grad_norm" in made.not_taken["deepspeed_config.gradient_clipping"]
+    assert not (tmp_path / "out" / "recipe.yaml").exists()
+    cut = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True}
+    accelerate(tmp_path, {"distributed_type": "FSDP", "fsdp_config": cut, "mixed_precision": "no"})
+    written = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
+    assert written["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match="distributed_type: MEGATRON_LM is not built here"):
+        accelerate(tmp_path, {"distributed_type": "MEGATRON_LM", "mixed_precision": "no"})
+
+
+def accelerate(folder, tree):
+    path = folder / "default_config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    draft = draft_of(path, "accelerate", 1, folder / "out")
+    write(draft)
+    return draft
+
+
+def test_a_deepspeed_json_is_for_the_run_itself(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(ConfigError, match=r"ds\.json: a DeepSpeed JSON; give it to --deepspeed as it is"):
+        draft_of(path, None, 1, tmp_path / "out")
 
 
 def test_kinds_of_data(imported):
     made = imported(LLAMA_FACTORY, stage="pt").config.data
     assert (made.kind, made.packing, made.separate_documents) == ("text", "concatenate", False)
     assert imported(LLAMA_FACTORY, packing=True).config.data.packing == "best_fit"
-    assert imported(LLAMA_FACTORY, template="chatml").config.data.chat_template == "chatml"
     assert imported(LLAMA_FACTORY, train_on_prompt=True).config.data.learn_from == "all"
     data = imported(AXOLOTL).config.data
-    assert (data.layout, data.packing, data.too_long) == ("messages", "best_fit", "drop")
+    assert (data.layout, data.learn_from, data.packing, data.too_long) == (
+        "sharegpt",
+        "content",
+        "best_fit",
+        "drop",
+    )
     made = imported(AXOLOTL, datasets=[{"path": "x/y", "type": "completion", "field": "body"}]).config.data
     assert (made.kind, made.sources[0].text_field) == ("text", "body")
     assert imported(TRL).config.data.learn_from == "all"
     assert imported(TRL, assistant_only_loss=True).config.data.learn_from == "assistant"
     made = imported(TRL, dataset_text_field="body").config.data
-    assert (made.kind, made.sources[0].text_field) == ("text", "body")
+    assert (made.kind, made.layout, made.learn_from) == ("chat", "row", "all")
 
 
 def test_a_warm_up_that_nobody_asked_for_is_axolotls(imported):
@@ -250,8 +391,8 @@ def test_their_json_without_what_the_recipe_says(imported, tmp_path):
     }
     (tmp_path / "ds.json").write_text(json.dumps(given))
     made = imported(LLAMA_FACTORY, deepspeed="ds.json")
-    assert made.source == "ds.json"
-    assert not made.draft.not_taken
+    assert made.source == str(tmp_path / "ds.json")
+    assert set(made.draft.not_taken) == {"cutoff_len of longer rows"}
     zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto"}
     assert made.json == {"zero_optimization": zero, "bf16": {"enabled": True}}
     assert imported(LLAMA_FACTORY, deepspeed="ds.json", bf16=None, fp16=True).json["fp16"]["enabled"] is True
@@ -290,7 +431,7 @@ def test_what_is_not_taken_is_named(imported, tree, changes):
         (AXOLOTL, {"lora_alpha": None}, "lora_alpha is missing"),
         (TRL, {"num_generations": 4}, "generates answers"),
         ({"model_name_or_pat": "a"}, {}, 'no configuration .* \\(did you mean "model_name_or_path"'),
-        ({"x": 1}, {}, "no configuration of LLaMA-Factory, Axolotl or TRL"),
+        ({"x": 1}, {}, "no configuration of LLaMA-Factory, Axolotl, TRL, "),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(imported, tmp_path, tree, changes, message):

@@ -19,6 +19,8 @@ BASES = {
     "llama-factory": [{}, {"stage": "dpo"}, {"stage": "pt", "finetuning_type": "full"}],
     "axolotl": [{"adapter": "lora", "lora_r": 8, "lora_alpha": 16}, {"rl": "simpo"}],
     "trl": [{"use_peft": True}, {"loss_type": "sigmoid", "beta": 0.1}],
+    "trainer": [{}],
+    "accelerate": [{"distributed_type": "FSDP"}, {"distributed_type": "DEEPSPEED"}],
 }
 NEEDED = {"axolotl": {"base_model": "a/b", "learning_rate": 1e-4}}
 STRANGE = (-1, "x", [1], {"a": 1}, [{"path": "x", "split": 3, "data_files": 5, "fraction": "q"}])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from pipeline.config.data_schema import SourceConfig
 from pipeline.data.documents.digests import DigestCache, hash_of
@@ -40,6 +41,7 @@ class Part:
         text_field: Field of a row that holds the text.
         skip_bad_records: Leave out and count what cannot be used.
         max_documents: The most that are read, or None.
+        fields: Name of a layout -> name of that field in the rows.
     """
 
     source: str
@@ -50,6 +52,7 @@ class Part:
     text_field: str
     skip_bad_records: bool
     max_documents: int | None
+    fields: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART_SIZE) -> list[Part]:
@@ -101,7 +104,8 @@ def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piec
 
 def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
     def digest(skip: bool) -> str:
-        content = [READING_VERSION, source.text_field, source.max_documents, skip]
+        content: list[Any] = [READING_VERSION, source.text_field, source.max_documents, skip]
+        content += [source.fields] if source.fields else []
         return hash_of([*content, *(piece.digest for piece in pieces)])
 
     skip = source.bad_records == "skip"
@@ -114,6 +118,7 @@ def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
         text_field=source.text_field,
         skip_bad_records=skip,
         max_documents=source.max_documents,
+        fields=source.fields,
     )
 
 
@@ -128,7 +133,8 @@ def read_records(part: Part, tally: Tally) -> Iterator[tuple[str, Record]]:
         DataError: a bad record that is not to be skipped; a file that cannot be read, or changed.
     """
     bad = BadRecords(part.skip_bad_records, tally)
-    return islice(_records(part, bad, None), part.max_documents)
+    records = islice(_records(part, bad, None), part.max_documents)
+    return ((where, _renamed(record, part.fields)) for where, record in records) if part.fields else records
 
 
 def read_texts(part: Part, tally: Tally) -> Iterator[tuple[str, str]]:
@@ -147,11 +153,19 @@ def read_texts(part: Part, tally: Tally) -> Iterator[tuple[str, str]]:
     return islice(_texts(part, bad), part.max_documents)
 
 
-def _records(part: Part, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+def _records(part: Part, bad: BadRecords, column: str | None) -> Iterator[tuple[str, Record]]:
     for piece in part.pieces:
-        for where, record in piece.read(bad, field):
+        for where, record in piece.read(bad, column):
             if not isinstance(record, str) or _has_text(record):
                 yield where, record
+
+
+def _renamed(record: Record, fields: Mapping[str, str]) -> Record:
+    """Return a row whose fields have the names of the layouts."""
+    if isinstance(record, str):
+        return record
+    own = {name: record[theirs] for name, theirs in fields.items() if theirs in record}
+    return {key: value for key, value in record.items() if key not in fields.values()} | own
 
 
 def _texts(part: Part, bad: BadRecords) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.data_schema import ChatDataConfig, ConversationsConfig
+from pipeline.config.data_schema import ConversationsConfig
 from pipeline.data.chat_layouts import DETAIL, Conversation, Spans, Turn
 from pipeline.data.chat_template import BEGIN, DIVIDE, END, REASONING_FIELDS, find_template
 from pipeline.data.documents.records import Tally
@@ -95,6 +95,7 @@ class ConversationWriter:
         assert isinstance(settings.config, ConversationsConfig)
         self._settings = settings
         self._config = settings.config
+        self._learns_content = settings.config.learn_from == "content"
         self._core = plain_text_tokenizer(settings.tokenizer)
         self._core.encode_special_tokens = False  # unlike plain text, a template writes them as tokens
         self._core.post_processor = None  # it adds no special tokens here, but may cut spaces off the offsets
@@ -172,10 +173,9 @@ class ConversationWriter:
                 tally.note(CALLS_UNWRITTEN, written.where)
                 learned.append([])
                 continue
-            if isinstance(self._config, ChatDataConfig) and self._config.learn_from == "content":
-                spans = self._content(written, turn, spans)
-            is_whole = not left_out or not spans
-            learned.append(spans if is_whole else _without(written, turn["content"], spans, left_out))
+            own_spans = self._content(written, turn, spans) if self._learns_content else spans
+            is_whole = not left_out or not own_spans
+            learned.append(own_spans if is_whole else _without(written, turn["content"], own_spans, left_out))
         return learned
 
     def _content(self, written: Written, turn: Turn, spans: Spans) -> Spans:
@@ -183,7 +183,9 @@ class ConversationWriter:
         if not spans:
             return []
         start, end = spans[0][0], spans[-1][1]
-        content = next((each for each in (turn["content"], turn["content"].strip()) if each in written.text), "")
+        content = next(
+            (each for each in (turn["content"], turn["content"].strip()) if each in written.text), ""
+        )
         place = written.text.find(content, start, end)
         reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name)), None)
         if turn.get("tool_calls"):
@@ -221,7 +223,7 @@ class ConversationWriter:
         return written
 
     def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return ids and offsets of a text with marks: marked special tokens as plain text, the marks not at all.
+        """Return ids and offsets of a text with marks: what they enclose as plain text, the marks not at all.
 
         A piece behind DIVIDE is tokenised as if nothing stood before it.
         """
@@ -237,7 +239,9 @@ class ConversationWriter:
         offsets: list[tuple[int, int]] = []
         for core, start, end in pieces:
             if start < end:
-                lead = "\n" if start and text[start - 1] != DIVIDE else ""  # some tokenizers put a space before the first word of a text
+                lead = (
+                    "\n" if start and text[start - 1] != DIVIDE else ""
+                )  # some tokenizers put a space before the first word of a text
                 encoding = core.encode(lead + text[start:end], add_special_tokens=False)
                 skip = len(self._newline) if lead else 0
                 if encoding.ids[:skip] != self._newline[:skip]:

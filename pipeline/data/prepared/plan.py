@@ -113,6 +113,7 @@ def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> d
             "chat_template": hash_of(tokenizer.tokenizer.chat_template),
             **({} if config.answer_length is None else {"answer_length": config.answer_length}),
             **({} if config.append_eos else {"append_eos": False}),
+            **({} if config.learn_from == "assistant" else {"learn_from": config.learn_from}),
         }
     if not isinstance(config, ChatDataConfig):
         return {"kind": "text"}

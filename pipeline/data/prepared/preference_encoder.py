@@ -157,7 +157,11 @@ class PreferenceEncoder:
         for each, conversation, text, found in zip(judged, conversations, written, answers, strict=True):
             prompt = len(each.example.prompt)
             own = [spans for n, spans in zip(conversation.answers, found, strict=True) if n >= prompt]
-            yield self._writer.tokens(text, [span for spans in own for span in spans]), text.said
+            ids, mask = self._writer.tokens(text, [span for spans in own for span in spans])
+            if self._config.learn_from == "content" and mask is not None and mask.any():
+                end = int(np.flatnonzero(mask)[-1]) + 1  # what the template writes behind is of no use
+                ids, mask = ids[:end], mask[:end]
+            yield (ids, mask), text.said
 
     def _document(self, where: str, example: Example, segments: list[Tokens]) -> Document | None:
         """None: it does not fit."""
