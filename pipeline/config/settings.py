@@ -119,7 +119,10 @@ class Settings:
     def adopted(self) -> dict[str, str]:
         """Keys by which the JSON says what else the recipe says -> the recipe's key."""
         tree = {} if self.split is None else self.split.tree
-        return {key: own for key, own in ADOPTED.items() if get_dotted(tree, key) not in (None, "auto")}
+        found = {key: own for key, own in ADOPTED.items() if get_dotted(tree, key) not in (None, "auto")}
+        if "scheduler.type" in found:  # it decides where the rate ends, whether or not the JSON says so
+            found["scheduler.params.cos_min_ratio"] = ADOPTED["scheduler.params.cos_min_ratio"]
+        return found
 
     def resolve(self, world_size: int, device: Device) -> Resolved:
         """Everything filled in for this many ranks.

@@ -168,7 +168,7 @@ TYPES = [
         recipe={"optimizer.groups": [{"patterns": ["conv9.*"]}]},
     ),
     key("an unknown schedule", "schedule.kind", "cosin", "'cosine'", "given 'cosin'"),
-    key("warm-up below zero", "schedule.warmup_steps", -1, "given -1"),
+    key("warm-up below zero", "schedule.warmup", -1, "given -1"),
     key("a ratio above one", "schedule.min_learning_rate_ratio", 1.5, "given 1.5"),
     key("no decay steps", "schedule.decay_steps", 0, "given 0"),
     key("an unknown engine", "engine.parallel", "fsdp", "'ddp'", "given 'fsdp'"),
