@@ -216,6 +216,6 @@ class _Trial:
         else:
             why = "does not step what takes the parameters' place in its groups"
         raise ConfigError(
-            f"optimizer.kind: {self._kind} {why}, and {split} needs that; an optimizer has to read its "
-            f"parameters from self.param_groups in each step, and to work element by element; {WHOLE}"
+            f"optimizer.kind: {self._kind} {why}; under {split} an optimizer has to read its parameters from "
+            f"self.param_groups in each step, and to work element by element; {WHOLE}"
         )

@@ -186,7 +186,7 @@ BROKEN = {
     (
         "Normed",
         ZERO_2,
-    ): r"in another way than the flat pieces of it, and DeepSpeed, ZeRO stage 2.* plain PyTorch",
+    ): r"in another way than the flat pieces of it; under DeepSpeed, ZeRO stage 2.* plain PyTorch",
     ("RowMeans", ZERO_2): r"keeps 'rows' in another shape than the parameter's.* plain PyTorch",
     ("Remembering", ZERO_2): r"read its parameters from self\.param_groups in each step",
     ("AtConstruction", ZERO_2): r"tried out as DeepSpeed.* raised KeyError: 'count' .* plain PyTorch",

@@ -56,6 +56,12 @@ def test_it_answers_without_torch_and_what_stands_on_it():
     assert re.search(r"^[\d,]+ tokens/s, [\d,]+ of one GPU", done.stdout, re.M)
 
 
+def test_an_own_optimizer_is_not_imported_and_counts_as_adamw(capsys):
+    own, adamw = (plan_json(capsys, *ON_8, f"optimizer.kind={kind}")["memory"] for kind in ("a:b", "adamw"))
+    assert own["parts_bytes"]["optimizer"] == adamw["parts_bytes"]["optimizer"]
+    assert "a:b is taken to keep as much as AdamW: two numbers a parameter" in own["remarks"]
+
+
 def test_json_has_parts_that_make_the_peak_and_the_step(capsys):
     told = plan_json(capsys, *ON_8)
     memory, time = told["memory"], told["time"]
