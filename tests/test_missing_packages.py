@@ -14,6 +14,7 @@ from support.record import numbers
 
 from pipeline.__main__ import main
 from pipeline.cli import main as train
+from pipeline.command_lines import own_command
 from pipeline.config.schema import RunConfig
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
@@ -47,7 +48,7 @@ def test_a_run_needs_none_of_the_optional_packages(tmp_path, split):
     assert "Traceback" not in said
     assert (
         f"{run / 'report.html'} is not written: the report needs plotly, which is not installed: "
-        f"pip install plotly; then: python -m pipeline report {run}" in said
+        f"pip install plotly; then: {own_command('report', run)}" in said
     )
     assert "wandb.mode: auto needs wandb, which is not installed: pip install wandb" in said
     packages = json.loads((run / "environment.json").read_text())["packages"]
@@ -165,7 +166,7 @@ INSPECTED = {
     "pictures": (
         "matplotlib",
         DIGITS,
-        "python -m pipeline inspect needs matplotlib, which is not installed: "
+        f"{own_command('inspect')} needs matplotlib, which is not installed: "
         "pip install 'deepspeed-pipeline[images]'",
     ),
 }
@@ -270,7 +271,7 @@ def test_the_report_of_a_run_is_left_out_without_plotly_and_an_error_on_request(
     said = "the report needs plotly, which is not installed: pip install plotly"
     assert write_at_end(tmp_path) is None
     report = tmp_path / "report.html"
-    assert caplog.messages == [f"{report} is not written: {said}; then: python -m pipeline report {tmp_path}"]
+    assert caplog.messages == [f"{report} is not written: {said}; then: {own_command('report', tmp_path)}"]
     for option in ([], ["--follow"]):
         assert main(["report", str(tmp_path), *option]) == 2
         assert capsys.readouterr().err == f"error: {said}\n"
@@ -282,7 +283,7 @@ def test_other_commands_name_what_they_need(tmp_path, capsys, hide):
     (tmp_path / "wandb").mkdir()
     assert main(["sync", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        "error: python -m pipeline sync needs wandb, which is not installed: pip install wandb\n"
+        f"error: {own_command('sync')} needs wandb, which is not installed: pip install wandb\n"
     )
 
 

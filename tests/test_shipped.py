@@ -66,7 +66,7 @@ def test_a_file_of_the_user_comes_first(here):
             "x/zero2.json",
             "error: x/zero2.json: no such file; for the shipped one: --deepspeed zero2\n",
         ),
-        ("folder", None, "error: folder: cannot be read: Is a directory\n"),
+        ("folder", None, "error: folder: cannot be read: Is a directory; name a file in it\n"),
     ],
 )
 def test_a_wrong_name_says_which_there_are(here, capsys, recipe, split, said):

@@ -221,7 +221,7 @@ def read_text(path: Path) -> str:
     except IsADirectoryError:
         inside = sorted(each.name for each in path.glob("*") if each.suffix in (".yaml", ".yml", ".json"))
         hint = f": {', '.join(inside[:5])}" if inside else ""
-        raise ConfigError(f"{path}: Is a directory; name a file in it{hint}") from None
+        raise ConfigError(f"{path}: cannot be read: Is a directory; name a file in it{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 (byte {error.start})") from None
     except OSError as error:

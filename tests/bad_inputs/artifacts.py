@@ -93,7 +93,7 @@ PRETRAINED = [
     pretrained(
         "what a run says of its model",
         lambda folder: ((folder / MODEL).unlink(), (folder.parent / "checkpoints").mkdir()),
-        "has no weights; `python -m pipeline export ",
+        "has no weights; this writes both",
     ),
     pretrained("weights cut off", cut(MODEL), "its weights are no safetensors"),
     pretrained("weights of nothing", writes(MODEL, ""), "its weights are no safetensors"),

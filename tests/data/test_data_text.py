@@ -149,10 +149,10 @@ def test_bad_tokenizers(corpus, tmp_path, monkeypatch):
 
     assert "missing.json does not exist" in error(tmp_path / "missing.json")
     (tmp_path / "empty").mkdir()
-    assert "has no tokenizer.json" in error(tmp_path / "empty")
+    assert "has no tokenizer; name the one" in error(tmp_path / "empty")
     (tmp_path / "bad.json").write_text("{}")
     assert "bad.json: " in error(tmp_path / "bad.json")
-    assert "cannot load someone/no-such-model from the hub" in error("someone/no-such-model")
+    assert "'someone/no-such-model': there is no such folder" in error("someone/no-such-model")
 
     from tokenizers import Tokenizer, models
 

@@ -21,6 +21,7 @@ from pipeline.launching.environment import (
     write_document,
 )
 from pipeline.launching.multi_node import TRAIN, main, plan
+from pipeline.shipped import LAUNCH
 
 HOSTILE = "$(touch x) `id` \"'; echo é\n\\ %n *"
 SHELL = {
@@ -81,7 +82,7 @@ def test_a_rank_takes_up_what_was_handed_over(tmp_path):
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
     [
-        (None, 0o600, "No such file or directory; start with launch/multi_node.sh, or unset it"),
+        (None, 0o600, f"No such file or directory; start with {LAUNCH}/multi_node.sh, or unset it"),
         ("{}", 0o600, "not what a launch script writes"),
         ("[1", 0o600, "not what a launch script writes"),
         ('{"environment": {}, "arguments": []}', 0o640, "others may write or read it"),
@@ -203,8 +204,8 @@ def test_what_deepspeed_is_given(hostfile, arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--inclde", "b"], "unrecognized arguments: --inclde b; see launch/multi_node.sh --help"),
-        (["--no_ssh"], "--no_ssh does not go with multi_node.sh: start launch/torchrun.sh on each node"),
+        (["--inclde", "b"], f"unrecognized arguments: --inclde b; see {LAUNCH}/multi_node.sh --help"),
+        (["--no_ssh"], f"--no_ssh does not go with multi_node.sh: start {LAUNCH}/torchrun.sh on each node"),
         (["--launcher", "mpich"], "invalid choice: 'mpich'"),
         (["--ssh_port", "23"], "put `Port 23` into ~/.ssh/config"),
         (["--venv_script", "a;b"], "--venv_script 'a;b': a shell on the nodes would read it"),

@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 from support.recorded import event, row
 
+from pipeline.command_lines import own_command
 from pipeline.report import page
 from pipeline.report.curve import MOST_POINTS
 from pipeline.report.killed import note_processes
@@ -243,6 +244,6 @@ def test_the_report_of_an_ended_run_raises_nothing_and_has_little_time(make_run,
         monkeypatch.setattr(page, "LONGEST_END", 0.05)
         monkeypatch.setattr(page, "read_run", lambda *_, **__: time.sleep(1))
         assert write_at_end(path) is None
-        assert f"python -m pipeline report {path}" in caplog.text
+        assert own_command("report", path) in caplog.text
     (path / "metrics.jsonl").unlink()
     assert write_at_end(path) is None
