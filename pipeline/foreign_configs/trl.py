@@ -134,7 +134,7 @@ def trainer_of(draft: Draft) -> str:
     named = [word for word in re.split(r"[^a-z]+", draft.file.path.stem.lower()) if word in TRAINERS]
     by_keys = [name for name, keys in SIGNS.items() if keys & set(draft.file.tree)]
     found = next(iter([*named, *by_keys]), "sft")
-    draft.remarks["data.kind"] = f"read as TRL's {found}; --from trl-dpo and the like say another"
+    draft.not_taken["which trainer"] = f"read as TRL's {found}, by name and keys; --from trl-dpo says another"
     return found
 
 
