@@ -61,8 +61,7 @@ def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, 
         resolved = settled(config, resolved, job, with_zeros(data, objective), engine, objective)
     data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint, adapter)
     loader = build_loader(config, resolved.plan, data, engine)
-    logs, evaluations, saves = build_cadences(config, loader)
-    check_same_curriculum(job, data, logs.last)
+    logs, evaluations, saves = build_cadences(config, loader, job, data)
     tell_of_choices(config, resolved, job, loader, logs.last)
     keep_description(engine, data, job, directory)
     job.progress.at("resuming")
@@ -157,15 +156,19 @@ def with_its_reference(
     return compute_reference(rows, engine, objective, directory, cache, job, key)
 
 
-def build_cadences(config: RunConfig, loader: TrainLoader) -> tuple[Cadence, Cadence, Cadence]:
-    """Return those of rows, evaluations and checkpoints, up to the run's last step.
+def build_cadences(
+    config: RunConfig, loader: TrainLoader, job: Job, data: DataBundle
+) -> tuple[Cadence, Cadence, Cadence]:
+    """Return those of rows, evaluations and checkpoints, up to the run's last step. Collective.
 
     Raises:
         ConfigError: see resolve_cadences and check_own.
+        DataError: see check_same_curriculum.
     """
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
     last = config.max_steps or math.ceil(samples / loader.global_batch_size)
     check_own(config.schedule, last)
+    check_same_curriculum(job, data, last)
     every = resolve_cadences(config, loader.steps_per_epoch)
     return Cadence(every.log, last), Cadence(every.eval, last), Cadence(every.save, last)
 

@@ -81,21 +81,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
-    """Run the command and return the process's exit code.
-
-    Args:
-        program: The command's name in usage and errors.
-    """
-    hide_secrets_in_tracebacks()
-    ranks = Ranks(0, 0, 1, 1)
-    try:
-        handed_over = take_up(os.environ)
-        ranks = read_ranks(os.environ)
-    except PipelineError as error:
-        return _refuse(error, ranks)
+def parse_arguments(words: Sequence[str], program: str) -> argparse.Namespace:
+    """Return the arguments, or end the process with a usage error."""
     parser = build_parser(program)
-    arguments, unknown = parser.parse_known_args([*(sys.argv[1:] if argv is None else argv), *handed_over])
+    arguments, unknown = parser.parse_known_args(words)
     for argument in unknown:
         if argument.startswith("--") and "." in argument.partition("=")[0]:
             parser.error(f"{argument}: overrides are written without dashes: {argument.lstrip('-')}")
@@ -113,6 +102,23 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
         arguments.overrides.append(f"log.console={arguments.log_level}")
     if arguments.world_size is not None and not arguments.dry_run:
         parser.error("--world-size is a positive number and goes with --dry-run")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
+    """Run the command and return the process's exit code.
+
+    Args:
+        program: The command's name in usage and errors.
+    """
+    hide_secrets_in_tracebacks()
+    ranks = Ranks(0, 0, 1, 1)
+    try:
+        handed_over = take_up(os.environ)
+        ranks = read_ranks(os.environ)
+    except PipelineError as error:
+        return _refuse(error, ranks)
+    arguments = parse_arguments([*(sys.argv[1:] if argv is None else argv), *handed_over], program)
     try:
         import_paths = not arguments.no_import_paths
         settings = load_settings(
