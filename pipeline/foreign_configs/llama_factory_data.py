@@ -23,6 +23,8 @@ from pipeline.foreign_configs.sources import (
     tell_of_long_rows,
 )
 
+NEEDED_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag")
+
 
 def put_data(draft: Draft, kind: str) -> None:
     """Put the data sets, and how their rows are written and packed."""
@@ -165,8 +167,11 @@ def _rows(draft: Draft, key: str, name: str, entry: Section, source: Source, kin
         given = columns if of_what == "columns" else tags
         if not isinstance(given, dict) or set(given) - set(known):
             raise draft.top.refused(key, f"{name}: {of_what} of which the import knows {', '.join(known)}")
-    if formatting != "alpaca" and not {"role_tag", "content_tag", "user_tag", "assistant_tag"} <= set(tags):
-        raise draft.top.refused(key, f"{name}: tags without role, content, user and assistant")
+    missing = [tag for tag in NEEDED_TAGS if tag not in tags]
+    if formatting != "alpaca" and missing:
+        usual = ", ".join(f"{tag}: {TAGS[tag]}" for tag in missing)
+        why = "LLaMA-Factory has no default for a tag beside others"
+        raise draft.top.refused(key, f"{name}: tags without {', '.join(missing)}; {why}; usual are {usual}")
     if (label := columns.get("kto_tag")) not in (None, "label", "kto_tag"):
         raise draft.top.refused(key, f"{name}: the column {label} as kto_tag; rename it to label")
     if any(_has_calls(row, columns, tags) for row in rows_of(source)):

@@ -237,6 +237,17 @@ def test_tool_calls_of_llama_factory_are_refused(imported, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_tags_without_the_role_are_refused_with_the_usual_ones(imported, tmp_path):
+    """LLaMA-Factory itself ends in a KeyError there: given tags have no defaults beside them."""
+    (tmp_path / "data").mkdir()
+    entry = {"file_name": "tool.json", "formatting": "sharegpt", "tags": {"function_tag": "function_call"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"talk": entry}))
+    with pytest.raises(
+        ConfigError, match=r"tags without role_tag, .*; usual are role_tag: from, content_tag: value"
+    ):
+        imported(LLAMA_FACTORY)
+
+
 def test_entries_of_axolotl_are_taken_or_named(imported, tmp_path):
     one = {"path": "x/y", "type": "chat_template", "shards": 8}
     made = imported(AXOLOTL, datasets=[one | {"roles": {"user": ["human"]}, "field_messages": "talk"}])
