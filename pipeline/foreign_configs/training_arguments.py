@@ -110,7 +110,7 @@ every evaluation is of the loss: batch_eval_metrics compute_accuracy eval_delay 
   predict_with_generate prediction_loss_only
 torch.compile's backend and mode are chosen here: torch_compile_backend torch_compile_mode
 the optimizer takes no arguments of another: optim_args optim_target_modules
-a run ends with its last step, or by what the section watch says: early_stopping_patience
+write early_stopping.patience (the evaluation before the first step counts here): early_stopping_patience
   early_stopping_steps
 not done here: bf16_full_eval fp16_full_eval torch_empty_cache_steps
 """)
