@@ -110,6 +110,8 @@ def _stated(file: ConfigFile) -> Iterator[_Stated]:
                 f"{file.at(json_key)}: DeepSpeed steps at warmup_max_lr, {peak}, not at {value}"
             )
             continue
+        if json_key.endswith("_num_steps") and not isinstance(value, str):
+            value = _whole(file, json_key, mine, value)
         yield _Stated(json_key, mine, value, str(value))
     kinds = {"optimizer.type": keys.OPTIMIZERS, "scheduler.type": keys.SCHEDULES}
     for json_key, known in kinds.items():
@@ -163,13 +165,24 @@ def _drop_what_the_json_replaces(recipe: ConfigFile, file: ConfigFile) -> None:
 
 
 def _not_a_number(file: ConfigFile, stated: _Stated) -> str:
-    wanted = "a whole number" if stated.recipe_key.endswith(("size", "steps")) else "a number"
+    wanted = "a whole number" if stated.json_key.endswith(("size", "steps", "gpu")) else "a number"
     unquoted = ""
     with suppress(ValueError):
         float(stated.value)
         unquoted = "; write it without quotes"
     given = f"given {stated.value!r}, which is a text{unquoted}"
     return f'{file.at(stated.json_key)}: expected {wanted} or "auto", {given}'
+
+
+def _whole(file: ConfigFile, json_key: str, mine: str, value: Any) -> int:
+    """Return a number of steps. 5e2 is whole; 0.5 is not the share of the run that a recipe means by it."""
+    if isinstance(value, bool) or not float(value).is_integer():
+        given = json.dumps(value)
+        raise ConfigError(
+            f'{file.at(json_key)}: expected a whole number or "auto", given {given}; for a share of the run '
+            f'write "auto" here, and {mine} in the recipe'
+        )
+    return int(value)
 
 
 def _refuse_other_types(file: ConfigFile) -> None:

@@ -74,6 +74,14 @@ CASES = {
         f"ds.gradient_clipping is 0.5, recipe.yaml:1: optimizer.max_grad_norm is 1.0; {HERE}",
         lambda said: said.words.append("ds.gradient_clipping=auto"),
     ),
+    "a share of the run as a number of steps": (
+        lambda: Said(scheduler("WarmupLR", warmup_num_steps=0.1)),
+        'given 0.1; for a share of the run write "auto" here, and schedule.warmup in the recipe',
+        lambda said: (
+            said.write("scheduler.params.warmup_num_steps", "auto"),
+            said.recipe.update(schedule={"warmup": 0.1}),
+        ),
+    ),
     "a batch differs": (
         lambda: Said({"train_batch_size": 16}, {"batch": {"global_batch_size": 8}}),
         HERE,
@@ -219,4 +227,4 @@ def test_every_refusal_has_a_case():
     """A refusal that comes to these modules needs a case above."""
     modules = (deepspeed_adoption, deepspeed_json)
     refusals = sum(inspect.getsource(module).count("raise ConfigError(") for module in modules)
-    assert refusals == 14
+    assert refusals == 15
