@@ -76,6 +76,17 @@ _SEVERAL = {
     "(samples that a rank computes at a time)",
     "model.name": "model.pretrained (a folder or a hub name) or model.architecture (new weights)",
 }
+_FIRST = {
+    "batch": "global_batch_size",
+    "checkpoint": "every",
+    "data": "paths",
+    "eval": "every",
+    "model": "pretrained",
+    "objective": "kind",
+    "optimizer": "kind",
+    "schedule": "kind",
+}
+"""Section -> the key that a single value in its place most likely is for."""
 ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
 """Their word -> the dotted key of the recipe."""
 
@@ -134,7 +145,8 @@ def _explain(problem: Any, file: ConfigFile) -> str:
     if kind == "missing" or (kind == "union_tag_not_found" and isinstance(given, dict)):
         return start + "missing"
     if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
-        return f"{start}expected a section of keys and values, given {given!r}"
+        hint = f"; did you mean {dotted}.{_FIRST[dotted]}?" if dotted in _FIRST and given else ""
+        return f"{start}expected a section of keys and values, given {given!r}{hint}"
     if kind == "value_error":  # one of our own, which says what was given
         return start + str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]

@@ -108,7 +108,7 @@ def test_an_unknown_key_may_have_the_name_of_its_kind(load, tmp_path):
 def test_where_no_key_is_near_the_valid_ones_are_listed(load, tmp_path):
     message = fails_with(load, tmp_path, "  learning_rate: 1e-3", "  qqqq: 1")
     assert message.startswith(
-        "recipe.yaml:16: optimizer.qqqq: unknown key (valid: betas, eps, groups, kind, "
+        "recipe.yaml:16: optimizer.qqqq: unknown key (valid: args, betas, eps, groups, kind, "
     )
 
 
@@ -302,8 +302,8 @@ def test_a_missing_section_is_told(load, tmp_path, name):
     ("new", "message"),
     [
         ("", "model: expected a section of keys and values, given None"),
-        (" 3", "model: expected a section of keys and values, given 3"),
-        (" [a]", "model: expected a section of keys and values, given ['a']"),
+        (" 3", "model: expected a section of keys and values, given 3; did you mean model.pretrained?"),
+        (" [a]", "model: expected a section of keys and values, given ['a']; did you mean model.pretrained?"),
         (" {}", "model.kind: missing"),
         (" {kind: }", "model.kind: missing"),
         (" {kind: 3}", "model.kind: '3' is no known kind"),
@@ -319,7 +319,8 @@ def test_a_section_that_is_none(load, tmp_path, new, message):
 
 def test_a_plain_section_that_is_none(load, tmp_path):
     message = fails_with(load, tmp_path, "optimizer:\n  learning_rate: 1e-3", "optimizer: adam")
-    assert message == "recipe.yaml:15: optimizer: expected a section of keys and values, given 'adam'"
+    start = "recipe.yaml:15: optimizer: expected a section of keys and values"
+    assert message == f"{start}, given 'adam'; did you mean optimizer.kind?"
 
 
 @pytest.mark.parametrize("key", ["zero_optimization", "fp16", "bf16", "precision", "offload_optimizer"])
@@ -503,7 +504,7 @@ data:
             'recipe.yaml:14: data.eval_sets.three.path: unknown key (did you mean "paths"?)',
         ),
         ("", "", "recipe.yaml:3: data: the weights of sources sum to 0; give at least one a weight above 0"),
-        ("weight: 0.0", "weight: -1", "recipe.yaml:11: data.sources.1.weight: input should be greater than"),
+        ("weight: 0.0", "weight: -1", "recipe.yaml:11: data.sources.1.weight: expected a number from 0 on"),
         (
             "weight: 0\n    - name: two",
             "weight: 1\n    - name: one",

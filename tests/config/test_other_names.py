@@ -91,7 +91,7 @@ def test_other_words_are_one_line(given, words, dry_run):
         ("optimizer.kind=a:b", "optimizer.betas=[0.8, 0.9]", "drop it, or write it into optimizer.args"),
         ("optimizer.kind=a:b", "optimizer.eps=1e-6", "optimizer.eps: a:b does not read it"),
         ("optimizer.kind=a:b", "optimizer.momentum=0.8", "optimizer.momentum: a:b does not read it"),
-        ("schedule.kind=a:b", "schedule.warmup_steps=3", "schedule.warmup_steps: a:b decides the"),
+        ("schedule.kind=a:b", "schedule.warmup_steps=3", "schedule.warmup: a:b decides the"),
         ("schedule.kind=a:b", "schedule.decay_steps=3", "schedule.decay_steps: a:b decides the whole"),
         ("schedule.kind=a:b", "schedule.min_learning_rate_ratio=0.3", "move it into that function"),
     ],
