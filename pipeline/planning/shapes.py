@@ -117,7 +117,7 @@ def needed_words(config: RunConfig) -> int | None:
         ids = [*tokenizer["model"]["vocab"].values()] if "vocab" in tokenizer["model"] else []
         ids += [each["id"] for each in tokenizer.get("added_tokens", [])]
         return max(ids) + 1
-    except (ModelError, AttributeError, KeyError, TypeError, ValueError):
+    except (ModelError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return None  # another layout, which the run reads
 
 
@@ -139,7 +139,7 @@ def read_config(given: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(_read(given, "config.json", "model.pretrained"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"model.pretrained: {given!r}: config.json is no JSON ({one_line(error)})") from None
     if not isinstance(found, dict):
         raise ModelError(f"model.pretrained: {given!r}: config.json is no JSON object")

@@ -117,9 +117,9 @@ PRETRAINED = [
         "custom code",
         "model.trust_remote_code",
     ),
-    pretrained("a pipe as a config", replaced("config.json", os.mkfifo), "'config.json' is a pipe"),
+    pretrained("a pipe as a config", replaced("config.json", os.mkfifo), "config.json: it is a pipe"),
     pretrained(
-        "a device as a config", replaced("config.json", link("/dev/zero")), "'config.json' is a device"
+        "a device as a config", replaced("config.json", link("/dev/zero")), "config.json: it is a device"
     ),
     pretrained("a pipe as weights", replaced(MODEL, os.mkfifo), f"'{MODEL}' is a pipe"),
     pretrained("a pipe as a generation config", replaced("generation_config.json", os.mkfifo), "is a pipe"),

@@ -348,7 +348,9 @@ def tokenizer(wrong: str, given: str, *says: str, **files: Content) -> Case:
 TOKENIZERS = [
     tokenizer("a tokenizer that is not there", "./nowhere", "./nowhere does not exist"),
     tokenizer("a tokenizer's file that is not there", "{here}/tokenizer.json", "does not exist"),
-    tokenizer("a folder without a tokenizer", "{here}/t", "has no tokenizer.json", **{"t/a__txt": "x"}),
+    tokenizer(
+        "a folder without a tokenizer", "{here}/t", "has no tokenizer; name the one", **{"t/a__txt": "x"}
+    ),
     tokenizer("a tokenizer that is no JSON", "{here}/tokenizer.json", "cannot load", tokenizer__json="{"),
     tokenizer("a tokenizer of other JSON", "{here}/tokenizer.json", "cannot load", tokenizer__json="[]"),
     tokenizer(

@@ -148,7 +148,9 @@ TYPES = [
     key("eps zero", "optimizer.eps", 0, "given 0"),
     key("weight decay below zero", "optimizer.weight_decay", -0.1, "given -0.1"),
     key("a norm below zero", "optimizer.max_grad_norm", -1, "given -1"),
-    key("an unknown optimizer", "optimizer.kind", "adamW", "'sgd'", "given 'adamW'"),
+    key(
+        "an unknown optimizer", "optimizer.kind", "adamW", "'adamW' is no known kind", 'did you mean "adamw"?'
+    ),
     key("momentum of AdamW", "optimizer.momentum", 0.5, "adamw does not read it"),
     key("a group without a pattern", "optimizer.groups", [{"patterns": []}], "groups.0.patterns"),
     key(
@@ -167,7 +169,9 @@ TYPES = [
         base="digits",
         recipe={"optimizer.groups": [{"patterns": ["conv9.*"]}]},
     ),
-    key("an unknown schedule", "schedule.kind", "cosin", "'cosine'", "given 'cosin'"),
+    key(
+        "an unknown schedule", "schedule.kind", "cosin", "'cosin' is no known kind", 'did you mean "cosine"?'
+    ),
     key("warm-up below zero", "schedule.warmup", -1, "given -1"),
     key("a ratio above one", "schedule.min_learning_rate_ratio", 1.5, "given 1.5"),
     key("no decay steps", "schedule.decay_steps", 0, "given 0"),
