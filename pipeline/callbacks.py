@@ -119,12 +119,7 @@ class EarlyStopping(Callback):
 
     def after_evaluation(self, now: Moment) -> Answer | None:
         """Count the evaluation."""
-        if self._key not in now.metrics:
-            known = ", ".join(key.removeprefix("eval/") for key in now.metrics)
-            raise ConfigError(
-                f"early_stopping: an evaluation has no {self._key}; set eval.best_metric to one of {known}"
-            )
-        value = now.metrics[self._key]
+        value = now.metrics.get(self._key, math.nan)  # none if nothing was counted
         improves = self._best is None or self._sign * (self._best - value) > self._min_delta
         if improves and not math.isnan(value):
             self._best = value

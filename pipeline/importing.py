@@ -35,8 +35,8 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
     module_name, separator, name = path.partition(":")
     if not (separator and module_name and name):
         raise error(f"{path!r} is no import path: expected `package.module:function`")
-    if module_name.endswith(".py") or "/" in module_name:
-        raise error(f"{path}: is the path of a file; {_as_module(Path(module_name), name)}")
+    if (advice := advice_on_file(path)) is not None:
+        raise error(f"{path}: {advice}")
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:
         sys.path.append(directory)
@@ -73,12 +73,15 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
     raise error(f"{where} has no {name!r}{hint}")
 
 
-def _as_module(file: Path, name: str) -> str:
-    """Return what to write for `name` in a file, and from which folder."""
-    file = file.with_suffix("")
+def advice_on_file(given: str) -> str | None:
+    """Return what to write for `folder/file.py:name`, and from which folder; `None` for anything else."""
+    module_name, _, name = given.partition(":")
+    if not name or not (module_name.endswith(".py") or "/" in module_name):
+        return None
+    file = Path(module_name).with_suffix("")
     folder = file.parent if file.is_absolute() or ".." in file.parts else Path()
     written = ".".join(file.relative_to(folder).parts)
-    return f"write {written}:{name}, and start in {folder.absolute()}"
+    return f"is the path of a file; write {written}:{name}, and start in {folder.absolute()}"
 
 
 @contextmanager

@@ -306,9 +306,8 @@ class Loop:
         with parts.meters.paused("evaluation"):
             row = evaluate(parts.engine, parts.objective, parts.eval_loader, parts.job, self._stop)
             if row is not None:
-                measured_by(
-                    parts.best_by, row, parts.objective
-                )  # refuses a metric that is not there before the first step
+                # Refuses a best metric that the evaluation lacks, before the first step.
+                measured_by(parts.best_by, row, parts.objective)
             if row is None:
                 self._stopped = True
             else:

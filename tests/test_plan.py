@@ -156,7 +156,7 @@ def test_every_launcher_hands_the_options_over(options):
         ["--num_gpus", "2"],
         [*options, "max_steps=3"],
     )
-    assert build_parser().parse_args(options).log_level == "warning"
+    assert build_parser("train.py").parse_args(options).log_level == "warning"
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from pipeline.config.data_schema import DocumentsConfig, SourceConfig
 from pipeline.config.loading import ConfigFile, did_you_mean
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.importing import advice_on_file
 
 # What people look for in the recipe but DeepSpeed's JSON decides.
 DEEPSPEED_OWNS = {
@@ -149,6 +150,8 @@ def _explain(problem: Any, file: ConfigFile) -> str:
         return f"{start}expected a section of keys and values, given {given!r}{hint}"
     if kind == "value_error":  # one of our own, which says what was given
         return start + str(problem["ctx"]["error"])
+    if kind == "string_pattern_mismatch" and (advice := advice_on_file(given)) is not None:
+        return f"{start}{given}: {advice}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{start}{message}, given {given!r}"
 
