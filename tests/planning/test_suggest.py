@@ -50,7 +50,7 @@ def test_a_suggestion_is_accepted_and_nothing_beats_it(tmp_path, size, where):
     path = tmp_path / "split.json"
     text = write(found, path, recipe, "plan --suggest").read_text()
     assert ("optimizer on " in text) == ("offload_optimizer" in best.json["zero_optimization"])
-    command = shlex.split(re.split(r"launch/(?:train\.py|multi_node\.sh hostfile) ", text)[1])
+    command = shlex.split(re.split(r"(?:pipeline train|multi_node\.sh HOSTFILE) ", text)[1])
     words = [str(ROOT / "launch" / "train.py"), *command, "--dry-run", "--world-size", str(place.ranks)]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
@@ -107,7 +107,7 @@ def test_the_words_that_are_told_make_the_run_that_was_planned(tiny):
     found = planned(tiny, place_of("h100", None, 2, 1, None, None))
     path = tiny.recipe_path.parent / "split.json"
     text = write(found, path, tiny.recipe_path, "plan --suggest").read_text()
-    command = shlex.split(re.split(r"launch/(?:train\.py|multi_node\.sh hostfile) ", text)[1])
+    command = shlex.split(re.split(r"(?:pipeline train|multi_node\.sh HOSTFILE) ", text)[1])
     assert command[:4] == ["--config", str(tiny.recipe_path), "--deepspeed", str(path)]
     config = load_settings(tiny.recipe_path, path, command[4:]).config
     assert config.model_dump(exclude={"batch"}) == found.best.found.config.model_dump(exclude={"batch"})
