@@ -82,7 +82,7 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _of_best_metric(config: RunConfig) -> Iterator[Contradiction]:
-    """Of an objective that is built here; one's own is asked at the first evaluation."""
+    """Check the metric of a built-in objective; the first evaluation checks that of your own objective."""
     kind = config.objective.kind
     if kind == "auto":
         kind = {CausalLMConfig: "causal_lm", CNNConfig: "classification"}.get(type(config.model), "")

@@ -20,9 +20,9 @@ class _Stated(NamedTuple):
     json_key: str
     recipe_key: str
     value: Any
-    """In the recipe's terms."""
+    """Value in the recipe's terms."""
     quoted: str
-    """In the JSON's."""
+    """Value as the JSON states it, for messages."""
 
 
 def adopt_stated_numbers(recipe: ConfigFile, file: ConfigFile, *, is_default: bool = False) -> None:
@@ -98,7 +98,7 @@ def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
 
 
 def _stated(file: ConfigFile) -> Iterator[_Stated]:
-    """What the JSON decides, by the recipe's keys. "auto" leaves the decision to the recipe."""
+    """Yield each number that the JSON states, with the recipe's key. "auto" leaves it to the recipe."""
     tree = file.tree
     for json_key, mine in keys.RECIPE_OWNS.items():
         value = get_dotted(tree, json_key)
@@ -126,19 +126,19 @@ def _stated(file: ConfigFile) -> Iterator[_Stated]:
 
 
 def _type_name(json_key: str, given: Any) -> str:
-    """DeepSpeed takes an optimizer's name in any case, a schedule's only as it is."""
+    """Return the name as DeepSpeed reads it: an optimizer's in any case, a schedule's only as written."""
     return str(given).lower() if json_key == "optimizer.type" else str(given)
 
 
 def _floor_of_decay(file: ConfigFile) -> float:
-    """Where WarmupDecayLR ends, as a share of its peak: at warmup_min_lr."""
+    """Return the last rate of WarmupDecayLR, `warmup_min_lr`, as a share of its peak."""
     low, peak = (get_dotted(file.tree, f"scheduler.params.warmup_{end}_lr") for end in ("min", "max"))
     numbers = isinstance(low, int | float) and isinstance(peak, int | float) and peak > 0
     return low / peak if numbers else 0.0
 
 
 def _adopt_floor_of_cosine(recipe: ConfigFile, file: ConfigFile) -> None:
-    """A WarmupCosineLR that says nothing of its end goes down to DeepSpeed's default, 0.0001."""
+    """Set the last rate of a WarmupCosineLR without `cos_min_ratio` to DeepSpeed's default, 0.0001."""
     is_cosine = get_dotted(file.tree, "scheduler.type") == "WarmupCosineLR"
     is_open = get_dotted(file.tree, "scheduler.params.cos_min_ratio") is None
     if is_cosine and is_open and get_dotted(recipe.tree, _RATIO) is None:
