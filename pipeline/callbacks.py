@@ -7,7 +7,6 @@ evaluation, where the host waits anyway, are broadcast.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import math
@@ -22,7 +21,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.watching_schema import CallbackConfig
 from pipeline.errors import CallbackError, ConfigError, PipelineError
 from pipeline.events import OWN_NAMES, Event
-from pipeline.importing import import_object, told_in_one_line
+from pipeline.importing import import_object, refuse_misfit, told_in_one_line
 
 if TYPE_CHECKING:
     from pipeline.distributed.process_group import Job
@@ -315,10 +314,8 @@ def _constructor(config: CallbackConfig) -> Callable[[], Callback]:
         raise ConfigError(f"callbacks: {config.kind} is no subclass of pipeline.Callback")
     if all(getattr(found, moment) is getattr(Callback, moment) for moment in MOMENTS):
         raise ConfigError(f"callbacks: {config.kind} has no moment; write one of {', '.join(MOMENTS)}")
-    try:
-        inspect.signature(found).bind(**config.args)
-    except TypeError as error:
-        raise ConfigError(f"callbacks: {config.kind} cannot be called with its args: {error}") from None
+    message = f"callbacks: {config.kind} cannot be called with its args"
+    refuse_misfit(found, message, ConfigError, **config.args)
     return lambda: found(**config.args)
 
 

@@ -73,6 +73,24 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
     raise error(f"{where} has no {name!r}{hint}")
 
 
+def refuse_misfit(
+    function: Callable[..., Any], message: str, error: type[PipelineError], /, *args: Any, **named: Any
+) -> None:
+    """Refuse a function of the user's that cannot be called with these arguments.
+
+    Args:
+        function: One without a signature, as some that are written in C, is accepted.
+        message: What the error says before the reason.
+        error: What to raise.
+    """
+    try:
+        inspect.signature(function).bind(*args, **named)
+    except TypeError as misfit:
+        raise error(f"{message}: {misfit}") from None
+    except ValueError:
+        pass  # no signature
+
+
 def advice_on_file(given: str) -> str | None:
     """Return what to write for `folder/file.py:name`, and from which folder; `None` for anything else."""
     module_name, _, name = given.partition(":")

@@ -7,7 +7,6 @@ finite gradients takes the gradients away.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.errors import ConfigError
-from pipeline.importing import import_object, told_in_one_line
+from pipeline.importing import import_object, refuse_misfit, told_in_one_line
 
 Groups = list[dict[str, Any]]
 
@@ -37,14 +36,8 @@ def build_own(groups: Groups, config: OptimizerConfig, split: Split) -> Optimize
     """
     kind = config.kind
     make = import_object(kind, ConfigError)
-    try:
-        inspect.signature(make).bind([], **config.args)
-    except TypeError as misfit:
-        raise ConfigError(
-            f"optimizer.args: {kind} cannot be called with the parameter groups and these: {misfit}"
-        ) from None
-    except ValueError:
-        pass  # a callable written in C may have no signature
+    message = f"optimizer.args: {kind} cannot be called with the parameter groups and these"
+    refuse_misfit(make, message, ConfigError, [], **config.args)
 
     def made(groups: Groups, rate: float) -> Optimizer:
         given = [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import cache
 
 from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.errors import ConfigError
-from pipeline.importing import import_object, told_in_one_line
+from pipeline.importing import import_object, refuse_misfit, told_in_one_line
 
 MOST_TRIED = 1000
 """Steps of the run at which a function of the user's own is called before the first one."""
@@ -115,12 +114,6 @@ def _own_factor(kind: str, step: int, max_steps: int) -> float:
 @cache
 def _imported(kind: str) -> Callable[[int, int], float]:
     function = import_object(kind, ConfigError)
-    try:
-        inspect.signature(function).bind(0, 1)
-    except TypeError as misfit:
-        raise ConfigError(
-            f"schedule.kind: {kind} cannot be called with (step, total_steps): {misfit}"
-        ) from None
-    except ValueError:
-        pass  # a callable written in C may have no signature
+    message = f"schedule.kind: {kind} cannot be called with (step, total_steps)"
+    refuse_misfit(function, message, ConfigError, 0, 1)
     return function

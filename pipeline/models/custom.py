@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from pipeline.config.model_schema import CustomModelConfig
 from pipeline.errors import ModelError
-from pipeline.importing import import_object, may_not_exit
+from pipeline.importing import import_object, may_not_exit, refuse_misfit
 from pipeline.models.sharding import ModelRequest
 
 log = logging.getLogger(__name__)
@@ -32,12 +31,7 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
     build = import_object(config.kind, ModelError)
     if isinstance(build, nn.Module):
         raise ModelError(f"model.kind: {config.kind} is a module; name a function or a class that makes it")
-    try:
-        inspect.signature(build).bind(**config.args)
-    except TypeError as error:
-        raise ModelError(f"model.args do not fit {config.kind}: {error}") from None
-    except ValueError:
-        pass  # a callable written in C may have no signature
+    refuse_misfit(build, f"model.args do not fit {config.kind}", ModelError, **config.args)
     is_sharded = request.sharding.zero3_config is not None
     try:
         with request.sharding.construct(), may_not_exit(f"model.kind: {config.kind}", ModelError):

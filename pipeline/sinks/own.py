@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.watching_schema import SinkConfig
 from pipeline.errors import ConfigError
-from pipeline.importing import import_object, may_not_exit
+from pipeline.importing import import_object, may_not_exit, refuse_misfit
 from pipeline.sinks.interface import Sink
 
 METHODS = ("write", "tell", "close")
@@ -22,15 +21,8 @@ def import_sink(config: SinkConfig) -> Callable[..., Any]:
         ConfigError: there is none, or it does not take what it will be given.
     """
     make = import_object(config.kind, ConfigError)
-    try:
-        inspect.signature(make).bind(Path(), 0, {}, **config.args)
-    except TypeError as error:
-        raise ConfigError(
-            f"log.sinks: {config.kind} cannot be called with (run_dir, start_step, run_config) and its args: "
-            f"{error}"
-        ) from None
-    except ValueError:
-        pass  # a callable written in C may have no signature
+    message = f"log.sinks: {config.kind} cannot be called with (run_dir, start_step, run_config) and its args"
+    refuse_misfit(make, message, ConfigError, Path(), 0, {}, **config.args)
     missing = [name for name in METHODS if isinstance(make, type) and not hasattr(make, name)]
     if missing:
         raise ConfigError(_lacks(config, missing))
