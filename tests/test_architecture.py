@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Lower layers first; a module imports from its own layer or from lower ones.
 LAYERS = [
-    ["errors", "events", "foreign", "redaction", "secret_names", "units"],
+    ["errors", "events", "foreign", "redaction", "units"],
     [
         *("command_lines", "config", "hub", "importing", "durable", "op_builds", "optional_packages"),
         *("peak_flops", "run_lock", "shards", "shipped", "working_tree"),
