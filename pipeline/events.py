@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pipeline.redaction import redact, redact_text
 
 if TYPE_CHECKING:  # commands that import no numpy use events
     import numpy as np
     import numpy.typing as npt
+
+    from pipeline.checkpoint.catalog import SavedCheckpoints
 
 RUN_FAILED = "run_failed"
 TIME = "time"
@@ -82,31 +83,6 @@ class Event:
 
 
 @dataclass(frozen=True)
-class SavedCheckpoint:
-    """One that a run can go on from."""
-
-    step: int
-    folder: Path
-    eval_loss: float | None
-    """Of these very weights, finite; None: not measured."""
-    rank: float | None
-    """Order by the metric that chooses the best, `eval.best_metric`; the lowest is the best."""
-
-
-@dataclass(frozen=True)
-class SavedCheckpoints:
-    """All of them, oldest first, whenever one is completed, set aside, or given up by going back."""
-
-    saved: tuple[SavedCheckpoint, ...]
-
-    @property
-    def best(self) -> SavedCheckpoint | None:
-        """The one of the lowest rank, the newest of several; `None`: none is measured."""
-        known = [each for each in self.saved if each.rank is not None]
-        return min(known, key=lambda each: (each.rank, -each.step), default=None)
-
-
-@dataclass(frozen=True)
 class Histograms:
     """Of each parameter that is trained, after a step: how many of its values lie between two edges."""
 
@@ -119,5 +95,5 @@ class Histograms:
     """Of that step, as the weights moved by them; empty where it was not taken."""
 
 
-Shown = SavedCheckpoints | Histograms
+Shown: TypeAlias = "SavedCheckpoints | Histograms"
 """What is neither a row nor an event, and has no place in metrics.jsonl."""

@@ -19,12 +19,36 @@ from pipeline.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from pipeline.checkpoint.peers import MARKER, Peers, first
 from pipeline.checkpoint.verify import check_content, check_sizes, look
 from pipeline.errors import CheckpointError
-from pipeline.events import SavedCheckpoint, SavedCheckpoints
 
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
 LONG = 2e9  # bytes that take some seconds to read
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that a run can resume from."""
+
+    step: int
+    folder: Path
+    eval_loss: float | None
+    """Finite loss of these very weights; `None` if it was not measured."""
+    rank: float | None
+    """Order by the metric that chooses the best, `eval.best_metric`; the lowest is the best."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoints:
+    """All checkpoints of a run, oldest first."""
+
+    saved: tuple[SavedCheckpoint, ...]
+
+    @property
+    def best(self) -> SavedCheckpoint | None:
+        """The one of the lowest rank, the newest of several; `None`: none is measured."""
+        known = [each for each in self.saved if each.rank is not None]
+        return min(known, key=lambda each: (each.rank, -each.step), default=None)
 
 
 def folder_name(step: int) -> str:

@@ -14,14 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.catalog import Pruner, Retention, newest_whole, remove_after, set_aside_after
+from pipeline.checkpoint.catalog import (
+    Pruner,
+    Retention,
+    SavedCheckpoints,
+    newest_whole,
+    remove_after,
+    set_aside_after,
+)
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import find_peers
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.saving import Kept, NotSavedError, Save, prepare
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError
-from pipeline.events import SavedCheckpoints
 from pipeline.shards import EngineState
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.events import Event, Histograms, SavedCheckpoint, Shown
+from pipeline.events import Event, Histograms, Shown
+
+if TYPE_CHECKING:  # the sinks load no torch
+    from pipeline.checkpoint.catalog import SavedCheckpoint
 
 LONGEST_HASHED = 2**20  # bytes
 

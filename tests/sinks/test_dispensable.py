@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from sinks_of_tests import Recorded
 
-from pipeline.events import Event, SavedCheckpoints
+from pipeline.checkpoint.catalog import SavedCheckpoints
+from pipeline.events import Event
 from pipeline.sinks import Sinks, dispensable
 from pipeline.sinks.dispensable import SinkThread
 
