@@ -19,7 +19,6 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
 from pipeline.config.cadences import resolve_cadences
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
@@ -148,8 +147,8 @@ def with_its_reference(
         return data
     if checkpoint is not None:
         return with_reference(data, directory, job)
-    folder: str | None = getattr(config.data, "cache_dir", None)
-    cache = Path(folder).expanduser() / "reference" if folder is not None else None
+    documents = config.data.documents
+    cache = Path(documents.cache_dir).expanduser() / "reference" if documents is not None else None
     rows = Rows(data, resolved.plan.micro_batch_size, config.loader.num_workers)
     # The engine's weights do not show the adapter's base.
     key = {**config.model.model_dump(mode="json"), **adapters.lasting(adapter)}
@@ -282,7 +281,7 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
         dp_world_size=engine.dp_world_size,
         seed=config.seed,
         num_workers=config.loader.num_workers,
-        num_words=num_words(engine.module) if isinstance(config.model, CausalLMConfig) else None,
+        num_words=num_words(engine.module) if config.model.language_model is not None else None,
         left_out=config.loader.leave_out,
     )
 
@@ -303,7 +302,7 @@ def build_eval_loader(
         max_samples=config.eval.max_samples,
         num_workers=config.loader.num_workers,
         pin_memory=engine.device.type == "cuda",
-        num_words=num_words(engine.module) if isinstance(config.model, CausalLMConfig) else None,
+        num_words=num_words(engine.module) if config.model.language_model is not None else None,
     )
 
 

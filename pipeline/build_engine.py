@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.config.model_schema import CausalLMConfig, ModelSection
+from pipeline.config.model_schema import ModelSection
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
@@ -69,7 +69,7 @@ def build_engine(
         from pipeline.engine.pipeline_engine import PipelineEngine
         from pipeline.engine.stages import StageSharding
 
-        length = getattr(config.data, "sequence_length", None)
+        length = config.data.tokens_per_row
         stages = StageSharding(resolved.deepspeed, split, length, job)
         model_in(stages)
         assert stages.model is not None
@@ -108,20 +108,22 @@ def hold_base(
 def placement_of(config: RunConfig, resolved: Resolved, job: Job) -> Placement:
     """What the steps between weights and compilation may know, but for an adapter's."""
     split = resolved.split
+    documents = config.data.documents
     # transformers' language models are written for parameters in half precision, other modules for fp32.
     is_half = resolved.deepspeed is not None and split.precision != "fp32"
     return Placement(
         job.device,
         split.dp_world_size,
-        is_autocast=is_half and not isinstance(config.model, CausalLMConfig),
-        separate_documents=getattr(config.data, "separate_documents", False),
+        is_autocast=is_half and config.model.language_model is None,
+        separate_documents=documents is not None and documents.separate_documents,
         dtype=DTYPES[split.precision],
     )
 
 
 def ids_trained_here(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
     """Token -> id of the tokenizer, where it was trained on this data for want of another."""
-    named = getattr(getattr(config.data, "tokenizer", None), "pretrained", None)
+    documents = config.data.documents
+    named = documents.tokenizer.pretrained if documents is not None else None
     return data.tokenizer.get_vocab() if data.tokenizer is not None and named is None else None
 
 
@@ -132,7 +134,7 @@ def model_request(
     return ModelRequest(
         sharding=sharding,
         vocab_size=data.vocab_size,
-        sequence_length=getattr(config.data, "sequence_length", None),
+        sequence_length=config.data.tokens_per_row,
         longest=data.longest,
         num_classes=data.num_classes,
         num_channels=data.num_channels,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.config.model_schema import ModelConfig
+from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.distributed.process_group import Job
@@ -37,9 +37,10 @@ def build_meters(
 ) -> Meters:
     """What is measured of the run; before its record is opened, which may take rows back."""
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
-    length: int | None = getattr(config.data, "sequence_length", None)
+    length = config.data.tokens_per_row
+    language = config.model.language_model
     cost = flops_per_token(engine.module, length, frozen=config.adapter is not None)
-    in_fp8 = fp8_share(engine.module, getattr(config.model, "fp8", "none"), cost)
+    in_fp8 = fp8_share(engine.module, language.fp8 if language is not None else "none", cost)
     workload = Workload(
         samples_per_step=resolved.plan.global_batch_size,
         world_size=job.ranks.world_size,
@@ -47,7 +48,7 @@ def build_meters(
         means=objective.means,
         flops_per_sample=None if length is None or cost is None else length * cost,
         peak_flops=peak_flops(name, engine.precision, resolved.tf32, in_fp8),
-        recomputed_flops=_recomputed(config.model, engine, length),
+        recomputed_flops=_recomputed(language, engine, length),
     )
     clock = time.perf_counter
     profile = profile_asked_for(resolved.deepspeed, engine, clock, directory, job.ranks.is_main_process)
@@ -81,9 +82,9 @@ def own_phases(resolved: Resolved, engine: Engine) -> tuple[str, ...]:
     return ("forward", "backward") if split.pipeline_stages > 1 else ("forward",)
 
 
-def _recomputed(model: ModelConfig, engine: Engine, length: int | None) -> Callable[[], float]:
+def _recomputed(model: CausalLMConfig | None, engine: Engine, length: int | None) -> Callable[[], float]:
     """FLOPs of a row that its backward makes once more: of products, of which `selective` keeps all."""
-    if length is None or getattr(model, "activation_checkpointing", "none") in ("none", "selective"):
+    if length is None or model is None or model.activation_checkpointing in ("none", "selective"):
         return float
     from pipeline.models.activation_checkpointing import share_recomputed
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.config.cadences import intervals_in_words
-from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.recipe import OPTION
 from pipeline.config.schema import LogLevel
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
@@ -196,8 +195,8 @@ def describe(settings: Settings, world_size: int) -> str:
     if config.max_steps is not None:
         samples = config.max_steps * plan.global_batch_size
         line = f"{config.max_steps:,} optimizer steps, {samples:,} samples"
-        if isinstance(config.data, TextDataConfig):
-            line += f", {samples * config.data.sequence_length:,} tokens"
+        if config.data.text is not None:
+            line += f", {samples * config.data.text.sequence_length:,} tokens"
         parts += [line, *filter(None, [remark(config.schedule, config.max_steps)])]
     else:
         parts.append(f"{config.max_epochs:g} epochs of the training data (counted when it is read)")

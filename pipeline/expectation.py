@@ -13,7 +13,6 @@ from statistics import median
 import torch
 from torch import nn
 
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.data.bundle import DataBundle
@@ -139,7 +138,7 @@ def expect(
         module: Of which a rank has all parameters or shards of all, where the recipe does not show them.
     """
     history = history_of(config)
-    length = getattr(config.data, "sequence_length", None)
+    length = config.data.tokens_per_row
     is_cut = resolved.split.tensor_parallel * resolved.split.pipeline_stages > 1
     with _unless_unknown():
         model = model_of(_with_words(config, data.vocab_size)) or (None if is_cut else sizes.model_of(module))
@@ -196,8 +195,8 @@ def _unless_unknown() -> Iterator[None]:
 
 def _with_words(config: RunConfig, words: int | None) -> RunConfig:
     """A tokenizer that was trained may have fewer entries than it might have."""
-    model = config.model
-    if words is None or not isinstance(model, CausalLMConfig):
+    model = config.model.language_model
+    if words is None or model is None:
         return config
     if model.architecture is None or model.vocab_size is not None:
         return config

@@ -35,7 +35,7 @@ def announce(settings: Settings, resolved: Resolved, parts: Parts, directory: Pa
     """A line of the log each; their first words stand under each other."""
     for name, text in plan(settings, resolved, parts, directory):
         log.info("%s", f"{name:<10}  {text}")
-    length, split = getattr(settings.config.data, "sequence_length", None), resolved.split
+    length, split = settings.config.data.tokens_per_row, resolved.split
     if settings.config.adapter is not None and length is not None:
         samples = parts.max_steps * resolved.plan.global_batch_size
         tokens = min(samples, getattr(parts.loader, "samples_per_epoch", 0)) * length
@@ -51,7 +51,8 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     share = sum(n for n, trains in own if trains) / max(1, sum(n for n, _ in own))  # of this rank's part
     frozen = f", {share:.1%} of them trained" if share < 1 else ""
     model = settings.config.model
-    name = getattr(model, "architecture", None) or getattr(model, "pretrained", None) or model.kind
+    language = model.language_model
+    name = model.kind if language is None else language.architecture or language.pretrained or model.kind
     yield "model", f"{name}, {engine.num_parameters:,} parameters{frozen}"
     if (adapter := settings.config.adapter) is not None:
         whence = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
@@ -62,7 +63,7 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     yield "split", f"{resolved.split}{file}; {ranks}"
     yield "batch", str(resolved.plan)
     samples = resolved.plan.global_batch_size
-    length: int | None = getattr(data, "sequence_length", None)
+    length = data.tokens_per_row
     tokens = f", {parts.max_steps * samples * length:,} tokens" if length else ""
     done = f"; {parts.start.global_step} done" if parts.start.global_step else ""
     yield "steps", f"{parts.max_steps:,}, {parts.max_steps * samples:,} samples{tokens}{done}"

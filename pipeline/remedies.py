@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from pipeline.config.batch import BatchPlan
 from pipeline.config.loading import get_dotted
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.config.split import Device
 from pipeline.distributed.part_of_run import LOADING, Part
@@ -107,14 +106,14 @@ class Changing:
             words, parts = smaller
             why = f"the same step in {parts} times as many parts"
             yield Change("smaller micro-batch", words, self._share(1 - 1 / parts), None, why)
-        model = self.settings.config.model
-        if isinstance(model, CausalLMConfig) and model.activation_checkpointing != "full":
+        model = self.settings.config.model.language_model
+        if model is not None and model.activation_checkpointing != "full":
             why, words = "blocks are computed again in the backward", ("model.activation_checkpointing=full",)
             gain = self._share(1 - KEPT_BY_RECOMPUTATION)
             yield Change("recomputation", words, gain, SLOWER_BY_RECOMPUTATION, why)
 
     def _of_rows(self) -> Iterator[Change]:
-        length = getattr(self.settings.config.data, "sequence_length", None)
+        length = self.settings.config.data.tokens_per_row
         if length and length > 1 and self.shortage.part not in LOADING and not self.is_beside_the_device:
             why = f"now {length}: other rows, another curve"
             yield Change("shorter rows", (f"data.sequence_length={length // 2}",), None, None, why, True)
@@ -145,7 +144,7 @@ class Changing:
         if self.shortage.kind != "cpu":
             return
         config, json = self.settings.config, self.settings.deepspeed or {}
-        if getattr(config.loader, "num_workers", 0):
+        if config.loader.num_workers:
             why = f"now {config.loader.num_workers} processes a rank"
             yield Change("fewer workers", ("loader.num_workers=0",), None, None, why)
         for what in ("optimizer", "param"):

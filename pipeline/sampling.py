@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pipeline.config.data_schema import ConversationsConfig, DataConfig
+from pipeline.config.data_schema import DataConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.bundle import DataBundle
@@ -21,7 +21,7 @@ CODE, QUESTION = "def ", "Hello!"  # asked where neither the recipe nor the data
 
 def asks_in_template(data: DataConfig, tokenizer: Any) -> bool:
     """Whether a prompt is a question in the tokenizer's chat template, as in such data."""
-    return isinstance(data, ConversationsConfig) and bool(tokenizer and tokenizer.chat_template)
+    return data.conversations is not None and bool(tokenizer and tokenizer.chat_template)
 
 
 class Sample(NamedTuple):
@@ -40,7 +40,8 @@ def sample_text(writer: Generates, data: DataBundle, config: RunConfig) -> Sampl
     if not hasattr(writer.module, "generate"):
         return None
     tokenizer: Any = data.tokenizer
-    is_spoken, prompt = isinstance(config.data, ConversationsConfig), config.sample.prompt
+    is_spoken = config.data.conversations is not None
+    prompt = config.sample.prompt
     ids = _held_out_prompt(data) if prompt is None and is_spoken else None
     if ids is None:
         default = QUESTION if is_spoken else CODE

@@ -21,10 +21,8 @@ from pipeline.checkpoint.export import DESCRIPTION
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.batch import BatchPlan, plan_batch
-from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig
 from pipeline.config.deepspeed_json import precision_of
 from pipeline.config.loading import parse_override, read_yaml
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.data import prepare_data
@@ -94,7 +92,8 @@ def _open(path: Path, step: str | int, overrides: Sequence[str], import_paths: b
                 f"{', '.join(f'{section}.*' for section in CHANGEABLE)}"
             )
     config = load_settings(run / "recipe.yaml", None, overrides, import_paths=import_paths).config
-    if getattr(config.model, "trust_remote_code", False) and REMOTE_CODE not in changed:
+    language = config.model.language_model
+    if language is not None and language.trust_remote_code and REMOTE_CODE not in changed:
         raise ConfigError(
             f"{run / 'recipe.yaml'}: the model brings Python code of its own; to run it say so here too: "
             f"{REMOTE_CODE}=true"
@@ -118,11 +117,11 @@ def _hidden_keys(tree: Any, prefix: str = "") -> Iterator[str]:
 
 def _with_its_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
     """Whatever it reads, the model knows the ids of its own tokenizer: no other is loaded, or trained."""
-    data = config.data
-    if not isinstance(data, DocumentsConfig):
+    data = config.data.documents
+    if data is None:
         return config
     changes: dict[str, Any] = {"tokenizer": data.tokenizer.model_copy(update={"pretrained": str(folder)})}
-    if isinstance(data, ConversationsConfig):
+    if data.conversations is not None:
         changes["chat_template"] = None  # the tokenizer's
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 
@@ -151,7 +150,7 @@ def evaluate(
     if data.fingerprint != trained.split.get("data"):
         log.warning("this is not the data that the run was trained and evaluated on: other numbers follow")
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    length = getattr(config.data, "sequence_length", None)
+    length = config.data.tokens_per_row
     with explained(job.device, partial(of_evaluation, _micro_batch_size(trained), length)):
         return _evaluate(trained, job, data, length)
 
@@ -162,7 +161,7 @@ def _evaluate(trained: Trained, job: Job, data: DataBundle, length: int | None) 
     if isinstance(objective, BySegment) and objective.has_reference:
         data = with_reference(data, trained.run, job)
     engine = _load(trained, job, data)
-    if isinstance(config.model, CausalLMConfig):
+    if config.model.language_model is not None:
         from pipeline.models.huggingface import check_positions
 
         check_positions(engine.module.config, length, data.longest)
@@ -203,7 +202,7 @@ def generate(
     """
     trained = _open(Path(run), step, overrides, import_paths)
     config = trained.config
-    if not isinstance(config.model, CausalLMConfig):
+    if config.model.language_model is None:
         raise ModelError(
             f"{trained.run}: a model of kind {config.model.kind} writes no text; that is for language models "
             "(model.kind: causal_lm)"
@@ -219,18 +218,19 @@ def generate(
 def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
     config, deepspeed = trained.config, trained.split["deepspeed"]
     allow_tf32(bool(trained.split.get("tf32")))
-    if isinstance(config.model, CausalLMConfig):
+    language = config.model.language_model
+    if language is not None:
         from pipeline.models.huggingface import build_described
 
-        model = build_described(trained.run / DESCRIPTION, config.model)
+        model = build_described(trained.run / DESCRIPTION, language)
     else:
         assert data is not None
         model = build_model(config.model, model_request(config, data, Whole()), config.seed)
     section = config.model.model_copy(update={"weights": str(trained.checkpoint), "strict": True})
-    if isinstance(section, CausalLMConfig):  # trained where there is fp8, read anywhere
+    if language is not None:  # trained where there is fp8, read anywhere
         section = section.model_copy(update={"fp8": "none"})
     load_weights(model, section, Whole(), job, open_checkpoint)
-    autocast = not isinstance(config.model, CausalLMConfig)
+    autocast = language is None
     is_half = deepspeed is not None and precision_of(deepspeed) != "fp32"
     model = transform(model, section, Placement(job.device, is_autocast=autocast and is_half))
     if deepspeed is None:

@@ -137,7 +137,7 @@ def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpo
 def _base(config: RunConfig, open_checkpoint: OpenCheckpoint, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return where it lies, its digest, and the files that this was found in."""
     model = config.model
-    pretrained = getattr(model, "pretrained", None)
+    pretrained = model.pretrained_from
     base: dict[str, Any] = {"weights": None, "pretrained": pretrained, "seed": config.seed}
     if model.weights is not None:
         base["weights"] = str(Path(model.weights).expanduser().absolute())

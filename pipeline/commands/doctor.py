@@ -78,7 +78,8 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
             is_default=arguments.config is None,
         )
         runs = str(settings.config.runs_dir)
-        cache = str(getattr(settings.config.data, "cache_dir", cache))
+        documents = settings.config.data.documents
+        cache = cache if documents is None else documents.cache_dir
         ops = needed_ops(settings.deepspeed or {})
     return Wanted(
         devices={},

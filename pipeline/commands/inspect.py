@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.command_lines import own_command
 from pipeline.commands.inputs import add_recipe_arguments, read_recipe
-from pipeline.config.data_schema import CustomDataConfig, DocumentsConfig, ImagesDataConfig
+from pipeline.config.data_schema import DocumentsConfig
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
@@ -55,16 +55,16 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.samples < 0:
         raise ConfigError(f"--samples {arguments.samples}: expected 0 or more")
     folder = arguments.output or Path(config.runs_dir) / "inspect" / config.name
-    if not isinstance(config.data, CustomDataConfig):
+    if config.data.custom is None:
         require("matplotlib", own_command("inspect"))  # before the data is prepared
     from pipeline.data import prepare_data
     from pipeline.inspection.screen import Screen
 
     screen = Screen(arguments.no_color)
     bundle = prepare_data(config.data)
-    if isinstance(config.data, DocumentsConfig):
-        _inspect_text(screen, config, config.data, bundle, folder, arguments.samples)
-    elif isinstance(config.data, CustomDataConfig):
+    if config.data.documents is not None:
+        _inspect_text(screen, config, config.data.documents, bundle, folder, arguments.samples)
+    elif config.data.custom is not None:
         _inspect_custom(screen, config, bundle)
     else:
         _inspect_images(screen, config, bundle, folder)
@@ -110,7 +110,7 @@ def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folde
     from pipeline.inspection import images
 
     images.show_classes(screen, bundle.train, list(bundle.eval.values()))
-    if isinstance(config.data, ImagesDataConfig):
+    if config.data.images is not None:
         images.show_files(screen, bundle.train, bundle.eval)
     batch = _first_batch(config, bundle, min(SHEET, len(bundle.train)))  # type: ignore[arg-type]
     images.show_sheet(screen, batch, bundle.train, folder / "training_images.png")

@@ -6,7 +6,6 @@ import argparse
 import re
 
 from pipeline.commands.inputs import add_recipe_arguments, read_recipe
-from pipeline.config.data_schema import DocumentsConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
 from pipeline.logs import log_to_console
@@ -54,9 +53,9 @@ def run(arguments: argparse.Namespace) -> None:
     log_to_console(Ranks(0, 0, 1, 1))
     data = read_recipe(arguments).data
     shard = None if arguments.shard is None else parse_shard(arguments.shard)
-    if not isinstance(data, DocumentsConfig):
+    if data.documents is None:
         print(f"data of kind {data.kind} needs no preparation")
         return
     from pipeline.data.prepared import prepare_documents  # numpy and transformers come in here
 
-    prepare_documents(data, shard, arguments.verify)
+    prepare_documents(data.documents, shard, arguments.verify)

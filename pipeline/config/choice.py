@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.loading import Tree, get_dotted
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split
 
@@ -38,7 +37,7 @@ class Choice:
 
     @property
     def is_language_model(self) -> bool:
-        return isinstance(self.config.model, CausalLMConfig)
+        return self.config.model.language_model is not None
 
     @property
     def multiplies_in_fp8(self) -> bool:

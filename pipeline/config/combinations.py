@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from pipeline.config.choice import Choice, Rule
-from pipeline.config.data_schema import TextDataConfig
 from pipeline.config.loading import ConfigFile, get_dotted
 from pipeline.errors import ConfigError
 
@@ -69,8 +68,8 @@ RULES = [
         "every rank holds an equal part of a sequence",
         "a sequence_length that the degree divides",
         lambda c: (
-            isinstance(c.config.data, TextDataConfig)
-            and c.config.data.sequence_length % c.split.sequence_parallel != 0
+            c.config.data.text is not None
+            and c.config.data.text.sequence_length % c.split.sequence_parallel != 0
         ),
     ),
     Rule(

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 
 from pipeline.config.cadences import cadence_contradictions
 from pipeline.config.data_schema import (
-    CustomDataConfig,
-    DigitsDataConfig,
     DocumentsConfig,
-    ImagesDataConfig,
     PreferenceDataConfig,
     SourceConfig,
     TextDataConfig,
 )
-from pipeline.config.model_schema import CausalLMConfig, CNNConfig
+from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig
 from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
 from pipeline.config.schema import RunConfig
@@ -70,10 +67,10 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
             f"profile.start_step {first} is behind the last step (max_steps {last}); lower it",
         )
     yield from cadence_contradictions(config, None)
-    if isinstance(config.model, CausalLMConfig):
-        yield from _of_language_model(config.model)
-    if isinstance(config.data, DocumentsConfig):
-        yield from _of_documents(config.data)
+    if config.model.language_model is not None:
+        yield from _of_language_model(config.model.language_model)
+    if config.data.documents is not None:
+        yield from _of_documents(config.data.documents)
     yield from _of_objective(config)
     yield from _of_best_metric(config)
     yield from _of_early_stopping(config)
@@ -85,7 +82,7 @@ def _of_best_metric(config: RunConfig) -> Iterator[Contradiction]:
     """Check the metric of a built-in objective; the first evaluation checks that of your own objective."""
     kind = config.objective.kind
     if kind == "auto":
-        kind = {CausalLMConfig: "causal_lm", CNNConfig: "classification"}.get(type(config.model), "")
+        kind = config.model.default_objective or ""
     known, metric = METRICS.get(kind), config.eval.best_metric
     of_one_set = any(metric.endswith(f"/{name}") for name in known or ())
     if known is not None and metric not in known and not of_one_set:
@@ -165,7 +162,8 @@ def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
                 if unread and getattr(source, key) != SourceConfig.model_fields[key].default:
                     yield (f"{at}.{key}", at), f"{at}.{key} goes with {origin}, which is not given; drop it"
     default = TextDataConfig.model_fields["text_field"].default
-    if isinstance(data, TextDataConfig) and data.sources is not None and data.text_field != default:
+    text = data.text
+    if text is not None and text.sources is not None and text.text_field != default:
         yield (
             ("data.text_field", "data.sources"),
             "data.text_field goes with data.paths; write text_field in each of data.sources",
@@ -190,10 +188,10 @@ def _of_judgements(data: PreferenceDataConfig, kind: str) -> Iterator[Contradict
 
 
 def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
-    objective, language = config.objective, isinstance(config.model, CausalLMConfig)
-    if isinstance(config.data, PreferenceDataConfig):
-        yield from _of_judgements(config.data, objective.kind)
-    elif objective.kind in (*OF_PAIRS, OF_EXAMPLES) and not isinstance(config.data, CustomDataConfig):
+    objective, language = config.objective, config.model.language_model is not None
+    if config.data.preferences is not None:
+        yield from _of_judgements(config.data.preferences, objective.kind)
+    elif objective.kind in (*OF_PAIRS, OF_EXAMPLES) and config.data.custom is None:
         yield (
             ("objective.kind", "data.kind"),
             f"objective.kind: {objective.kind} compares answers, and data of kind {config.data.kind} has "
@@ -210,9 +208,9 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
                 key = f"objective.{name}"
                 why = "only classification reads it, and a causal_lm model's objective is causal_lm"
                 yield (key, "objective.kind", "model"), f"{key}: {why}"
-    if language and isinstance(config.data, (DigitsDataConfig, ImagesDataConfig)):
+    if language and config.data.image_shape is not None:
         wanted = "text, chat or preference"
-    elif isinstance(config.model, CNNConfig) and isinstance(config.data, DocumentsConfig):
+    elif config.model.cnn is not None and config.data.documents is not None:
         wanted = "digits or images"
     else:
         return

@@ -110,7 +110,56 @@ class SourceConfig(Closed):
         return self
 
 
-class DocumentsConfig(Closed):
+class DataSection(Closed):
+    """What every kind of data answers. Each kind but one answers `None` to the question for a kind."""
+
+    @property
+    def tokens_per_row(self) -> int | None:
+        """Number of tokens in a row of the training data; `None` where rows are no tokens."""
+        return None
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """Channels, height and width of a sample; `None` where samples are no images or of unknown size."""
+        return None
+
+    @property
+    def documents(self) -> DocumentsConfig | None:
+        """This section, of text, conversations or preferences."""
+        return None
+
+    @property
+    def text(self) -> TextDataConfig | None:
+        """This section, of text."""
+        return None
+
+    @property
+    def conversations(self) -> ConversationsConfig | None:
+        """This section, of chat or preferences, which a chat template writes out."""
+        return None
+
+    @property
+    def chat(self) -> ChatDataConfig | None:
+        """This section, of chat."""
+        return None
+
+    @property
+    def preferences(self) -> PreferenceDataConfig | None:
+        """This section, of judged answers."""
+        return None
+
+    @property
+    def images(self) -> ImagesDataConfig | None:
+        """This section, of image files or a dataset of images."""
+        return None
+
+    @property
+    def custom(self) -> CustomDataConfig | None:
+        """This section, of a user's own data."""
+        return None
+
+
+class DocumentsConfig(DataSection):
     """What text and chat have in common."""
 
     paths: list[str] | None = Field(None, min_length=1)
@@ -159,12 +208,25 @@ class DocumentsConfig(Closed):
     def all_sources(self) -> list[SourceConfig]:
         """Every source of the training data, each with a name."""
         if self.sources is None:
-            field = getattr(self, "text_field", "text")
-            return [SourceConfig(name="source1", paths=self.paths, text_field=field)]
+            return [SourceConfig(name="source1", paths=self.paths, text_field=self._text_field)]
         return [
             source if source.name is not None else source.model_copy(update={"name": f"source{number}"})
             for number, source in enumerate(self.sources, start=1)
         ]
+
+    @property
+    def _text_field(self) -> str:
+        return "text"
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Number of tokens in a row of the training data."""
+        return self.sequence_length
+
+    @property
+    def documents(self) -> DocumentsConfig:
+        """This section."""
+        return self
 
 
 class TextDataConfig(DocumentsConfig):
@@ -177,6 +239,15 @@ class TextDataConfig(DocumentsConfig):
     """How documents fill sequences. `concatenate`: one behind the other, cut where a sequence is full.
     `best_fit`: whole documents, put together so that little is left over; only what is longer than a sequence
     is cut. `none`: each document alone, padded."""
+
+    @property
+    def _text_field(self) -> str:
+        return self.text_field
+
+    @property
+    def text(self) -> TextDataConfig:
+        """This section."""
+        return self
 
 
 class ConversationsConfig(DocumentsConfig):
@@ -191,6 +262,11 @@ class ConversationsConfig(DocumentsConfig):
     append_eos: bool = True
     """Add the end-of-document token behind a conversation that the template ends otherwise. `false`: the
     tokens are what the template writes, and nothing behind an answer's own text counts in the loss."""
+
+    @property
+    def conversations(self) -> ConversationsConfig:
+        """This section."""
+        return self
 
 
 class ChatDataConfig(ConversationsConfig):
@@ -210,6 +286,11 @@ class ChatDataConfig(ConversationsConfig):
     too_long: Literal["shorten", "drop", "error"] = "shorten"
     """A conversation longer than a sequence. `shorten`: its last turns are left out, up to an answer that
     fits whole; where not even the first fits, it is dropped. Both are counted and reported."""
+
+    @property
+    def chat(self) -> ChatDataConfig:
+        """This section."""
+        return self
 
 
 class PreferenceDataConfig(ConversationsConfig):
@@ -257,16 +338,26 @@ class PreferenceDataConfig(ConversationsConfig):
         """Whether rows may have one answer alone."""
         return self.examples == "unpaired"
 
+    @property
+    def preferences(self) -> PreferenceDataConfig:
+        """This section."""
+        return self
 
-class DigitsDataConfig(Closed):
+
+class DigitsDataConfig(DataSection):
     """scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, 10 classes."""
 
     kind: Literal["digits"]
     eval_fraction: float = Field(0.2, gt=0, lt=1)
     """Share of the images held out for evaluation."""
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a digit."""
+        return 1, 8, 8
 
-class ImagesDataConfig(Closed):
+
+class ImagesDataConfig(DataSection):
     """Images to classify: a folder of one folder a class, or a Hugging Face dataset."""
 
     kind: Literal["images"]
@@ -324,8 +415,18 @@ class ImagesDataConfig(Closed):
             raise ValueError("must be above 0")
         return value
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a sample."""
+        return self.channels, self.image_size, self.image_size
 
-class CustomDataConfig(Closed):
+    @property
+    def images(self) -> ImagesDataConfig:
+        """This section."""
+        return self
+
+
+class CustomDataConfig(DataSection):
     """Data of your own: `kind: package.module:function`, called as `function(split, **args)`."""
 
     kind: str = Field(pattern=IMPORT_PATH)
@@ -337,6 +438,11 @@ class CustomDataConfig(Closed):
     collate_fn: str | None = Field(None, pattern=IMPORT_PATH)
     """Import path of a function that makes a batch of a list of samples; it runs as `kind` does. Default: the
     data set's own `collate_fn`, or what stacks samples of one shape."""
+
+    @property
+    def custom(self) -> CustomDataConfig:
+        """This section."""
+        return self
 
 
 DataConfig = Annotated[

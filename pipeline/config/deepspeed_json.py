@@ -81,7 +81,8 @@ def _zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
     At stages 1 and 2 the engine chooses, by the model's size. Hugging Face's rule for stage 3, the square of
     the width, would send a small model in pieces that wait for their latency: not below 50 million.
     """
-    hidden = getattr(config.model, "hidden_size", None) or 0
+    language = config.model.language_model
+    hidden = (language.hidden_size if language is not None else None) or 0
     bucket = max(hidden * hidden, 50_000_000)
     return {
         "overlap_comm": ranks > 1,  # alone there is nothing to overlap, and it costs two waits a step

@@ -52,6 +52,31 @@ class ModelSection(Closed):
     """NEFTune, for fine-tuning: in training each number of a token's embedding is moved by a random one, by
     `neftune_alpha` / sqrt(tokens of the sample x width) at most. Published: 5 to 15. Null: by none."""
 
+    @property
+    def language_model(self) -> CausalLMConfig | None:
+        """This section, of a language model; `None` of any other kind."""
+        return None
+
+    @property
+    def cnn(self) -> CNNConfig | None:
+        """This section, of the small convolutional network; `None` of any other kind."""
+        return None
+
+    @property
+    def custom(self) -> CustomModelConfig | None:
+        """This section, of a user's own model; `None` of a built-in kind."""
+        return None
+
+    @property
+    def default_objective(self) -> str | None:
+        """Kind of the objective that `auto` stands for; `None` of a user's own model."""
+        return None
+
+    @property
+    def pretrained_from(self) -> str | None:
+        """Folder or hub name of a pretrained model; `None` of a new one."""
+        return None
+
 
 class CausalLMConfig(ModelSection):
     """A language model from transformers: new (`architecture`) or with weights (`pretrained`)."""
@@ -98,6 +123,21 @@ class CausalLMConfig(ModelSection):
     """Run Python code that ships with the hub repository named in `pretrained`. `--no-import-paths` refuses
     it."""
 
+    @property
+    def language_model(self) -> CausalLMConfig:
+        """This section."""
+        return self
+
+    @property
+    def default_objective(self) -> str:
+        """The cross entropy of the next token."""
+        return "causal_lm"
+
+    @property
+    def pretrained_from(self) -> str | None:
+        """Folder or hub name of a pretrained model; `None` of a new one."""
+        return self.pretrained
+
 
 # The recipe's word -> transformers' word.
 FIELDS = {
@@ -122,6 +162,16 @@ class CNNConfig(ModelSection):
     dropout: float = Field(0.1, ge=0, lt=1)
     """Probability of dropping an activation before the last layer."""
 
+    @property
+    def cnn(self) -> CNNConfig:
+        """This section."""
+        return self
+
+    @property
+    def default_objective(self) -> str:
+        """The cross entropy of a sample's class."""
+        return "classification"
+
 
 class CustomModelConfig(ModelSection):
     """A model of your own: `kind: package.module:function`, called with `args`, returns an nn.Module."""
@@ -130,6 +180,11 @@ class CustomModelConfig(ModelSection):
     """Import path `package.module:function`. It runs that code; `--no-import-paths` refuses it."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
+
+    @property
+    def custom(self) -> CustomModelConfig:
+        """This section."""
+        return self
 
 
 def kind_tag(value: Any) -> str | None:

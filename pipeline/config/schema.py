@@ -311,5 +311,6 @@ class RunConfig(Closed):
 
 def cache_folder(config: RunConfig) -> Path:
     """Where a recipe's runs keep what is made anew if it is lost: beside its prepared data, if it has any."""
+    documents = config.data.documents
     default = DocumentsConfig.model_fields["cache_dir"].default
-    return Path(getattr(config.data, "cache_dir", default)).expanduser()
+    return Path(default if documents is None else documents.cache_dir).expanduser()

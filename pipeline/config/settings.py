@@ -13,13 +13,11 @@ import yaml
 from pipeline.config.batch import BatchPlan, plan_batch
 from pipeline.config.choice import Choice
 from pipeline.config.combinations import refuse_impossible
-from pipeline.config.data_schema import DocumentsConfig, PreferenceDataConfig
 from pipeline.config.deepspeed_adoption import adopt_stated_numbers, adopt_torch_section
 from pipeline.config.deepspeed_json import decide_precision, load_deepspeed_json, resolve_deepspeed
 from pipeline.config.deepspeed_keys import ADOPTED
 from pipeline.config.extras import refuse_missing
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override, read_yaml
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.recipe import refuse_code, validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split, deepspeed_split
@@ -284,7 +282,7 @@ def _refuse_adapter(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: `model.pretrained` names one.
     """
-    given = getattr(config.model, "pretrained", None)
+    given = config.model.pretrained_from
     path = Path(given or "").expanduser() / "adapter_config.json"
     if given is None or not path.is_file():
         return config
@@ -305,15 +303,14 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: its folder is not there.
     """
-    model, data = config.model, config.data
-    if not isinstance(model, CausalLMConfig) or not isinstance(data, DocumentsConfig):
+    given = config.model.pretrained_from
+    data = config.data.documents
+    if given is None or data is None or data.tokenizer.pretrained is not None:
         return config
-    if model.pretrained is None or data.tokenizer.pretrained is not None:
-        return config
-    folder = Path(model.pretrained).expanduser()
-    if is_path(model.pretrained) and not folder.is_dir():
-        raise ConfigError(f"model.pretrained: {model.pretrained!r}: there is no such folder")
-    tokenizer = data.tokenizer.model_copy(update={"pretrained": model.pretrained})
+    folder = Path(given).expanduser()
+    if is_path(given) and not folder.is_dir():
+        raise ConfigError(f"model.pretrained: {given!r}: there is no such folder")
+    tokenizer = data.tokenizer.model_copy(update={"pretrained": given})
     return config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
 
 
@@ -323,8 +320,8 @@ def _with_examples(config: RunConfig) -> RunConfig:
     if config.objective.kind == "reward":
         sample = config.sample.model_copy(update={"max_new_tokens": 0})
         config = config.model_copy(update={"sample": sample})
-    data = config.data
-    if not isinstance(data, PreferenceDataConfig) or data.examples is not None:
+    data = config.data.preferences
+    if data is None or data.examples is not None:
         return config
     examples = "unpaired" if config.objective.kind == "kto" else "pairs"
     return config.model_copy(update={"data": data.model_copy(update={"examples": examples})})

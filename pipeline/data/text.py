@@ -33,14 +33,14 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
 
     def rows(store: TokenStore) -> PackedDataset:
         end_id, size = prepared.tokenizer.eos_token_id, config.sequence_length
-        if isinstance(config, PreferenceDataConfig):
+        if (preferences := config.preferences) is not None:
             return SegmentRows(
                 store,
                 size,
                 end_id,
-                share_rows=config.packing == "best_fit",
-                mismatched=config.is_unpaired,
-                answer_length=config.answer_length,
+                share_rows=preferences.packing == "best_fit",
+                mismatched=preferences.is_unpaired,
+                answer_length=preferences.answer_length,
             )
         return pack(store, config.packing, size, config.separate_documents, end_id)
 
@@ -91,7 +91,7 @@ def _usable(
     for source in sources:
         if source.name in usable:
             continue
-        if isinstance(config, PreferenceDataConfig):
+        if config.preferences is not None:
             log.warning(
                 "no evaluation on %s: %d of its examples are held out (data.eval_fraction %g); a larger "
                 "data.eval_fraction or more examples give some to evaluate on",
@@ -115,9 +115,11 @@ def _usable(
 def _too_little(prepared: Prepared, config: DocumentsConfig) -> DataError:
     tokens = [source.train.num_tokens for source in prepared.sources]
     documents = [source.train.num_documents for source in prepared.sources]
-    if isinstance(config, PreferenceDataConfig):
+    if (preferences := config.preferences) is not None:
         held_back = sum(source.eval.num_documents for source in prepared.sources)
-        least = "; unpaired answers need two, as each stands beside another's" if config.is_unpaired else ""
+        least = (
+            "; unpaired answers need two, as each stands beside another's" if preferences.is_unpaired else ""
+        )
         return DataError(
             f"data holds {sum(documents)} examples to train on ({held_back} more are held out){least}: add "
             "examples, or lower data.eval_fraction"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
-from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelConfig
+from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.errors import ModelError
 from pipeline.models.custom import build_custom
 from pipeline.models.sharding import ModelRequest
@@ -23,7 +26,7 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
     """
     torch.manual_seed(seed)
     try:
-        model = _build(config, request)
+        model = MODELS.get(config.kind, build_custom)(config, request)
         request.sharding.made(model)
         request.sharding.settle(model, request.draws)
     except RuntimeError as error:
@@ -37,11 +40,14 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
     return model
 
 
-def _build(config: ModelConfig, request: ModelRequest) -> nn.Module:
-    if isinstance(config, CausalLMConfig):
-        from pipeline.models.huggingface import build_causal_lm  # imports transformers, which takes seconds
+def _build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
+    from pipeline.models.huggingface import build_causal_lm  # imports transformers, which takes seconds
 
-        return build_causal_lm(config, request)
-    if isinstance(config, CNNConfig):
-        return build_cnn(config, request)
-    return build_custom(config, request)
+    return build_causal_lm(config, request)
+
+
+MODELS: dict[str, Callable[[Any, ModelRequest], nn.Module]] = {
+    "causal_lm": _build_causal_lm,
+    "cnn": build_cnn,
+}
+"""`model.kind` -> builder of the module. Any other kind is an import path, which `build_custom` calls."""

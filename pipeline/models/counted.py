@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.config.model_schema import CausalLMConfig, CustomModelConfig
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, PipelineError, one_line
 from pipeline.importing import import_object
@@ -49,7 +48,8 @@ def count(config: RunConfig) -> Model:
             f"model: it cannot be counted without values ({type(error).__name__}: {one_line(error)}); a run "
             "says what it takes before its first step"
         ) from None
-    name = getattr(asked, "pretrained", None) or getattr(asked, "architecture", None) or asked.kind
+    language = asked.language_model
+    name = asked.kind if language is None else language.pretrained or language.architecture or asked.kind
     model = model_of(module)
     model = replace(model, name=name, trial=None if model.dimensions else trial_of(config, module))
     return trained_parts(model, asked.freeze, config.adapter)
@@ -57,18 +57,19 @@ def count(config: RunConfig) -> Model:
 
 def _make(config: RunConfig) -> nn.Module:
     asked, words = config.model, needed_words(config)
-    if isinstance(asked, CustomModelConfig):
+    if asked.custom is not None:
         with torch.device("meta"):
-            module = import_object(asked.kind, ModelError)(**asked.args)
+            module = import_object(asked.kind, ModelError)(**asked.custom.args)
         if not isinstance(module, nn.Module):
             raise ModelError(f"model.kind: {asked.kind} returned a {type(module).__name__}, not an nn.Module")
         return module
-    if isinstance(asked, CausalLMConfig) and asked.pretrained is not None:
+    language = asked.language_model
+    if language is not None and language.pretrained is not None:
         from pipeline.models.huggingface import read_config
         from pipeline.models.reward_model import model_class, reward_model_class
 
-        _, theirs = read_config(asked)
-        if asked.grow_vocabulary:
+        _, theirs = read_config(language)
+        if language.grow_vocabulary:
             text = theirs.get_text_config()
             text.vocab_size = max(words or 0, text.vocab_size)
         is_reward = config.objective.kind == "reward"
@@ -76,13 +77,15 @@ def _make(config: RunConfig) -> nn.Module:
         with torch.device("meta"):
             made = (reward_model_class if is_reward else model_class)(theirs).from_config(theirs)
         return made
+    cnn = asked.cnn
+    images = config.data.images
     request = ModelRequest(
         Unfilled(),
         vocab_size=words,
-        sequence_length=getattr(config.data, "sequence_length", None),
+        sequence_length=config.data.tokens_per_row,
         longest=1 if config.data.kind == "preference" else None,  # known once the answers are prepared
-        num_classes=getattr(asked, "num_classes", None) or CLASSES.get(config.data.kind, 1000),
-        num_channels=getattr(config.data, "channels", None),
+        num_classes=(cnn.num_classes if cnn is not None else None) or CLASSES.get(config.data.kind, 1000),
+        num_channels=images.channels if images is not None else None,
         gives_scores=config.objective.kind == "reward",
         draws=False,
     )

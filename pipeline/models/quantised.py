@@ -74,8 +74,7 @@ class Quantising(FrozenBase):
             model: What the recipe says of it.
         """
         super().__init__(others, adapter)
-        pretrained = getattr(model, "pretrained", None)
-        self._is_read = pretrained is not None or (model.weights is not None and model.strict)
+        self._is_read = model.pretrained_from is not None or (model.weights is not None and model.strict)
         self._packed: dict[nn.Parameter, Params4bit] = {}
 
     def take(self, weight: nn.Parameter) -> Params4bit:

@@ -11,13 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.config.data_schema import DigitsDataConfig, ImagesDataConfig
 from pipeline.config.schema import RunConfig
 from pipeline.planning.model import Trial
 
 log = logging.getLogger(__name__)
 
-DIGITS = (1, 8, 8)
 FEW, MORE = 4, 12
 """Rows of the two trials: what grows with rows, and what does not."""
 
@@ -26,12 +24,8 @@ def trial_of(config: RunConfig, module: nn.Module) -> Trial | None:
     """Bytes of forward and backward on `meta`, in fp32; None: the data's shape is not known, or the module
     does not run without values.
     """
-    data = config.data
-    if isinstance(data, DigitsDataConfig):
-        shape = DIGITS
-    elif isinstance(data, ImagesDataConfig):
-        shape = (data.channels, data.image_size, data.image_size)
-    else:
+    shape = config.data.image_shape
+    if shape is None:
         return None
     try:
         few, more = (_most(module, rows, shape) for rows in (FEW, MORE))

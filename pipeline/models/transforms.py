@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.config.model_schema import CausalLMConfig, ModelConfig
+from pipeline.config.model_schema import ModelConfig
 from pipeline.config.patterns import matching
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
@@ -110,25 +110,25 @@ def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: Placement) -> nn.
 
 def recompute_activations(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
     """`model.activation_checkpointing`."""
-    if isinstance(config, CausalLMConfig) and is_model(model):
+    if (section := config.language_model) is not None and is_model(model):
         from pipeline.models.activation_checkpointing import checkpoint_activations
 
         checkpoint_activations(
-            model, config.activation_checkpointing, config.activation_budget_gib, config.activation_offload
+            model, section.activation_checkpointing, section.activation_budget_gib, section.activation_offload
         )
     return model
 
 
 def choose_who_attends(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
     """`model.attention`."""
-    if isinstance(config, CausalLMConfig) and is_model(model):
-        choose_attention(model, config.attention == "auto", placement.device)
+    if (section := config.language_model) is not None and is_model(model):
+        choose_attention(model, section.attention == "auto", placement.device)
     return model
 
 
 def keep_later_tokens_unseen(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
     """Refuse a language model that sees the tokens it predicts; one that gives scores may see them all."""
-    if isinstance(config, CausalLMConfig) and is_model(model):
+    if config.language_model is not None and is_model(model):
         from pipeline.models.reward_model import is_reward_model  # imports transformers
 
         if not is_reward_model(model.config):
@@ -145,10 +145,10 @@ def keep_documents_apart(model: nn.Module, _: ModelConfig, placement: Placement)
 
 def multiply_in_fp8(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
     """`model.fp8`."""
-    if isinstance(config, CausalLMConfig) and config.fp8 != "none":
+    if (section := config.language_model) is not None and section.fp8 != "none":
         from pipeline.models.fp8 import convert  # imports torchao
 
-        convert(model, config.fp8, placement.device)
+        convert(model, section.fp8, placement.device)
     return model
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.config.loading import get_dotted
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.planning.buffers import buffers
@@ -199,13 +198,14 @@ def largest_that_fits(
 
 def job_of(model: Model, config: RunConfig, resolved: Resolved) -> Job | None:
     """What the formulas of time see of a run; None: of a model without known blocks."""
-    length = getattr(config.data, "sequence_length", None)
+    length = config.data.tokens_per_row
+    language = config.model.language_model
     if length is None:
         return None
     split, json = resolved.split, resolved.deepspeed or {}
     zero = json.get("zero_optimization", {})
     width = 2 if split.precision != "fp32" and resolved.deepspeed is not None else 4
-    fp8 = getattr(config.model, "fp8", "none")
+    fp8 = language.fp8 if language is not None else "none"
     return Job.of(
         model,
         length,
@@ -225,13 +225,13 @@ def job_of(model: Model, config: RunConfig, resolved: Resolved) -> Job | None:
         reduce_bytes=width,
         optimizer_on=_where(json, "optimizer"),
         weights_on=_where(json, "param"),
-        activations_on="cpu" if getattr(config.model, "activation_offload", False) else "",
+        activations_on="cpu" if language is not None and language.activation_offload else "",
     )
 
 
 def _recomputed(config: RunConfig) -> float:
-    model = config.model
-    if not isinstance(model, CausalLMConfig) or model.activation_checkpointing == "none":
+    model = config.model.language_model
+    if model is None or model.activation_checkpointing == "none":
         return 0.0
     if model.activation_checkpointing == "selective":
         return 0.5

@@ -49,7 +49,7 @@ class Kind:
         where = (f"{name} on {zero[name]['device']}" for name in OFFLOADED if zero.get(name))
         split = ", ".join((str(resolved.split), *where))
         size = model.numel.bit_length()
-        rows = resolved.plan.micro_batch_size * (getattr(config.data, "sequence_length", None) or 1)
+        rows = resolved.plan.micro_batch_size * (config.data.tokens_per_row or 1)
         return cls(device, family, split, resolved.compile, size, rows.bit_length())
 
 

@@ -49,16 +49,18 @@ def longest_sequence(settings: Settings, model: Model, place: Place, history: Hi
     Raises:
         ConfigError: how memory grows with a row is not known of this model.
     """
-    section, most, stops = settings.config.model, MOST_TOKENS, NO_MORE
+    most, stops = MOST_TOKENS, NO_MORE
+    section = settings.config.model
+    language = section.language_model
     if model.dimensions is None:
         raise ConfigError(
             f"--longest: what a row of {model.name} takes is known of the recipe's length alone"
         )
-    if (given := getattr(section, "pretrained", None)) is not None:
+    if (given := section.pretrained_from) is not None:
         stated = standard_words(model.dimensions.family, read_config(given))
         if (positions := stated.get("max_position_embeddings") or most) < most:
             most, stops = positions, f"{given} has no more positions"
-    stated_positions = getattr(section, "max_sequence_length", None)
+    stated_positions = language.max_sequence_length if language is not None else None
 
     def at(number: int) -> Words:
         tokens = min(number * STEP, most)
@@ -87,11 +89,12 @@ def largest_model(settings: Settings, model: Model, place: Place, history: Histo
     widest = dimensions.key_value_heads * MOST_WIDTH // dimensions.hidden
     deepest = dimensions.key_value_heads * MOST_LAYERS // dimensions.layers
     anew = _anew(settings, dimensions)
+    language = settings.config.model.language_model
     # A config without it has as many as heads; some families have no such word.
     says_key_value_heads = (
         dimensions.key_value_heads != dimensions.heads
         or "num_key_value_heads" in families()[dimensions.family]["defaults"]
-        or getattr(settings.config.model, "num_key_value_heads", None) is not None
+        or (language is not None and language.num_key_value_heads is not None)
     )
 
     def at(number: int) -> Words:
@@ -177,7 +180,7 @@ def _anew(settings: Settings, dimensions: Dimensions) -> Words:
         words.append(word("model.weights", None))
     if config.adapter is not None and config.adapter.weights is not None:
         words.append(word("adapter.weights", None))
-    if (given := getattr(config.model, "pretrained", None)) is None:
+    if (given := config.model.pretrained_from) is None:
         return tuple(words)
     words += [
         word("model.pretrained", None),
@@ -186,6 +189,6 @@ def _anew(settings: Settings, dimensions: Dimensions) -> Words:
     ]
     if further := shaping(dimensions.family, read_config(given)):
         words.append(word("model.extra", further))
-    if (tokenizer := getattr(config.data, "tokenizer", None)) is not None:
-        words.append(word("data.tokenizer.pretrained", tokenizer.pretrained))
+    if (documents := config.data.documents) is not None:
+        words.append(word("data.tokenizer.pretrained", documents.tokenizer.pretrained))
     return tuple(words)

@@ -7,9 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipeline.config.batch import BatchPlan
-from pipeline.config.data_schema import DocumentsConfig
 from pipeline.config.loading import get_dotted
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.errors import PipelineError
 from pipeline.planning.changes import Change, ranked
@@ -57,8 +55,8 @@ def _batch_words(micro: int, steps: int) -> tuple[str, ...]:
 
 
 def _recomputation(settings: Settings) -> Iterator[Change]:
-    model = settings.config.model
-    if not isinstance(model, CausalLMConfig):
+    model = settings.config.model.language_model
+    if model is None:
         return
     now = model.activation_checkpointing
     if now == "none":
@@ -131,7 +129,7 @@ def _engine(settings: Settings, in_file: str, in_recipe: str) -> tuple[str, ...]
 
 
 def _splits(settings: Settings, resolved: Resolved) -> Iterator[Change]:
-    if settings.deepspeed is None or not isinstance(settings.config.model, CausalLMConfig):
+    if settings.deepspeed is None or settings.config.model.language_model is None:
         return
     split = resolved.split
     keys = {
@@ -155,12 +153,13 @@ def _splits(settings: Settings, resolved: Resolved) -> Iterator[Change]:
 
 def _other_curves(settings: Settings) -> Iterator[Change]:
     config = settings.config
-    if isinstance(config.data, DocumentsConfig) and config.data.sequence_length >= 512:
-        length = config.data.sequence_length // 2
+    tokens = config.data.tokens_per_row
+    if tokens is not None and tokens >= 512:
+        length = tokens // 2
         yield _change("half the sequence length", (f"data.sequence_length={length}",), why="another curve")
-    if not isinstance(config.model, CausalLMConfig):
+    if config.model.language_model is None:
         return
-    if config.adapter is None and config.model.pretrained is not None:
+    if config.adapter is None and config.model.pretrained_from is not None:
         yield _change(
             "train an adapter", ("adapter.kind=lora",), why="another curve, and another learning rate"
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.adapter_schema import RANK, AdapterConfig
-from pipeline.config.data_schema import DocumentsConfig
 from pipeline.config.model_schema import FIELDS, CausalLMConfig
 from pipeline.config.patterns import matching, matching_parts
 from pipeline.config.schema import RunConfig
@@ -30,8 +29,8 @@ def model_of(config: RunConfig) -> Model | None:
     Raises:
         ModelError: the folder or the hub has no such model, or its config cannot be read.
     """
-    model = config.model
-    if not isinstance(model, CausalLMConfig):
+    model = config.model.language_model
+    if model is None:
         return None
     words = needed_words(config)
     scores = config.objective.kind == "reward"
@@ -49,7 +48,7 @@ def model_of(config: RunConfig) -> Model | None:
         family = model.architecture or ""
         if family not in families():
             return None
-        stated = _new(model, family, words, getattr(config.data, "sequence_length", None))
+        stated = _new(model, family, words, config.data.tokens_per_row)
     try:
         found = build(family, stated, scores)
     except ModelError as error:
@@ -106,12 +105,12 @@ def needed_words(config: RunConfig) -> int | None:
 
     A tokenizer that a run trains has as many as it may have, or fewer where the text is short.
     """
-    data = config.data
-    if not isinstance(data, DocumentsConfig):
+    documents = config.data.documents
+    if documents is None:
         return None
-    given = data.tokenizer.pretrained
+    given = documents.tokenizer.pretrained
     if given is None:
-        return data.tokenizer.vocab_size
+        return documents.tokenizer.vocab_size
     try:
         tokenizer = json.loads(_read(given, "tokenizer.json", "data.tokenizer.pretrained"))
         ids = [*tokenizer["model"]["vocab"].values()] if "vocab" in tokenizer["model"] else []
@@ -127,8 +126,8 @@ def check_pretrained(config: RunConfig) -> None:
     Raises:
         ModelError: as `read_config`.
     """
-    if isinstance(config.model, CausalLMConfig) and config.model.pretrained is not None:
-        read_config(config.model.pretrained)
+    if config.model.pretrained_from is not None:
+        read_config(config.model.pretrained_from)
 
 
 def read_config(given: str) -> dict[str, Any]:

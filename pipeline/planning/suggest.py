@@ -9,7 +9,6 @@ from typing import Any
 
 from pipeline.config.batch import BatchPlan
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import BatchConfig
 from pipeline.config.settings import Settings
 from pipeline.errors import ConfigError
@@ -178,7 +177,7 @@ def _zeros(place: Place, cut: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _recomputations(settings: Settings) -> list[dict[str, Any]]:
-    if not isinstance(settings.config.model, CausalLMConfig):
+    if settings.config.model.language_model is None:
         return [{}]
     plain = {"activation_offload": False, "activation_budget_gib": None}
     return [

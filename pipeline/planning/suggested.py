@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pipeline.command_lines import Word, shell_line, train_command
 from pipeline.config.loading import Tree, get_dotted
-from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
@@ -88,8 +87,8 @@ def offloaded(tree: Tree) -> list[str]:
 
 def recomputed(config: RunConfig) -> str:
     """What blocks compute again in the backward; empty: of a model that has none."""
-    model = config.model
-    if not isinstance(model, CausalLMConfig):
+    model = config.model.language_model
+    if model is None:
         return ""
     return f"{model.activation_checkpointing}{', inputs on the host' if model.activation_offload else ''}"
 

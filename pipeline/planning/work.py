@@ -110,11 +110,13 @@ class Work:
             kind: Of the device: `cpu` or `cuda`.
             stage: Of a pipeline.
         """
-        model, length = config.model, getattr(config.data, "sequence_length", None)
-        if length is None:
-            length = getattr(model, "max_sequence_length", None)
+        model = config.model.language_model
+        documents = config.data.documents
         dimensions = own.dimensions
-        if dimensions is None or not isinstance(model, CausalLMConfig) or length is None:
+        if dimensions is None or model is None:
+            return None
+        length = model.max_sequence_length if documents is None else documents.sequence_length
+        if length is None:
             return None
         split = resolved.split
         half = split.precision != "fp32"
@@ -128,7 +130,7 @@ class Work:
             blocks=dimensions.layers,
             first=dimensions.first,
             micro_batches=resolved.plan.gradient_accumulation_steps,
-            apart=bool(getattr(config.data, "separate_documents", False)),
+            apart=documents is not None and documents.separate_documents,
             recompute=_recompute(model),
             compiled=resolved.compile and not dimensions.experts,
             grouped=dimensions.key_value_heads != dimensions.heads,

@@ -5,7 +5,6 @@ An answer is kept whole or left out, and counted.
 
 from __future__ import annotations
 
-from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.chat_layouts import Conversation, read_conversation
 from pipeline.data.documents.records import Record, Tally
 from pipeline.data.prepared.chat_writer import ConversationWriter, Written
@@ -34,8 +33,8 @@ class ChatEncoder:
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
-        assert isinstance(settings.config, ChatDataConfig)
-        self._config = settings.config
+        assert settings.config.chat is not None
+        self._config = settings.config.chat
         self._writer = ConversationWriter(settings)
         _ = self._writer.template  # what is wrong with it shows before a record is read
 

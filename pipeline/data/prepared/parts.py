@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.data_schema import ConversationsConfig, PreferenceDataConfig
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.documents.records import BAD_RECORDS, Record, Tally
 from pipeline.data.prepared.encoder import Document, Encoder, EncoderSettings, Records
@@ -88,8 +87,8 @@ def prepare_part(
 
 
 def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report) -> None:
-    has_rows = isinstance(settings.config, ConversationsConfig)
-    has_segments = isinstance(settings.config, PreferenceDataConfig)
+    has_rows = settings.config.conversations is not None
+    has_segments = settings.config.preferences is not None
     tally = Tally()
     records = read_records(task.part, tally) if has_rows else read_texts(task.part, tally)
     with writing_to(task.cache_dir, task.label):

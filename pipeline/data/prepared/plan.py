@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, PreferenceDataConfig, SourceConfig
+from pipeline.config.data_schema import DocumentsConfig, SourceConfig
 from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.part import Part, find_parts
 from pipeline.data.prepared.part_files import FORMAT_VERSION, is_prepared
@@ -102,30 +102,30 @@ CONVERSATIONS_VERSION = 2
 
 def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
     """What decides a document's ids besides its record and the tokenizer."""
-    if isinstance(config, PreferenceDataConfig):
+    if (preferences := config.preferences) is not None:
         return {
             "kind": "preference",
             "version": CONVERSATIONS_VERSION,
-            "layout": config.layout,
-            "unpaired": config.is_unpaired,
-            "too_long": config.too_long,
-            "sequence_length": config.sequence_length,
+            "layout": preferences.layout,
+            "unpaired": preferences.is_unpaired,
+            "too_long": preferences.too_long,
+            "sequence_length": preferences.sequence_length,
             "chat_template": hash_of(tokenizer.tokenizer.chat_template),
-            **({} if config.answer_length is None else {"answer_length": config.answer_length}),
-            **({} if config.append_eos else {"append_eos": False}),
-            **({} if config.learn_from == "assistant" else {"learn_from": config.learn_from}),
+            **({} if preferences.answer_length is None else {"answer_length": preferences.answer_length}),
+            **({} if preferences.append_eos else {"append_eos": False}),
+            **({} if preferences.learn_from == "assistant" else {"learn_from": preferences.learn_from}),
         }
-    if not isinstance(config, ChatDataConfig):
+    if (chat := config.chat) is None:
         return {"kind": "text"}
     return {
         "kind": "chat",
         "version": CONVERSATIONS_VERSION,
-        "layout": config.layout,
-        "learn_from": config.learn_from,
-        "too_long": config.too_long,
-        "sequence_length": config.sequence_length,
+        "layout": chat.layout,
+        "learn_from": chat.learn_from,
+        "too_long": chat.too_long,
+        "sequence_length": chat.sequence_length,
         "chat_template": hash_of(tokenizer.tokenizer.chat_template),
-        **({} if config.append_eos else {"append_eos": False}),
+        **({} if chat.append_eos else {"append_eos": False}),
     }
 
 

@@ -19,7 +19,6 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from pipeline.config.data_schema import ChatDataConfig, PreferenceDataConfig
 from pipeline.data.prepared.encoder import Encoder, EncoderSettings, TextEncoder
 from pipeline.data.prepared.parts import Advance, PartTask, prepare_part
 from pipeline.data.prepared.progress_bar import PrepareProgress
@@ -47,11 +46,11 @@ def build_encoder(settings: EncoderSettings) -> Encoder:
     Raises:
         DataError: the tokenizer does not fit the data (no chat template).
     """
-    if isinstance(settings.config, ChatDataConfig):
+    if settings.config.chat is not None:
         from pipeline.data.prepared.chat_encoder import ChatEncoder
 
         return ChatEncoder(settings)
-    if isinstance(settings.config, PreferenceDataConfig):
+    if settings.config.preferences is not None:
         from pipeline.data.prepared.preference_encoder import PreferenceEncoder
 
         return PreferenceEncoder(settings)

@@ -11,7 +11,6 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.config.data_schema import PreferenceDataConfig
 from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import (
     KIND_NAMES,
@@ -58,9 +57,9 @@ class PreferenceEncoder:
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
-        assert isinstance(settings.config, PreferenceDataConfig)
+        assert settings.config.preferences is not None
         self._settings = settings
-        self._config = settings.config
+        self._config = settings.config.preferences
         self._writer = ConversationWriter(settings)
 
     def __call__(self, records: Records, tally: Tally) -> list[Document]:

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig
+from pipeline.config.data_schema import DocumentsConfig
 from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import no_text, read_texts
 from pipeline.data.documents.records import Tally
@@ -198,7 +198,7 @@ def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: Toke
 
 def _choose_fast(config: DocumentsConfig, tokenizer: TokenizerFolder, tasks: Sequence[PartTask]) -> bool:
     """Whether gigatoken can take the place of tokenizers: tried on the first documents of parts all over."""
-    if isinstance(config, ConversationsConfig):
+    if config.conversations is not None:
         return False
     chosen = tasks[:: max(1, len(tasks) // 30)]
     each = max(1, SAMPLE_DOCUMENTS // len(chosen))

@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig, PreferenceDataConfig
+from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig
 from pipeline.data.chat_layouts import Conversation, read_conversation
 from pipeline.data.chat_template import find_template, special_tokens_of
 from pipeline.data.documents.digests import hash_of
@@ -75,7 +75,7 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Pa
         DataError: the pretrained one cannot be used, there is no chat template for chat data, a document
             cannot be read, or the cache not be written.
     """
-    spoken = config if isinstance(config, ConversationsConfig) else None
+    spoken = config.conversations
     if config.tokenizer.pretrained is not None:
         tokenizer = load_pretrained(config.tokenizer.pretrained)
         if spoken is not None:
@@ -103,7 +103,7 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Pa
 
 def _template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str | None:
     """The Jinja text; None where rows may do without and there is none."""
-    if isinstance(config, PreferenceDataConfig) and config.chat_template is None and not own:
+    if config.preferences is not None and config.chat_template is None and not own:
         return None
     return find_template(config, own)
 
@@ -179,7 +179,7 @@ def _train(config: DocumentsConfig, parts: Sequence[Part]) -> PreTrainedTokenize
     log.info("training the tokenizer on %.1f MB", size / 1e6)
     start = time.perf_counter()
     documents = _training_documents(config, parts)
-    special_tokens = special_tokens_of(config) if isinstance(config, ConversationsConfig) else ()
+    special_tokens = () if config.conversations is None else special_tokens_of(config.conversations)
     tokenizer = train_tokenizer(documents, config.tokenizer.vocab_size, special_tokens)
     log.info("trained a tokenizer of %d entries in %.1f s", len(tokenizer), time.perf_counter() - start)
     return tokenizer
@@ -203,16 +203,18 @@ def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Itera
 
 def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes, str]]:
     """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
-    if not isinstance(config, ConversationsConfig):
+    conversations = config.conversations
+    preferences = config.preferences
+    if conversations is None:
         yield from ((text.encode(), text) for _, text in read_texts(part, Tally()))
         return
     for where, record in read_records(part, Tally()):
         try:
             said: Conversation | Example
-            if isinstance(config, PreferenceDataConfig):
-                said = read_example(where, record, config.layout, unpaired=config.is_unpaired)
+            if preferences is not None:
+                said = read_example(where, record, preferences.layout, unpaired=preferences.is_unpaired)
             else:
-                said = read_conversation(where, record, config.layout)
+                said = read_conversation(where, record, conversations.layout)
         except DataError:
             if not part.skip_bad_records:
                 raise
