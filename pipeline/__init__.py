@@ -7,13 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.api import Run
+    from pipeline.api import Run, evaluate, export, generate
     from pipeline.callbacks import Answer, Callback, Moment
-    from pipeline.checkpoint.export import export
     from pipeline.config.settings import Settings, load_settings
     from pipeline.errors import PipelineError
     from pipeline.events import Event
-    from pipeline.trained import evaluate, generate
     from pipeline.training import Step
 
 __all__ = [
@@ -40,9 +38,9 @@ _PLACES = {
     "Run": "api",
     "Settings": "config.settings",
     "Step": "training",
-    "evaluate": "trained",
-    "export": "checkpoint.export",
-    "generate": "trained",
+    "evaluate": "api",
+    "export": "api",
+    "generate": "api",
     "load_settings": "config.settings",
 }
 

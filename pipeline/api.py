@@ -1,5 +1,7 @@
 """A run as an object: built by its settings, stepped, evaluated, saved. `launch/train.py` is written on it.
 
+Beside it the calls that need only a checkpoint: `evaluate`, `generate` and `export`.
+
 What a user can cause is raised as a PipelineError; how a process ends is pipeline.running's.
 """
 
@@ -9,6 +11,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Any
 
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.orphans import stop_with_launcher
-from pipeline.distributed.ranks import read_ranks
+from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.durable import replace_text
 from pipeline.errors import DataError, ModelError
 from pipeline.logs import log_to_file
@@ -26,13 +29,16 @@ from pipeline.logs import log_to_file
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a line for each profiler that starts or stops
 
+import torch
 from torch import nn
 
+from pipeline import trained
 from pipeline.assemble import assemble
+from pipeline.checkpoint.export import export as export_weights
 from pipeline.data.digest import check_same_data
 from pipeline.device_failures import explained, of_killed, of_training
 from pipeline.distributed.machine import memory_now, process_age
-from pipeline.distributed.process_group import Job, describe_device
+from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.engine.held import states
 from pipeline.expectation import planned
 from pipeline.joining import Joined, join
@@ -43,7 +49,7 @@ from pipeline.plan import announce
 from pipeline.planning.account import Account
 from pipeline.profiling import build_profiler, watch_memory
 from pipeline.redaction import redact
-from pipeline.remedies import of_generation
+from pipeline.remedies import of_evaluation, of_files, of_generation
 from pipeline.report.killed import note_processes
 from pipeline.report.page import report_of_killed
 from pipeline.run_directory import agree_on_run_directory, describe_split
@@ -297,3 +303,66 @@ def _leave(job: Job, kind: object, error: BaseException | None, trace: object) -
         job.barrier()
     if error is None or job.ranks.world_size == 1:
         job.close()
+
+
+def evaluate(
+    run: str | Path, overrides: Sequence[str] = (), *, step: str | int = "last", import_paths: bool = True
+) -> dict[str, float]:
+    """Return the row that the run itself writes at an evaluation, by one process, whatever the checkpoint's
+    split.
+
+    Args:
+        run: Run directory, or one of its checkpoints.
+        overrides: `key=value` of data, eval, loader and batch.
+        step: Which checkpoint of the run: a step, `last` or `best`.
+        import_paths: Whether the run's recipe may name code to run.
+
+    Raises:
+        ConfigError: An override cannot be.
+        DataError: Nothing is held out.
+        CheckpointError, ModelError: There is no such checkpoint; the weights are damaged, or cannot be put
+            into the model.
+        DeviceMemoryError, DeviceFailedError: The device is out of memory, or of no more use.
+    """
+    opened = trained.open_trained(Path(run), step, overrides, import_paths)
+    data = trained.read_data(opened)
+    job = start_job(Ranks(0, 0, 1, 1), distributed=False)
+    remedies = partial(of_evaluation, opened.micro_batch_size, opened.sequence_length)
+    with explained(job.device, remedies):
+        return trained.evaluate(opened, job, data)
+
+
+def generate(
+    run: str | Path,
+    prompt: str,
+    overrides: Sequence[str] = (),
+    *,
+    step: str | int = "last",
+    max_new_tokens: int = 128,
+    temperature: float = TEMPERATURE,
+    seed: int = 0,
+    import_paths: bool = True,
+) -> str:
+    """Return the prompt and what a checkpoint's language model writes after it, by one process.
+
+    A model that was trained on conversations answers the prompt.
+
+    Args:
+        run, overrides, step, import_paths: As of `evaluate`.
+        temperature: 0: always the likeliest token.
+
+    Raises:
+        ConfigError: An override cannot be.
+        ModelError: It is no language model, or the prompt is longer than what it can see.
+        CheckpointError: The weights are damaged.
+        DeviceMemoryError, DeviceFailedError: The device is out of memory, or of no more use.
+    """
+    opened = trained.open_trained(Path(run), step, overrides, import_paths)
+    tokenizer = trained.load_tokenizer(opened)
+    job = start_job(Ranks(0, 0, 1, 1), distributed=False)
+    settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
+    with explained(job.device, partial(of_generation, max_new_tokens)):
+        return trained.generate(opened, job, tokenizer, prompt, settings)
+
+
+export = explained(torch.device("cpu"), of_files)(export_weights)

@@ -23,12 +23,13 @@ from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
 from pipeline.data.curriculum import build_order, check_same_curriculum
-from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.loader import BatchSource, TrainLoader
+from pipeline.data.reference import with_reference
 from pipeline.distributed.process_group import Job
 from pipeline.engine.host_memory import freed_at_once
-from pipeline.engine.interface import Engine, Evaluates
+from pipeline.engine.interface import Engine
 from pipeline.errors import ConfigError
+from pipeline.evaluation import build_eval_loader
 from pipeline.expectation import expect, guessed
 from pipeline.histograms import HistogramMeter
 from pipeline.micro_batch import Search, settle
@@ -39,7 +40,7 @@ from pipeline.objectives import BySegment, Objective, build_objective
 from pipeline.objectives.kto import KTO
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.plan import tell_of_choices
-from pipeline.reference_logps import Rows, compute_reference, with_reference, with_zeros
+from pipeline.reference_logps import Rows, compute_reference, with_zeros
 from pipeline.replica_check import ReplicaCheck
 from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
@@ -283,26 +284,6 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
         num_workers=config.loader.num_workers,
         num_words=num_words(engine.module) if config.model.language_model is not None else None,
         left_out=config.loader.leave_out,
-    )
-
-
-def build_eval_loader(
-    config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Evaluates
-) -> EvalLoader | None:
-    """This rank's share of all held-out data, or None where there is none."""
-    if not data.eval and not data.eval_sets:
-        return None
-    return EvalLoader(
-        {**data.eval, **data.eval_sets},
-        data.collate,
-        total=data.eval,
-        micro_batch_size=plan.micro_batch_size,
-        dp_rank=engine.dp_rank,
-        dp_world_size=engine.dp_world_size,
-        max_samples=config.eval.max_samples,
-        num_workers=config.loader.num_workers,
-        pin_memory=engine.device.type == "cuda",
-        num_words=num_words(engine.module) if config.model.language_model is not None else None,
     )
 
 

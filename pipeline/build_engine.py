@@ -21,7 +21,7 @@ from pipeline.engine.torch_engine import TorchEngine
 from pipeline.models import build_model
 from pipeline.models.frozen_base import HalfBase
 from pipeline.models.regional_compile import compile_blocks
-from pipeline.models.sharding import ModelRequest, Placed, Sharding
+from pipeline.models.sharding import Placed, Sharding, model_request
 from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.models.weights import load_weights
 
@@ -125,20 +125,3 @@ def ids_trained_here(config: RunConfig, data: DataBundle) -> dict[str, int] | No
     documents = config.data.documents
     named = documents.tokenizer.pretrained if documents is not None else None
     return data.tokenizer.get_vocab() if data.tokenizer is not None and named is None else None
-
-
-def model_request(
-    config: RunConfig, data: DataBundle, sharding: Sharding, draws: bool = True
-) -> ModelRequest:
-    """What the data asks of the model, and whether its first weights will be trained from."""
-    return ModelRequest(
-        sharding=sharding,
-        vocab_size=data.vocab_size,
-        sequence_length=config.data.tokens_per_row,
-        longest=data.longest,
-        num_classes=data.num_classes,
-        num_channels=data.num_channels,
-        end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,
-        gives_scores=config.objective.kind == "reward",
-        draws=draws,
-    )

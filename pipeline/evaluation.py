@@ -7,15 +7,38 @@ from collections.abc import Mapping
 
 import torch
 
-from pipeline.config.schema import EvalConfig
+from pipeline.config.batch import BatchPlan
+from pipeline.config.schema import EvalConfig, RunConfig
+from pipeline.data.bundle import DataBundle
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluates
 from pipeline.engine.normalize import further_means, whole_loss
 from pipeline.errors import ConfigError
+from pipeline.models.vocabulary import num_words
 from pipeline.objectives import Objective
 from pipeline.objectives.interface import further_sums
+
+
+def build_eval_loader(
+    config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Evaluates
+) -> EvalLoader | None:
+    """Return this rank's share of all held-out data; `None` if there is none."""
+    if not data.eval and not data.eval_sets:
+        return None
+    return EvalLoader(
+        {**data.eval, **data.eval_sets},
+        data.collate,
+        total=data.eval,
+        micro_batch_size=plan.micro_batch_size,
+        dp_rank=engine.dp_rank,
+        dp_world_size=engine.dp_world_size,
+        max_samples=config.eval.max_samples,
+        num_workers=config.loader.num_workers,
+        pin_memory=engine.device.type == "cuda",
+        num_words=num_words(engine.module) if config.model.language_model is not None else None,
+    )
 
 
 def evaluate(

@@ -11,29 +11,33 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from pipeline.data.bundle import DataBundle
 from pipeline.data.eval_loader import EvalLoader
-from pipeline.data.reference import Keys, OfZeros, ReferenceTable, WithReference, keys_of
+from pipeline.data.reference import (
+    FILE,
+    Keys,
+    OfZeros,
+    ReferenceTable,
+    add_reference_logps,
+    keys_of,
+    read_table,
+    write_table,
+)
 from pipeline.distributed.process_group import Job
-from pipeline.durable import synchronise, write_durably
 from pipeline.engine.interface import Engine
-from pipeline.errors import CheckpointError
 from pipeline.objectives import BySegment, Objective, Recorded
 from pipeline.shards import WEIGHT
 
 log = logging.getLogger(__name__)
 
-FILE = "reference_logps.safetensors"
 EVERY_SECONDS = 10.0  # between two lines on how far it is
 # What answers that are computed again may differ by where a table of another run is used: of the largest.
 SAME = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
@@ -46,25 +50,6 @@ class Rows:
     data: DataBundle
     micro_batch_size: int
     num_workers: int
-
-
-def with_reference(data: DataBundle, directory: Path, job: Job) -> DataBundle:
-    """Data of a run that has begun: its batches have `reference_logps`. Collective.
-
-    Raises:
-        CheckpointError: the run's directory does not have them any more.
-    """
-
-    def read() -> ReferenceTable:
-        table = _read(directory / FILE)
-        if table is None:
-            raise CheckpointError(
-                f"{directory / FILE} is gone or damaged, and what the run began with cannot be computed from "
-                "what it has trained since; bring it back, or start a new run"
-            )
-        return table
-
-    return _joined(data, job.on_main(read))
 
 
 def compute_reference(
@@ -81,7 +66,7 @@ def compute_reference(
         CheckpointError: the directory cannot be written.
     """
     kept = None if cache is None else cache / f"{_digest(engine, rows.data, job, key)}.safetensors"
-    table = job.on_main(lambda: None if kept is None else _read(kept))
+    table = job.on_main(lambda: None if kept is None else read_table(kept))
     if table is not None and not _holds(table, rows, engine, objective, job):
         table = None
     is_new = table is None
@@ -89,22 +74,18 @@ def compute_reference(
 
     def write() -> None:
         for file in [directory / FILE, *([kept] if is_new and kept is not None else [])]:
-            _write(file, table)
+            write_table(file, table)
 
     job.on_main(write)
     if not is_new and job.ranks.is_main_process:
         log.info("reference: log-probabilities of %d answers are from %s", len(table.keys), kept)
-    return _joined(rows.data, table)
+    return add_reference_logps(rows.data, table)
 
 
 def with_zeros(data: DataBundle, objective: Objective) -> DataBundle:
     """Data whose batches are as large as with what the reference says."""
     asked = isinstance(objective, BySegment) and objective.has_reference
-    return _joined(data, OfZeros()) if asked else data
-
-
-def _joined(data: DataBundle, table: ReferenceTable) -> DataBundle:
-    return replace(data, collate=WithReference(data.collate, table))
+    return add_reference_logps(data, OfZeros()) if asked else data
 
 
 def _batches(rows: Rows, engine: Engine) -> EvalLoader:
@@ -190,28 +171,3 @@ def _digest(engine: Engine, data: DataBundle, job: Job, key: Any) -> str:
     sizes = {name: len(each) for name, each in sets.items()}  # type: ignore[arg-type]
     known = [sorted(sums.items()), data.fingerprint, sizes, engine.precision, key]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _read(file: Path) -> ReferenceTable | None:
-    try:
-        found = load(file.read_bytes())
-        keys, logps = found["keys"], found["logps"]
-    except (OSError, SafetensorError, KeyError):
-        return None
-    is_table = keys.dtype == np.uint64 and logps.dtype == np.float32 and keys.shape == logps.shape
-    return ReferenceTable(keys, logps) if is_table and keys.ndim == 1 else None
-
-
-def _write(file: Path, table: ReferenceTable) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)
-        write_durably(partial, save({"keys": table.keys, "logps": table.logps}))
-        partial.replace(file)
-        synchronise(file.parent)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{file} cannot be written: {error.strerror or error}; make room, or use another folder"
-        ) from None

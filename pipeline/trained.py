@@ -10,13 +10,10 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import evaluation
-from pipeline.assemble import build_eval_loader
-from pipeline.build_engine import model_request
 from pipeline.checkpoint.export import DESCRIPTION
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
@@ -27,23 +24,23 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
+from pipeline.data.reference import with_reference
 from pipeline.data.tokenizer import load_pretrained
-from pipeline.device_failures import explained
-from pipeline.distributed.process_group import Job, allow_tf32, describe_device, start_job
-from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.engine.inference import Inference
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.foreign import CONFIGURATION, read_plain
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings
-from pipeline.models.sharding import Whole
+from pipeline.models.sharding import Whole, model_request
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.objectives import BySegment, build_objective
 from pipeline.redaction import REDACTED
-from pipeline.reference_logps import with_reference
-from pipeline.remedies import of_evaluation, of_generation
 from pipeline.sampling import asks_in_template, generate_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +60,26 @@ class Trained:
     split: dict[str, Any]
     """split.json: how the run was divided when it was last started."""
 
+    @property
+    def micro_batch_size(self) -> int:
+        """The command line's or the recipe's; else what it came to in the run."""
+        batch, deepspeed = self.config.batch, self.split["deepspeed"]
+        if isinstance(batch.micro_batch_size, int):
+            return batch.micro_batch_size
+        if isinstance(found := self.split.get("micro_batch_size"), int):
+            return found
+        if deepspeed is not None:
+            return int(deepspeed["train_micro_batch_size_per_gpu"])
+        return plan_batch(batch, int(self.split["world_size"])).micro_batch_size
 
-def _open(path: Path, step: str | int, overrides: Sequence[str], import_paths: bool) -> Trained:
-    """Finds the checkpoint and reads the run's recipe, with what is changed of its data and evaluation.
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a row; `None` if the data has no such limit."""
+        return getattr(self.config.data, "sequence_length", None)
+
+
+def open_trained(path: Path, step: str | int, overrides: Sequence[str], import_paths: bool) -> Trained:
+    """Find the checkpoint and read the run's recipe, with what is changed of its data and evaluation.
 
     Args:
         import_paths: Whether the recipe may name code to run.
@@ -126,37 +140,22 @@ def _with_its_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 
 
-def evaluate(
-    run: str | Path, overrides: Sequence[str] = (), *, step: str | int = "last", import_paths: bool = True
-) -> dict[str, float]:
-    """The row that the run itself writes at an evaluation, by one process, whatever the checkpoint's split.
-
-    Args:
-        run: Run directory, or one of its checkpoints.
-        overrides: `key=value` of data, eval, loader and batch.
-        step: Which checkpoint of the run: a step, `last` or `best`.
-        import_paths: Whether the run's recipe may name code to run.
-
-    Raises:
-        ConfigError: an override cannot be.
-        DataError: nothing is held out.
-        CheckpointError, ModelError: there is no such checkpoint; the weights are damaged, or cannot be put
-            into the model.
-        DeviceMemoryError, DeviceFailedError: the device is out of memory, or of no more use.
-    """
-    trained = _open(Path(run), step, overrides, import_paths)
-    config = trained.config
-    data = prepare_data(config.data)
+def read_data(trained: Trained) -> DataBundle:
+    """Prepare the data that the recipe names, with a warning if the run was trained on other data."""
+    data = prepare_data(trained.config.data)
     if data.fingerprint != trained.split.get("data"):
         log.warning("this is not the data that the run was trained and evaluated on: other numbers follow")
-    job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    length = config.data.tokens_per_row
-    with explained(job.device, partial(of_evaluation, _micro_batch_size(trained), length)):
-        return _evaluate(trained, job, data, length)
+    return data
 
 
-def _evaluate(trained: Trained, job: Job, data: DataBundle, length: int | None) -> dict[str, float]:
-    config = trained.config
+def evaluate(trained: Trained, job: Job, data: DataBundle) -> dict[str, float]:
+    """Return the row that the run itself writes at an evaluation.
+
+    Raises:
+        DataError: Nothing is held out.
+        CheckpointError, ModelError: The weights are damaged, or cannot be put into the model.
+    """
+    config, length = trained.config, trained.sequence_length
     objective = build_objective(config)
     if isinstance(objective, BySegment) and objective.has_reference:
         data = with_reference(data, trained.run, job)
@@ -165,7 +164,7 @@ def _evaluate(trained: Trained, job: Job, data: DataBundle, length: int | None) 
         from pipeline.models.huggingface import check_positions
 
         check_positions(engine.module.config, length, data.longest)
-    loader = build_eval_loader(config, BatchPlan(_micro_batch_size(trained), 1, 1), data, engine)
+    loader = evaluation.build_eval_loader(config, BatchPlan(trained.micro_batch_size, 1, 1), data, engine)
     if loader is None:
         raise DataError(
             "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
@@ -176,43 +175,37 @@ def _evaluate(trained: Trained, job: Job, data: DataBundle, length: int | None) 
     return row
 
 
-def generate(
-    run: str | Path,
-    prompt: str,
-    overrides: Sequence[str] = (),
-    *,
-    step: str | int = "last",
-    max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    seed: int = 0,
-    import_paths: bool = True,
-) -> str:
-    """The prompt and what a checkpoint's language model writes after it; of one that was trained on
-    conversations, its answer to the prompt. By one process.
-
-    Args:
-        run, overrides, step, import_paths: As of `evaluate`.
-        temperature: 0: always the likeliest token.
+def load_tokenizer(trained: Trained) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the run's language model.
 
     Raises:
-        ConfigError: an override cannot be.
-        ModelError: it is no language model, or the prompt is longer than what it can see.
-        CheckpointError: the weights are damaged.
-        DeviceMemoryError, DeviceFailedError: the device is out of memory, or of no more use.
+        ModelError: The run's model is no language model.
     """
-    trained = _open(Path(run), step, overrides, import_paths)
-    config = trained.config
-    if config.model.language_model is None:
+    if trained.config.model.language_model is None:
         raise ModelError(
-            f"{trained.run}: a model of kind {config.model.kind} writes no text; that is for language models "
-            "(model.kind: causal_lm)"
+            f"{trained.run}: a model of kind {trained.config.model.kind} writes no text; that is for "
+            "language models (model.kind: causal_lm)"
         )
-    tokenizer = load_pretrained(str(trained.run / DESCRIPTION))
-    job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    asks = asks_in_template(config.data, tokenizer)
-    settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
-    with explained(job.device, partial(of_generation, max_new_tokens)):
-        return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)
+    return load_pretrained(str(trained.run / DESCRIPTION))
+
+
+def generate(
+    trained: Trained,
+    job: Job,
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str,
+    settings: GenerationSettings,
+) -> str:
+    """Return the prompt and what the model writes after it.
+
+    A model that was trained on conversations answers the prompt.
+
+    Raises:
+        ModelError: The prompt is longer than what the model can see.
+        CheckpointError: The weights are damaged.
+    """
+    asks = asks_in_template(trained.config.data, tokenizer)
+    return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)
 
 
 def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
@@ -239,15 +232,3 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
             precision = "bf16" if describe_device(job.device).bf16 else "fp32"
         return Inference(model, precision, job.device, casts=False, autocast=True)
     return Inference(model, precision_of(deepspeed), job.device, casts=True, autocast=autocast)
-
-
-def _micro_batch_size(trained: Trained) -> int:
-    """The command line's or the recipe's; else what it came to in the run."""
-    batch, deepspeed = trained.config.batch, trained.split["deepspeed"]
-    if isinstance(batch.micro_batch_size, int):
-        return batch.micro_batch_size
-    if isinstance(found := trained.split.get("micro_batch_size"), int):
-        return found
-    if deepspeed is not None:
-        return int(deepspeed["train_micro_batch_size_per_gpu"])
-    return plan_batch(batch, int(trained.split["world_size"])).micro_batch_size

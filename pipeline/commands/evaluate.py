@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     log_to_console(Ranks(0, 0, 1, 1))
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
+    from pipeline.api import evaluate
     from pipeline.inspection.screen import Screen
     from pipeline.sinks.jsonl import METRICS_FILE, read_metrics
-    from pipeline.trained import evaluate
 
     row = evaluate(checkpoint, arguments.overrides, import_paths=not arguments.no_import_paths)
     record = directory / METRICS_FILE

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.seed < 2**32:
         raise ConfigError(f"--seed {arguments.seed}: expected 0 to 2^32 - 1")
     _, checkpoint, _ = find_checkpoint(arguments.run, arguments.step)
-    from pipeline.trained import generate
+    from pipeline.api import generate
 
     text = generate(
         checkpoint,

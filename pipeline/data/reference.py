@@ -1,22 +1,31 @@
 """What the reference says of answers, known by their tokens: the same in any row, order and batch.
 
+A run keeps the table in a file of its directory.
+
 Shapes: B rows, T tokens, S segments of a row, N answers.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 from torch import Tensor
 
 from pipeline.data.batches import Batch, as_batch
-from pipeline.data.bundle import Collate
-from pipeline.errors import DataError
+from pipeline.data.bundle import Collate, DataBundle
+from pipeline.distributed.process_group import Job
+from pipeline.durable import synchronise, write_durably
+from pipeline.errors import CheckpointError, DataError
 
+FILE = "reference_logps.safetensors"
 Keys = NDArray[np.uint64]
 
 
@@ -95,3 +104,58 @@ class WithReference:
         logps: Tensor = torch.from_numpy(found)
         batch["reference_logps"] = logps
         return batch
+
+
+def add_reference_logps(data: DataBundle, table: ReferenceTable) -> DataBundle:
+    """Return data whose batches have what the table says of their answers."""
+    return replace(data, collate=WithReference(data.collate, table))
+
+
+def with_reference(data: DataBundle, directory: Path, job: Job) -> DataBundle:
+    """Return the data of a run that has begun: its batches have `reference_logps`. Collective.
+
+    Raises:
+        CheckpointError: the run's directory does not have them any more.
+    """
+
+    def read() -> ReferenceTable:
+        table = read_table(directory / FILE)
+        if table is None:
+            raise CheckpointError(
+                f"{directory / FILE} is gone or damaged, and what the run began with cannot be computed from "
+                "what it has trained since; bring it back, or start a new run"
+            )
+        return table
+
+    return add_reference_logps(data, job.on_main(read))
+
+
+def read_table(file: Path) -> ReferenceTable | None:
+    """Return the table of a file; `None` if it is missing or damaged."""
+    try:
+        found = load(file.read_bytes())
+        keys, logps = found["keys"], found["logps"]
+    except (OSError, SafetensorError, KeyError):
+        return None
+    is_table = keys.dtype == np.uint64 and logps.dtype == np.float32 and keys.shape == logps.shape
+    return ReferenceTable(keys, logps) if is_table and keys.ndim == 1 else None
+
+
+def write_table(file: Path, table: ReferenceTable) -> None:
+    """Write the table to a file, which replaces an older one once it is whole.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        write_durably(partial, save({"keys": table.keys, "logps": table.logps}))
+        partial.replace(file)
+        synchronise(file.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{file} cannot be written: {error.strerror or error}; make room, or use another folder"
+        ) from None

@@ -31,7 +31,7 @@ _ROOT = str(Path(__file__).parents[2]) + "/"
 # FILE:FUNCTION of a frame; the first rule that fits any frame. What is recomputed stands below a backward,
 # and a forward is what else a step does.
 _RULES = {
-    Part.EVALUATION: r"^pipeline/(evaluation\.py|engine/\w+\.py:eval_step$)",
+    Part.EVALUATION: r"^pipeline/(evaluation\.py:evaluate$|engine/\w+\.py:eval_step$)",
     Part.GENERATION: r"^pipeline/(sampling|models/generation)\.py|^pipeline/engine/\w+\.py:generate$",
     Part.SAVING: r"^pipeline/checkpoint/(saving|snapshot|rank_files)\.py",
     Part.RESUMING: r"^pipeline/(engine/\w+|checkpoint/store)\.py:restore$",

@@ -12,12 +12,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.models.of_transformers import caps_scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from pipeline.config.schema import RunConfig
 
 
 class Sharding(Protocol):
@@ -158,6 +163,46 @@ class ModelRequest:
     """The output layer gives one number for each token, in the place of logits."""
     draws: bool = True
     """False: all values are still to come, from a checkpoint or a file; what needs none draws none."""
+
+
+class DescribesData(Protocol):
+    """Facts of the data that a model is fitted to."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+
+    @property
+    def longest(self) -> int | None: ...
+
+    @property
+    def num_classes(self) -> int | None: ...
+
+    @property
+    def num_channels(self) -> int | None: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast | None: ...
+
+
+def model_request(
+    config: RunConfig, data: DescribesData, sharding: Sharding, draws: bool = True
+) -> ModelRequest:
+    """Return what the data asks of the model.
+
+    Args:
+        draws: Whether the model's first weights are trained from.
+    """
+    return ModelRequest(
+        sharding=sharding,
+        vocab_size=data.vocab_size,
+        sequence_length=config.data.tokens_per_row,
+        longest=data.longest,
+        num_classes=data.num_classes,
+        num_channels=data.num_channels,
+        end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,
+        gives_scores=config.objective.kind == "reward",
+        draws=draws,
+    )
 
 
 def _hold(parameter: nn.Parameter, values: Tensor) -> None:
