@@ -23,9 +23,16 @@ from typing import Any
 import torch
 import xxhash
 
-from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, TableRecord, read_manifest
+from pipeline.checkpoint.manifest import (
+    MANIFEST,
+    TABLE,
+    FileRecord,
+    Manifest,
+    ShardTable,
+    TableRecord,
+    read_manifest,
+)
 from pipeline.checkpoint.shard_file import Layout
-from pipeline.checkpoint.table import ShardTable
 from pipeline.shards import Region, Shard
 
 SECONDS, MEGABYTES = 1.0, 200.0

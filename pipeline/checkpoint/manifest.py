@@ -1,27 +1,301 @@
 """`manifest.json`: what a checkpoint says of itself, and beside it the table of its shards.
 
-Both are checked in full before anything that they point to is opened. The manifest has its own checksum and
-the table's, and is closed: an unknown key, a path that is more than a file name are refused. Its presence
-under the checkpoint's final name is what makes a checkpoint count.
+Both are checked in full before anything that they point to is opened: places inside their tensors, each value
+once. The manifest has its own checksum and the table's, and is closed: an unknown key and a path that is more
+than a file name are refused. Its presence under the checkpoint's final name is what makes a checkpoint count.
+
+The table has a row for each shard in a few columns, so that millions of them are read at once. On the disk it
+is a safetensors file of 32 bytes a shard, beside the names.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from pipeline.checkpoint.shard_file import DTYPES, Layout, opened, read_exactly
-from pipeline.checkpoint.table import ShardTable
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES, Layout, header_of, opened, read_exactly
 from pipeline.errors import CheckpointError
 from pipeline.shards import Box, Region, Shard
+
+Column = npt.NDArray[Any]
+COLUMNS = {"start": "<i8", "length": "<i8", "checksum": "<u8", "tensor": "<i4", "box": "<i4"}
+SAFETENSORS = {"<i8": "I64", "<u8": "U64", "<i4": "I32"}
+ROW_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
+NO_BOX = -1
+MOST = 1 << 62
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """Shards in rows, those of a file after each other."""
+
+    tensors: bytes
+    """JSON: [name, kind, dtype, shape] of each whole tensor. As bytes: most ranks write the same."""
+    boxes: bytes
+    """JSON: [[start, stop], ...] of each box."""
+    columns: dict[str, Column]
+    """COLUMNS, a value a shard each."""
+
+    def __reduce__(self) -> Any:
+        """For the way to another rank: the names, the same on most, take more bytes than the rows."""
+        return _unpacked, (zlib.compress(self.tensors), zlib.compress(self.boxes), self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns["tensor"])
+
+    @staticmethod
+    def of(shards: Iterable[Shard]) -> ShardTable:
+        tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
+        boxes: dict[Box | None, int] = {None: NO_BOX}
+        rows = []
+        for shard in shards:
+            at, checksum = shard.region, int(shard.checksum or "0", 16)
+            key = shard.name, shard.kind, DTYPE_NAMES[shard.dtype], at.shape
+            is_all = at.box == tuple((0, extent) for extent in at.shape)
+            tensor = tensors.setdefault(key, len(tensors))
+            box = boxes.setdefault(None if is_all else at.box, len(boxes) - 1)
+            rows.append((at.start, at.length, checksum, tensor, box))
+        values: list[tuple[int, ...]] = list(zip(*rows, strict=True)) if rows else [()] * len(COLUMNS)
+        columns = {
+            name: np.array(column, dtype)
+            for (name, dtype), column in zip(COLUMNS.items(), values, strict=True)
+        }
+        return ShardTable(_json(list(tensors)), _json(list(boxes)[1:]), columns)
+
+    @staticmethod
+    def joined(tables: Sequence[ShardTable]) -> ShardTable:
+        """The rows of all, one table's after another's."""
+        tensors: dict[str, int] = {}
+        boxes: dict[str, int] = {}
+        known: dict[bytes, Column] = {}
+        columns: dict[str, list[Column]] = {name: [] for name in COLUMNS}
+        for table in tables:
+            for blob, ids in ((table.tensors, tensors), (table.boxes, boxes)):
+                if blob not in known:  # of a thousand ranks most have the same names
+                    entries = [json.dumps(entry, separators=(",", ":")) for entry in json.loads(blob)]
+                    numbers = [ids.setdefault(entry, len(ids)) for entry in entries]
+                    known[blob] = np.array([*numbers, NO_BOX], "<i4")  # so that -1 stays -1
+            for name, column in table.columns.items():
+                ids_of = {"tensor": table.tensors, "box": table.boxes}.get(name)
+                columns[name].append(column if ids_of is None else known[ids_of][column])
+        joined = {
+            name: np.concatenate([np.zeros(0, dtype), *columns.pop(name)]) for name, dtype in COLUMNS.items()
+        }
+        return ShardTable(f"[{','.join(tensors)}]".encode(), f"[{','.join(boxes)}]".encode(), joined)
+
+    @cached_property
+    def entries(self) -> list[tuple[str, str, str, tuple[int, ...]]]:
+        """(name, kind, dtype, shape) of each tensor."""
+        return [(name, kind, dtype, tuple(shape)) for name, kind, dtype, shape in json.loads(self.tensors)]
+
+    @cached_property
+    def box_list(self) -> list[Box]:
+        return [tuple((start, stop) for start, stop in box) for box in json.loads(self.boxes)]
+
+    @cached_property
+    def _box_numbers(self) -> dict[Box | None, int]:
+        return {None: NO_BOX, **{box: number for number, box in enumerate(self.box_list)}}
+
+    @cached_property
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """(name, kind) -> shape of the whole tensor."""
+        return {(name, kind): shape for name, kind, _, shape in reversed(self.entries)}
+
+    @cached_property
+    def _order(self) -> Column:
+        """The rows by tensor, box and start."""
+        groups, start = self._groups, self.columns["start"]
+        order = np.argsort(groups, kind="stable").astype(np.int32)
+        # Ranks mostly come in the order of their stretches; sorting by both takes five times as long.
+        group, starts = groups[order], start[order]
+        if ((group[1:] == group[:-1]) & (starts[1:] < starts[:-1])).any():
+            order = np.lexsort((start, groups)).astype(np.int32)
+        return order
+
+    @property
+    def _groups(self) -> Column:
+        """A number for the tensor and the box of each row."""
+        return self.columns["tensor"] * np.int64(len(self.box_list) + 1) + self.columns["box"] + 1
+
+    @cached_property
+    def _by_tensor(self) -> tuple[Column, dict[tuple[str, str], int]]:
+        counts = np.bincount(self.columns["tensor"], minlength=len(self.entries))
+        numbers = {(name, kind): i for i, (name, kind, *_) in enumerate(self.entries)}
+        return np.concatenate([[0], np.cumsum(counts)]), numbers
+
+    def rows_of(self, name: str, kind: str, region: Region | None = None) -> list[int] | None:
+        """Of one tensor; None: there is no such tensor.
+
+        Args:
+            region: What lies in the same box and does not meet it is left out: mostly all ranks' but a few.
+        """
+        limits, numbers = self._by_tensor
+        number = numbers.get((name, kind))
+        if number is None:
+            return None
+        rows = self._order[limits[number] : limits[number + 1]]
+        if region is not None:
+            start, length, box = (self.columns[name][rows] for name in ("start", "length", "box"))
+            meets = (start < region.start + region.length) & (region.start < start + length)
+            rows = rows[meets | (box != self._box_numbers.get(region.box, NO_BOX - 1))]
+        return rows.tolist()
+
+    def shard(self, row: int) -> Shard:
+        """What a row says."""
+        start, length, checksum, tensor, box = (int(self.columns[name][row]) for name in COLUMNS)
+        name, kind, dtype, shape = self.entries[tensor]
+        region = Region(shape, None if box == NO_BOX else self.box_list[box], start, length)
+        return Shard(name, kind, region, DTYPES[dtype], checksum=f"{checksum:016x}")
+
+    def encode(self) -> list[memoryview]:
+        """The file's content, in parts that are no copies. Deterministic."""
+        parts = {name: column.data.cast("B") for name, column in self.columns.items()}
+        parts |= {"tensors": memoryview(self.tensors), "boxes": memoryview(self.boxes)}
+        entries, end = dict[str, Any](), 0
+        for name, part in parts.items():
+            dtype = SAFETENSORS.get(COLUMNS.get(name, ""), "U8")
+            length = len(self) if name in COLUMNS else len(part)
+            entries[name] = {"dtype": dtype, "shape": [length], "data_offsets": [end, end + len(part)]}
+            end += len(part)
+        return [memoryview(header_of(entries)), *parts.values()]
+
+    @staticmethod
+    def decode(raw: bytes | bytearray) -> ShardTable:
+        """As encoded; columns are views of `raw`.
+
+        Raises:
+            ValueError: it is no such table.
+        """
+        try:
+            size = int.from_bytes(raw[:8], "little")
+            header = json.loads(raw[8 : 8 + size])
+            texts, columns = dict[str, bytes](), dict[str, Column]()
+            for name, entry in header.items():
+                begin, end = (8 + size + offset for offset in entry["data_offsets"])
+                if name in COLUMNS:
+                    columns[name] = np.frombuffer(memoryview(raw)[begin:end], COLUMNS[name])
+                else:
+                    texts[name] = bytes(raw[begin:end])
+            return ShardTable(texts["tensors"], texts["boxes"], {name: columns[name] for name in COLUMNS})
+        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"not a table of shards: {type(error).__name__}") from None
+
+    def check(self) -> None:
+        """Looks at all that is said.
+
+        Raises:
+            ValueError: a shard lies outside its tensor or in none, or a value comes twice or not at all.
+        """
+        count, columns = len(self), self.columns
+        if any(column.shape != (count,) for column in columns.values()):
+            raise ValueError("columns are not equally long")
+        try:
+            sizes = [_size_of(entry) for entry in self.entries]
+            self._check_boxes()
+        except (TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a table of shards: {error}") from None
+        tensor, box, start, length = (columns[name] for name in ("tensor", "box", "start", "length"))
+        if count and (
+            min(tensor.min(), box.min() + 1, start.min(), length.min()) < 0
+            or tensor.max() >= len(sizes)
+            or box.max() >= len(self.box_list)
+        ):
+            raise ValueError("a shard points to a tensor or a box that is not listed")
+        if len({(name, kind) for name, kind, *_ in self.entries}) < len(sizes):
+            raise ValueError(self._doubled())
+        self._check_cover(sizes)
+
+    def _check_boxes(self) -> None:
+        for box in self.box_list:
+            for start, stop in box:
+                if type(start) is not int or type(stop) is not int or not 0 <= start <= stop < MOST:
+                    raise ValueError(f"{box} is no box")
+
+    def _doubled(self) -> str:
+        seen: dict[tuple[str, str], Any] = {}
+        for name, kind, dtype, shape in self.entries:
+            other = seen.setdefault((name, kind), (shape, dtype))
+            if other[0] != shape:
+                return f"{kind} of {name} has shapes {other[0]} and {shape}"
+            if other[1] != dtype:
+                return f"{kind} of {name} has dtypes {other[1]} and {dtype}"
+        return "a tensor is listed twice"
+
+    def _check_cover(self, sizes: list[int]) -> None:
+        """Each value of a tensor comes once: in each box stretches that do not overlap, boxes that do not."""
+        rows, length = self._order, self.columns["length"]
+        if not length.all():
+            rows = rows[length[rows] > 0]
+        group, start, length = self._groups[rows], self.columns["start"][rows], length[rows]
+        is_first = np.ones(len(rows), bool)
+        is_first[1:] = group[1:] != group[:-1]
+        firsts = np.flatnonzero(is_first)
+        places = [self._place(number) for number in group[firsts].tolist()]
+        volumes = [math.prod(stop - start for start, stop in box) for _, box in places]
+        ends = np.repeat(np.array(volumes, np.int64), np.diff(np.append(firsts, len(group))))
+        for row in rows[length > ends - start][:1].tolist():
+            at = self.shard(row).region
+            raise ValueError(f"{self.shard(row).title}: values {at.start} to {at.start + at.length} of a box")
+        meets = ~is_first[1:] & (start[:-1] + length[:-1] > start[1:])
+        for row in rows[:-1][meets][:1].tolist():
+            raise ValueError(f"{self.shard(row).title} has values that are in two places")
+        boxes: list[list[Box]] = [[] for _ in sizes]
+        counts = [0] * len(sizes)
+        totals = np.add.reduceat(length, firsts).tolist() if len(firsts) else []
+        for (tensor, box), total in zip(places, totals, strict=True):
+            boxes[tensor].append(box)
+            counts[tensor] += total
+        for (name, kind, *_), among, count, size in zip(self.entries, boxes, counts, sizes, strict=True):
+            for one, other in combinations(among, 2):
+                if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)):
+                    raise ValueError(f"{kind} of {name} has boxes {one} and {other}, which overlap")
+            if count != size:
+                raise ValueError(f"{kind} of {name}: {count} values of {size} are in the files")
+
+    def _place(self, number: int) -> tuple[int, Box]:
+        """Which tensor and box a number of `_groups` is."""
+        tensor, box = divmod(number, len(self.box_list) + 1)
+        name, kind, _, shape = self.entries[tensor]
+        limits = self.box_list[box - 1] if box else tuple((0, extent) for extent in shape)
+        inside = len(limits) == len(shape) and all(
+            stop <= extent for (_, stop), extent in zip(limits, shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"{kind} of {name}: box {limits} outside shape {shape}")
+        return tensor, limits
+
+
+def _unpacked(tensors: bytes, boxes: bytes, columns: dict[str, Column]) -> ShardTable:
+    return ShardTable(_decompressed(tensors), _decompressed(boxes), columns)
+
+
+_decompressed = lru_cache(16)(zlib.decompress)  # one copy for all ranks that have the same
+
+
+def _size_of(entry: tuple[str, str, str, tuple[int, ...]]) -> int:
+    name, kind, dtype, shape = entry
+    if not (isinstance(name, str) and isinstance(kind, str) and dtype in DTYPES):
+        raise ValueError(f"{name!r:.80} of kind {kind!r:.20} and dtype {dtype!r:.20} is no tensor")
+    if any(type(extent) is not int or extent < 0 for extent in shape) or math.prod(shape) >= MOST:
+        raise ValueError(f"{kind} of {name} has shape {shape}")
+    return math.prod(shape)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
 
 MANIFEST, TABLE = "manifest.json", "shards.safetensors"
 FORMAT = 2

@@ -21,16 +21,17 @@ from pipeline.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
     MAX_TABLE_BYTES,
+    ROW_BYTES,
     TABLE,
     FileRecord,
     Manifest,
+    ShardTable,
     TableRecord,
 )
 from pipeline.checkpoint.peers import Peers, Room, first, lack_of_memory
 from pipeline.checkpoint.rank_files import RankFiles, WrittenFile
 from pipeline.checkpoint.shard_file import Layout, LayoutChangedError
 from pipeline.checkpoint.snapshot import Snapshot, streamed
-from pipeline.checkpoint.table import ROW_BYTES, ShardTable
 from pipeline.distributed.machine import available_memory
 from pipeline.durable import synchronise, write_durably
 from pipeline.shards import EngineState

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from plain_engine import PlainEngine
 from support.checkpoints import written
 
-from pipeline.checkpoint.manifest import MANIFEST, TABLE, decode, read_manifest
+from pipeline.checkpoint.manifest import MANIFEST, TABLE, ShardTable, decode, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.table import ShardTable
 from pipeline.errors import CheckpointError
 from pipeline.shards import Region, Shard, overlap
 

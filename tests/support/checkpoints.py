@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, TableRecord
+from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, ShardTable, TableRecord
 from pipeline.checkpoint.shard_file import Layout, write_file
 from pipeline.checkpoint.snapshot import streamed
-from pipeline.checkpoint.table import ShardTable
 from pipeline.shards import Shard
 
 
