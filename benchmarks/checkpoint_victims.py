@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.checkpoint.catalog import newest_good, steps_in
-from pipeline.checkpoint.verify import verify
+from pipeline.checkpoint.reader import verify
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

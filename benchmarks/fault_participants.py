@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint.catalog import Retention, newest_good
+from pipeline.checkpoint.reader import verify
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 

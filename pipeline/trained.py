@@ -75,7 +75,7 @@ class Trained:
     @property
     def sequence_length(self) -> int | None:
         """Tokens of a row; `None` if the data has no such limit."""
-        return getattr(self.config.data, "sequence_length", None)
+        return self.config.data.tokens_per_row
 
 
 def open_trained(path: Path, step: str | int, overrides: Sequence[str], import_paths: bool) -> Trained:

@@ -39,8 +39,7 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
     Raises:
         CheckpointError: there is no such checkpoint, or it is not complete.
     """
-    from pipeline.checkpoint.catalog import check, newest_good, steps_in
-    from pipeline.checkpoint.listing import list_checkpoints
+    from pipeline.checkpoint.catalog import check, list_checkpoints, newest_good, steps_in
 
     whole = path.absolute()
     if whole.parent.name == "checkpoints" and whole in steps_in(whole.parent).values():

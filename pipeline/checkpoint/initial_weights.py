@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import adapters
+from pipeline.checkpoint.adapters import MergedWeights
 from pipeline.checkpoint.catalog import named_in, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
-from pipeline.checkpoint.merged_weights import MergedWeights
-from pipeline.checkpoint.reader import CheckpointReader, weights_of
-from pipeline.checkpoint.verify import check_content, check_sizes, look
+from pipeline.checkpoint.reader import CheckpointReader, check_content, check_sizes, look, weights_of
 from pipeline.errors import CheckpointError, ModelError
 from pipeline.models.weight_files import Entry, WeightFile, refusal
 from pipeline.shards import Region

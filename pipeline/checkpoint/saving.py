@@ -1,6 +1,8 @@
-"""One save from top to bottom: room, snapshot, files, publication, what may go. Collective throughout.
+"""One save from top to bottom: room, snapshot, the files of this rank, publication, what may go. Collective.
 
-Every step ends in an exchange, so that what one rank met all know: nobody waits for a rank that gave up.
+Every step ends in an exchange, so that all ranks know what one rank met: nobody waits for a rank that gave
+up. Values reach the disk one at a time, or from a copy in host memory that is written while training goes
+on.
 """
 
 from __future__ import annotations
@@ -10,11 +12,17 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.checkpoint.catalog import PARTIAL, REPLACED, Pruner, clear_partial, folder_name, remove
 from pipeline.checkpoint.manifest import (
@@ -29,14 +37,225 @@ from pipeline.checkpoint.manifest import (
     TableRecord,
 )
 from pipeline.checkpoint.peers import Peers, Room, first, lack_of_memory
-from pipeline.checkpoint.rank_files import RankFiles, WrittenFile
-from pipeline.checkpoint.shard_file import Layout, LayoutChangedError
-from pipeline.checkpoint.snapshot import Snapshot, streamed
+from pipeline.checkpoint.shard_file import Layout, LayoutChangedError, as_bytes, hash_views, write_file
 from pipeline.distributed.machine import available_memory
 from pipeline.durable import synchronise, write_durably
-from pipeline.shards import EngineState
+from pipeline.errors import one_line
+from pipeline.shards import BUFFER, EngineState, Shard
+
+Values = Iterable[Iterable[memoryview]]
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """One of them."""
+
+    path: Path
+    """Once it is published."""
+    record: FileRecord
+    shards: tuple[Shard, ...]
+    """With checksums."""
+
+
+class RankFiles:
+    """Those of one checkpoint.
+
+    Args:
+        partial: Its folder while it is written.
+        final: Its folder once it is published.
+        frozen: What nobody trains, in the checkpoint before.
+    """
+
+    def __init__(self, partial: Path, final: Path, peers: Peers, frozen: WrittenFile | None):
+        self.written: list[WrittenFile] = []
+        self.frozen: WrittenFile | None = None
+        self._partial, self._final, self._peers, self._known = partial, final, peers, frozen
+
+    def write(self, layout: Layout, values: Iterator[Iterable[memoryview]], lasting: bool) -> None:
+        """Writes them, and returns once they are on the disk.
+
+        Args:
+            values: The bytes of each shard.
+            lasting: See write_file.
+
+        Raises:
+            OSError: as write_file.
+            LayoutChangedError: as write_file; or the file of what nobody trains was thought to be the one
+                before, and when that was seen not to be so, the values had been taken.
+        """
+        frozen = list(takewhile(lambda shard: shard.is_frozen, layout.shards))  # engines give them first
+        stem = f"rank-{self._peers.rank:05d}"
+        if frozen:
+            name, part = f"{stem}.frozen.safetensors", Layout.of(frozen)
+            own: Values = islice(values, len(frozen))
+            own = list(own) if lasting else own
+            self.frozen = self._link(name, part, own, lasting) or self._write(name, part, own, lasting)
+            self.written.append(self.frozen)
+        if rest := layout.shards[len(frozen) :]:
+            self.written.append(self._write(f"{stem}.safetensors", Layout.of(rest), values, lasting))
+
+    def _link(self, name: str, layout: Layout, values: Values, lasting: bool) -> WrittenFile | None:
+        """The file before under this name, if it has the same values; None: it is to be written."""
+        known = self._known
+        if known is None or known.shards != layout.shards:
+            return None
+        pairs = zip(values, known.shards, strict=True)
+        if all(hash_views(views).hexdigest() == shard.checksum for views, shard in pairs):
+            with suppress(OSError):  # a file system without links, or the file is gone
+                os.link(known.path, self._partial / name)
+                return WrittenFile(self._final / name, known.record, known.shards)
+        if not lasting:
+            raise LayoutChangedError("what is frozen")
+        return None
+
+    def _write(self, name: str, layout: Layout, values: Values, lasting: bool) -> WrittenFile:
+        sums = write_file(self._partial / name, layout, values, lasting)
+        record = FileRecord(
+            name=name,
+            rank=self._peers.rank,
+            host=self._peers.host,
+            place=self._peers.leader,
+            bytes=layout.num_bytes,
+            xxh3_128=sums.xxh3_128,
+            shards=len(layout.shards),
+        )
+        shards = tuple(map(Shard.described, layout.shards, sums.shards))
+        return WrittenFile(self._final / name, record, shards)
+
 
 log = logging.getLogger(__name__)
+
+CHUNK = 1 << 26  # a power of two: torch rounds pinned memory up to one
+# torch's threads meet after every copy: on a busy processor the waiting took 17 times as long as the copying.
+BY_ONE_THREAD = 1 << 24
+
+
+def streamed(layout: Layout, shards: Iterator[Shard]) -> Iterator[list[memoryview]]:
+    """The bytes of each shard, fetched to the host one at a time.
+
+    Raises:
+        LayoutChangedError: a shard is not the one laid out at its place, or there are more of them.
+    """
+    return ([source.cpu().numpy().data] for source, _ in _matched(layout, shards))
+
+
+class Snapshot:
+    """Buffers for one layout, filled at every save and kept between them.
+
+    Memory is taken on a thread of its own: pinning takes seconds for gigabytes. What lies on a GPU is copied
+    on a stream beside the main one: the host, a forward and a backward do not wait for it.
+
+    Args:
+        layout: What will be copied.
+        device: Where it comes from; for CUDA the buffers are pinned, and a copy runs at the bus's speed.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device):
+        self.layout = layout
+        total = sum(shard.num_bytes for shard in layout.shards)
+        sizes = [min(CHUNK, total - start) for start in range(0, total, CHUNK)]
+        thread = ThreadPoolExecutor(1, "snapshot")
+        self._chunks = thread.submit(_take_memory, sizes, device.type == "cuda")
+        thread.shutdown(wait=False)
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def fill(self, shards: Iterator[Shard]) -> None:
+        """Copies all shards, once there is memory.
+
+        When it returns, buffers may change, and the host's values; a GPU's others after `hold_device`.
+
+        Raises:
+            LayoutChangedError: they are not those laid out.
+            MemoryError: there is not enough host memory.
+        """
+        self._chunks.result()
+        self._copied = None
+        position = 0
+        for found, kind in _matched(self.layout, shards):
+            done = 0
+            with self._beside(found, kind) as source:
+                for part in self._parts(position, len(source)):
+                    piece = source[done : done + len(part)]
+                    if piece.device.type == "cpu" and len(piece) < BY_ONE_THREAD:
+                        np.copyto(part.numpy(), piece.numpy())
+                    else:
+                        part.copy_(piece, non_blocking=True)
+                    done += len(part)
+            position += done
+        if self._stream is not None:
+            self._copied = self._stream.record_event()
+
+    @contextmanager
+    def _beside(self, source: Tensor, kind: str) -> Iterator[Tensor]:
+        """The values to copy, on the stream that copies them: not before what is at work on them is done."""
+        if source.device.type != "cuda":
+            yield source
+            return
+        if kind == BUFFER:
+            source = source.clone()  # a forward changes these
+        self._stream = self._stream or torch.cuda.Stream(source.device)
+        self._stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(self._stream):
+            yield source
+        source.record_stream(self._stream)  # of some the engine made a copy, which nobody holds any longer
+
+    def hold_device(self) -> None:
+        """What the device is given from here on waits for the copy; the host does not."""
+        if self._stream is not None and self._copied is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+
+    def views(self) -> Iterator[list[memoryview]]:
+        """The bytes of each shard, in order, once they are copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        position = 0
+        for expected in self.layout.shards:
+            yield [part.numpy().data for part in self._parts(position, expected.num_bytes)]
+            position += expected.num_bytes
+
+    def _parts(self, position: int, length: int) -> Iterator[Tensor]:
+        chunks, end = self._chunks.result(), position + length
+        while position < end:
+            index, start = divmod(position, CHUNK)
+            stop = min(CHUNK, start + end - position)
+            yield chunks[index][start:stop]
+            position += stop - start
+
+
+def _take_memory(sizes: list[int], is_pinned: bool) -> list[Tensor]:
+    """Pinned for as long as the system gives any."""
+    chunks: list[Tensor] = []
+    for size in sizes:
+        if is_pinned:
+            try:
+                chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+                continue
+            except RuntimeError as error:
+                is_pinned, got = False, sum(map(len, chunks)) >> 20
+                log.warning(
+                    "the copy of a checkpoint is slower than it could be: %d of %d MiB of host memory are "
+                    "pinned, then: %s",
+                    got,
+                    sum(sizes) >> 20,
+                    one_line(error),
+                )
+        try:
+            chunks.append(torch.empty(size, dtype=torch.uint8))
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from None
+    return chunks
+
+
+def _matched(layout: Layout, shards: Iterator[Shard]) -> Iterator[tuple[Tensor, str]]:
+    """The bytes of each shard, where they are, and its kind, while they are those laid out."""
+    for expected in layout.shards:
+        shard = next(shards, None)
+        if shard is None or shard.values is None or shard != expected:
+            raise LayoutChangedError(expected.title)
+        yield as_bytes(shard.values), shard.kind
+    if next(shards, None) is not None:
+        raise LayoutChangedError("more shards than before")
 
 
 class NotSavedError(Exception):

@@ -12,7 +12,7 @@ from pipeline.commands.inputs import reading_a_run
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.listing import CheckpointRow, TensorChange
+    from pipeline.checkpoint.catalog import CheckpointRow, TensorChange
 
 HELP = "list a run's checkpoints, verify them, or compare two"
 MOST = 20  # tensors of a comparison that are shown
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _list(directory: Path, contents: bool) -> None:
-    from pipeline.checkpoint.listing import list_checkpoints, read_through
+    from pipeline.checkpoint.catalog import list_checkpoints, read_through
     from pipeline.inspection.screen import Screen
 
     rows = list_checkpoints(directory)
@@ -97,7 +97,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _diff(directory: Path, first: str, second: str) -> None:
-    from pipeline.checkpoint.listing import diff
+    from pipeline.checkpoint.catalog import diff
     from pipeline.inspection.screen import Screen
 
     _, one, of_one = find_checkpoint(directory, first, "diff")

@@ -33,7 +33,7 @@ _ROOT = str(Path(__file__).parents[2]) + "/"
 _RULES = {
     Part.EVALUATION: r"^pipeline/(evaluation\.py:evaluate$|engine/\w+\.py:eval_step$)",
     Part.GENERATION: r"^pipeline/(sampling|models/generation)\.py|^pipeline/engine/\w+\.py:generate$",
-    Part.SAVING: r"^pipeline/checkpoint/(saving|snapshot|rank_files)\.py",
+    Part.SAVING: r"^pipeline/checkpoint/saving\.py",
     Part.RESUMING: r"^pipeline/(engine/\w+|checkpoint/store)\.py:restore$",
     Part.BACKWARD: r"torch/(_tensor|autograd/__init__)\.py:backward$|deepspeed/\S*:\w*backward\w*$",
     Part.STEP: r"torch/optim/\S*:step$|deepspeed/\S*:(step|_exec_optimizer_step)$|^pipeline/engine/guard\.py",

@@ -31,8 +31,8 @@ def import_all() -> None:
     import wandb  # noqa: F401
 
     import pipeline.__main__
+    import pipeline.checkpoint.catalog
     import pipeline.checkpoint.export
-    import pipeline.checkpoint.listing
     import pipeline.cli
     import pipeline.data.custom
     import pipeline.data.images

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import pipeline
 from pipeline.__main__ import main
-from pipeline.checkpoint import base_digest
+from pipeline.checkpoint import adapters
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import read_manifest
 from pipeline.errors import CheckpointError, ConfigError, ModelError
@@ -199,7 +199,7 @@ def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monk
     trained(settings(tmp_path, "run", {"pretrained": str(own)}, {"rank": 2}, own, steps=1))
     own.rename(tmp_path / "moved")
     moved = {"pretrained": str(tmp_path / "moved")}
-    monkeypatch.setattr(base_digest, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(adapters, "_QUIET_SECONDS", 0.0)
     capsys.readouterr()
     trained(settings(tmp_path, "run", moved, {"rank": 2}, tmp_path / "moved", steps=3))
     assert (
@@ -232,9 +232,9 @@ def test_a_base_known_by_an_older_release_is_still_known(tmp_path, base):
     trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=1))
     about = read_manifest(tmp_path / "run" / "checkpoints" / "step-00000001").state["adapter"]
     with closing(open_weights(base, open_checkpoint)) as file:
-        digest = base_digest.digest_of(file, {"base": {"digest": "an older release's"}})
+        digest = adapters.digest_of(file, {"base": {"digest": "an older release's"}})
         assert digest != about["base"]["digest"]
-        assert base_digest.digest_of(file, {"base": {"digest": digest}}) == digest
+        assert adapters.digest_of(file, {"base": {"digest": digest}}) == digest
 
 
 @pytest.mark.parametrize("wrong", ["lacks a layer", "not a number", "cut short"])

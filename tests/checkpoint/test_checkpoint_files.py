@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from plain_engine import whole_region
 from safetensors import safe_open
 
+from pipeline.checkpoint.saving import Snapshot, streamed
 from pipeline.checkpoint.shard_file import DTYPES, Layout, LayoutChangedError, write_file
-from pipeline.checkpoint.snapshot import Snapshot, streamed
 from pipeline.shards import Region, Shard
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)

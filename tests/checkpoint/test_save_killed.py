@@ -19,7 +19,7 @@ from plain_engine import PlainEngine
 from test_store import make_store, state_at
 
 from pipeline.checkpoint.catalog import newest_good
-from pipeline.checkpoint.verify import verify
+from pipeline.checkpoint.reader import verify
 
 # What changes a disk. Closing is not among them: after an error it is only tidying up.
 CALLS = {"open", "write", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "posix_fadvise"}

@@ -7,8 +7,8 @@ import torch
 from plain_engine import PlainEngine
 
 from pipeline.checkpoint.catalog import Retention
+from pipeline.checkpoint.saving import Snapshot, streamed
 from pipeline.checkpoint.shard_file import Layout, write_file
-from pipeline.checkpoint.snapshot import Snapshot, streamed
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks

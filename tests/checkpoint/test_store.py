@@ -20,12 +20,11 @@ from support.checkpoints import Hostile, flip_a_bit
 from test_checkpoint_files import small_disk  # noqa: F401
 from test_manifest import resealed
 
-from pipeline.checkpoint.catalog import Retention, newest_good
-from pipeline.checkpoint.listing import diff, list_checkpoints, read_through
+from pipeline.checkpoint.catalog import Retention, diff, list_checkpoints, newest_good, read_through
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, read_manifest
 from pipeline.checkpoint.peers import Peers
+from pipeline.checkpoint.reader import verify
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import CheckpointError

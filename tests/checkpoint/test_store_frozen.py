@@ -16,8 +16,8 @@ from support.exchange import SPLITS, Run, run_on, tree
 from support.saved import store_in
 
 from pipeline.checkpoint.catalog import Retention, check
+from pipeline.checkpoint.reader import verify
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError
 from pipeline.shards import Region, Shard

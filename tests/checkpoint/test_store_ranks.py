@@ -21,8 +21,8 @@ from support.ranks import RankFailedError, RankPool
 from test_save_killed import Fault
 
 from pipeline.checkpoint.catalog import Retention, newest_good
+from pipeline.checkpoint.reader import verify
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.checkpoint.verify import verify
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import CheckpointError

@@ -12,8 +12,8 @@ from plain_engine import PlainEngine
 from support.checkpoints import Hostile, written
 
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, Manifest
+from pipeline.checkpoint.reader import check_content, verify
 from pipeline.checkpoint.shard_file import opened
-from pipeline.checkpoint.verify import check_content, verify
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from support.checkpoints import Hostile, flip_a_bit, written
 from support.launch import ROOT, environment
 
 from pipeline.__main__ import main
-from pipeline.checkpoint.catalog import Retention
-from pipeline.checkpoint.listing import diff, list_checkpoints, read_through
+from pipeline.checkpoint.catalog import Retention, diff, list_checkpoints, read_through
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.assemble import build_loader
+from pipeline.checkpoint.saving import CHUNK, Snapshot
 from pipeline.checkpoint.shard_file import Layout
-from pipeline.checkpoint.snapshot import CHUNK, Snapshot
 from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.engine.replicas import Replicas

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.checkpoint.saving import CHUNK, Snapshot, streamed
 from pipeline.checkpoint.shard_file import Layout, write_file
-from pipeline.checkpoint.snapshot import CHUNK, Snapshot, streamed
 from pipeline.shards import Region, Shard
 
 pytestmark = [

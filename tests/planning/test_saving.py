@@ -11,7 +11,7 @@ from planning.test_states import BF16, HALVES, LORA, MUON, frozen, whole_of
 from support.tiny import make_engine, recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble, build_loader
-from pipeline.checkpoint.snapshot import Snapshot
+from pipeline.checkpoint.saving import Snapshot
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, ShardTable, TableRecord
+from pipeline.checkpoint.saving import streamed
 from pipeline.checkpoint.shard_file import Layout, write_file
-from pipeline.checkpoint.snapshot import streamed
 from pipeline.shards import Shard
 
 
