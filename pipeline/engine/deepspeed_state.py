@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -80,6 +80,10 @@ class _FlatState(ABC):
     def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
         """This rank's flat tensors, each with what steps it."""
 
+    def masters(self) -> Iterable[Tensor]:
+        """See State.masters."""
+        return [flat for _, flat in self._flats()]
+
     def scalars(self) -> Scalars:
         """See State.scalars."""
         return flat_numbers(self._flats())
@@ -121,6 +125,16 @@ class PartitionState(_FlatState):
             flat = flats[group]
             if flat is not None:
                 yield from place.shards(GRADIENT, start, flat[offset : offset + length], to_fill=False)
+
+    def kept_gradients(self) -> Iterable[Any]:
+        """See State.kept_gradients."""
+        zero = self._optimizer
+        own = [flat.grad for _, flat in self._flats()]
+        if isinstance(zero, BF16_Optimizer):
+            return [*own, zero.fp32_groups_gradients_flat]
+        in_parameters = [getattr(p, "grad_accum", None) for p in self._places]
+        on_host = getattr(zero, "accumulated_grads_in_cpu", None)
+        return [*own, *in_parameters, zero.averaged_gradients, zero.all_grad_tensors, on_host]
 
     def _stretches(self) -> Iterator[tuple[Place, int, int, int, int]]:
         """(parameter, group, offset in this rank's flat tensor, start in the parameter, length).
@@ -174,6 +188,11 @@ class Zero3State(_FlatState):
                     start, length = self._share(p)
                     mine = flat.grad[offset : offset + length]
                     yield from self._places[p].shards(GRADIENT, start, mine, to_fill=False)
+
+    def kept_gradients(self) -> Iterable[Any]:
+        """See State.kept_gradients."""
+        flats = self._optimizer.fp32_partitioned_groups_flat
+        return [*(flat.grad for flat in flats), self._optimizer.grad_partitions_flat_buffer]
 
     def _sub_group(self, index: int, saved: SavedState | None) -> Iterator[Shard]:
         zero, to_fill = self._optimizer, saved is not None

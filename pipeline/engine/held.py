@@ -3,45 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.engine.interface import Engine
+from pipeline.engine.state import State
 from pipeline.planning.account import EngineStates
 
-_NESTING = 4  # lists of lists of tensors, in DeepSpeed's optimizers
+_NESTING = 6  # lists of dicts of tensors, in optimizers and DeepSpeed's around them
+
+
+class _Stateful(Protocol):
+    """What all engines have behind their interface."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def _state(self) -> State: ...
 
 
 def states(engine: Engine, kind: str) -> EngineStates:
-    """Of tensors on `cuda` or `cpu`. A storage that several share counts once, as what it is found as first:
-    parameters, gradients, the optimizer's, the engine's buffers.
+    """Return the bytes that an engine holds on `cuda` or `cpu`.
+
+    A storage that several tensors share counts once, as what it is found as first: parameters, gradients, the
+    optimizer's, the engine's buffers.
     """
     seen: set[int] = set()
 
-    def count(tensors: Iterator[Tensor | None]) -> int:
-        return sum(_bytes(each, kind, seen) for each in tensors if each is not None)
+    def count(value: Any) -> int:
+        return sum(_bytes(each, kind, seen) for each in _reached(value, _NESTING))
 
-    parameters = list(engine.module.parameters())
-    found = [*parameters, *engine.module.buffers(), *(getattr(p, "ds_tensor", None) for p in parameters)]
-    weights = count(iter(found))
-    gradients = count(p.grad for p in parameters)
-    optimizers = [value for value in vars(engine).values() if isinstance(value, torch.optim.Optimizer)]
-    kept = count(_reached([(each.state, each.param_groups) for each in optimizers], 6))
-    buffers = 0
-    for name, value in getattr(getattr(engine, "_zero_optimizer", None), "__dict__", {}).items():
-        if isinstance(value, torch.optim.Optimizer):
-            kept += count(_reached((value.state, value.param_groups), 6))
-            continue
-        num_bytes = count(_reached(value, _NESTING))
-        if "grad" in name:
-            gradients += num_bytes
-        elif "fp32" in name and "bucket" not in name and "buffer" not in name:
-            kept += num_bytes
-        else:
-            buffers += num_bytes
-    return EngineStates(weights, gradients, kept, buffers)
+    own = cast(_Stateful, engine)
+    state, parameters = own._state(), list(own.module.parameters())
+    shares = [getattr(p, "ds_tensor", None) for p in parameters]
+    around = getattr(getattr(engine, "_zero_optimizer", None), "__dict__", {})  # DeepSpeed's, of its own
+    optimizers = {
+        id(value): value
+        for value in [*vars(engine).values(), *around.values()]
+        if isinstance(value, torch.optim.Optimizer)
+    }
+    stepped = [(list(each.state.values()), each.param_groups) for each in optimizers.values()]
+    return EngineStates(
+        parameters=count([*parameters, *own.module.buffers(), *shares]),
+        gradients=count([p.grad for p in parameters]) + count(list(state.kept_gradients())),
+        optimizer=count(list(state.masters())) + count(stepped),
+        buffers=count(list(around.values())),
+    )
 
 
 def _bytes(tensor: Tensor, kind: str, seen: set[int]) -> int:
@@ -55,7 +64,7 @@ def _bytes(tensor: Tensor, kind: str, seen: set[int]) -> int:
 
 
 def _reached(value: Any, depth: int) -> Iterator[Tensor]:
-    """Tensors in dicts, lists and tuples."""
+    """Yield the tensors in dicts, lists and tuples."""
     if torch.is_tensor(value):
         yield value
     elif depth and isinstance(value, dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -106,6 +106,14 @@ class ParameterState:
             if id(each) in stepped and each.grad is not None
         ]
         yield from shared_out(held, self._sharers, to_fill=False)
+
+    def masters(self) -> Iterable[Tensor]:
+        """See State.masters."""
+        return self._masters.values()
+
+    def kept_gradients(self) -> Iterable[Any]:
+        """See State.kept_gradients."""
+        return [master.grad for master in self._masters.values()]
 
     def scalars(self) -> Scalars:
         """See State.scalars."""

@@ -112,6 +112,14 @@ class State(Protocol):
         """`optimizer/<key>`, and `optimizer/<key>/<name>` of each parameter that has another number."""
         ...
 
+    def masters(self) -> Iterable[Tensor]:
+        """Return the tensors that an optimizer steps in the place of parameters."""
+        ...
+
+    def kept_gradients(self) -> Iterable[Any]:
+        """Return the gradients that lie elsewhere than in `grad` of a parameter, maybe in lists and dicts."""
+        ...
+
     def settle(self, scalars: Mapping[str, Any]) -> None:
         """After filling: sets the scalars, and the copies in half precision from the masters. Collective."""
         ...

@@ -71,7 +71,7 @@ def test_several_damaged_files_are_all_named(checkpoint):
 def test_ranks_that_share_the_reading_look_at_no_file_twice(checkpoint, monkeypatch):
     folder, manifest = checkpoint
     looked_at = []
-    for module in ("manifest", "verify"):
+    for module in ("manifest", "reader"):
         monkeypatch.setattr(f"pipeline.checkpoint.{module}.opened", noting(looked_at))
     (folder / "rank-00002.safetensors").unlink()  # another machine has it
     for file in manifest.files:
