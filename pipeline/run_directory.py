@@ -29,8 +29,9 @@ from pipeline.errors import CheckpointError, ConfigError
 from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
 from pipeline.redaction import redact
 from pipeline.run_lock import LOCK_FILE
+from pipeline.sinks.interface import GIT_DIFF
 from pipeline.sinks.jsonl import METRICS_FILE
-from pipeline.working_tree import GIT_DIFF, git_commit, git_diff
+from pipeline.working_tree import git_commit, git_diff
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import subprocess
 
 from pipeline.redaction import redact_text
 
-GIT_DIFF = "git.diff"
 MOST_CHARACTERS = 2**20
 SECONDS = 20.0  # on a slow file system a run starts without
 

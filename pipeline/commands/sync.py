@@ -13,7 +13,7 @@ from pipeline.optional_packages import require
 from pipeline.run_lock import is_held
 
 if TYPE_CHECKING:
-    from pipeline.sinks.wandb_files import WandbFile
+    from pipeline.sinks.weights_and_biases import WandbFile
 
 HELP = "list what runs kept for Weights & Biases while offline, and upload it"
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises a PipelineError where a run is none, or something was not uploaded."""
     require("wandb", own_command("sync"))
     from pipeline.inspection.screen import Screen
-    from pipeline.sinks.wandb_files import files_to_upload
+    from pipeline.sinks.weights_and_biases import files_to_upload
 
     for directory in arguments.runs:
         if not (directory / "wandb").is_dir():
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _upload(left: dict[Path, list[WandbFile]]) -> None:
-    from pipeline.sinks.wandb_files import check_server, upload
+    from pipeline.sinks.weights_and_biases import check_server, upload
 
     server = check_server()
     for directory, files in left.items():

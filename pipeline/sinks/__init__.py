@@ -8,8 +8,9 @@ import logging
 import math
 import os
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +26,10 @@ from pipeline.optional_packages import require
 from pipeline.redaction import redact, redact_text
 from pipeline.sinks.console import ConsoleSink
 from pipeline.sinks.dispensable import Dispensable, SinkThread, open_dispensable, wait_for
-from pipeline.sinks.interface import Shows, Sink
-from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_record
+from pipeline.sinks.interface import Shows, Sink, import_sink, open_own
+from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_record, replay
 from pipeline.sinks.notify import NotifySink, ways_of
-from pipeline.sinks.own import import_sink, open_own
-from pipeline.sinks.rewinds import replay
+from pipeline.sinks.tensorboard_events import TensorBoardSink, import_writer
 
 logger = logging.getLogger(__name__)
 
@@ -121,21 +121,40 @@ class Sinks:
                 sink.tell(self._step, event)
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that trackers are opened for."""
+
+    config: RunConfig
+    directory: Path
+    """Directory of the run, which exists already."""
+    start_step: int
+    """Optimizer steps done before this process."""
+    max_steps: int
+    settings: dict[str, Any]
+    """The run's configuration as trackers show it, without secrets."""
+    record: Path
+    """Path of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A kind of place for metrics that a recipe can ask for."""
+
+    check: Callable[[RunConfig], object]
+    """Raises a ConfigError if the recipe asks for what it cannot have."""
+    build: Callable[[TrackedRun], Sequence[Sink]]
+    """Opens what the recipe asks for; empty if it asks for nothing, or if that cannot be opened now."""
+
+
 def check_sinks(config: RunConfig) -> None:
-    """Finds what a recipe asks for and cannot have, before anything is built.
+    """Refuse what a recipe asks for and cannot have, before anything is built.
 
     Raises:
         ConfigError: as build_sinks.
     """
-    if config.log.tensorboard:
-        from pipeline.sinks.tensorboard_events import import_writer
-
-        import_writer()
-    for own in config.log.sinks:
-        import_sink(own)
-    if config.wandb.mode in ("online", "offline"):  # auto does without
-        require("wandb", f"wandb.mode: {config.wandb.mode}", "set wandb.mode=disabled")
-    ways_of(config.notify)
+    for tracker in TRACKERS.values():
+        tracker.check(config)
 
 
 def build_sinks(
@@ -178,58 +197,98 @@ def build_sinks(
         sinks.append(record)
         if (said := record.gaps(due or {})) is not None:
             logger.warning("%s %s; the run goes on without them", record.path, said)
-        sinks += _open_further(config, run_dir, start_step, run_config, record.path)
-        if config.wandb.mode != "disabled":
-            sinks += _open_wandb(config, run_dir, start_step, run_config, record.path)
-        if ways := ways_of(config.notify):
-            make_notify = partial(NotifySink, ways, config.notify.level, run_dir.resolve().name)
-            sinks.append(SinkThread(make_notify, "notify", takes_rows=False))
-        if config.log.shows_rows:
-            # Not on a thread: its lines stand between those of the log, in the order of what happened.
-            sinks.append(Dispensable(_open_console(max_steps), "the console"))
+        run = TrackedRun(config, run_dir, start_step, max_steps, run_config, record.path)
+        for tracker in TRACKERS.values():
+            sinks += tracker.build(run)
         undo.pop_all()
     return Sinks(sinks, start_step)
 
 
-def _open_wandb(
-    config: RunConfig, run_dir: Path, start_step: int, run_config: dict[str, Any], record: Path
-) -> list[Sink]:
+def _check_tensorboard(config: RunConfig) -> None:
+    if config.log.tensorboard:
+        import_writer()
+
+
+def _open_tensorboard(run: TrackedRun) -> Sequence[Sink]:
+    if not run.config.log.tensorboard:
+        return []
+    recorded = (line for line in iterate_record(run.record) if line["step"] >= run.start_step)
+    make = partial(TensorBoardSink, run.directory / "tensorboard", run.start_step, recorded)
+    return open_dispensable("log.tensorboard", make)
+
+
+def _check_own(config: RunConfig) -> None:
+    for own in config.log.sinks:
+        import_sink(own)
+
+
+def _open_own(run: TrackedRun) -> Sequence[Sink]:
+    sinks: list[Sink] = []
+    for own in run.config.log.sinks:
+        make = partial(open_own, own, run.directory, run.start_step, run.settings)
+        sinks += open_dispensable(own.kind, make)
+    return sinks
+
+
+def _check_wandb(config: RunConfig) -> None:
+    if config.wandb.mode in ("online", "offline"):  # auto does without
+        require("wandb", f"wandb.mode: {config.wandb.mode}", "set wandb.mode=disabled")
+
+
+def _open_wandb(run: TrackedRun) -> Sequence[Sink]:
     """Return the sink of Weights & Biases; none where it cannot be started."""
+    if run.config.wandb.mode == "disabled":
+        return []
     # 0.4 s of imports: only where it is used.
     from pipeline.sinks.weights_and_biases import open_wandb
 
     online = open_wandb(
-        config.wandb,
-        run_name=config.name,
-        run_dir=run_dir,
-        start_step=start_step,
-        run_config=run_config,
-        earlier=partial(replay, record, start_step),
+        run.config.wandb,
+        run_name=run.config.name,
+        run_dir=run.directory,
+        start_step=run.start_step,
+        run_config=run.settings,
+        earlier=partial(replay, run.record, run.start_step),
     )
     if online is None:
         return []
-    same_run = shell_line(f"run_dir={run_dir.absolute()}")
+    same_run = shell_line(f"run_dir={run.directory.absolute()}")
     resend = f", and the same command with {same_run} sends them to W&B"
     return [SinkThread(lambda: online, "W&B", resend=resend)]
 
 
-def _open_console(max_steps: int) -> Sink:
+def _check_notify(config: RunConfig) -> None:
+    ways_of(config.notify)
+
+
+def _open_notify(run: TrackedRun) -> Sequence[Sink]:
+    ways = ways_of(run.config.notify)
+    if not ways:
+        return []
+    make = partial(NotifySink, ways, run.config.notify.level, run.directory.resolve().name)
+    return [SinkThread(make, "notify", takes_rows=False)]
+
+
+def _check_console(config: RunConfig) -> None:
+    """Nothing: every installation has it."""
+
+
+def _open_console(run: TrackedRun) -> Sequence[Sink]:
+    if not run.config.log.shows_rows:
+        return []
     # Open MPI hands every rank a pty, whatever its own output is. Notebooks get plain lines.
     is_terminal = False if "OMPI_COMM_WORLD_RANK" in os.environ else None
-    return ConsoleSink(Console(force_terminal=is_terminal, force_jupyter=False), max_steps=max_steps)
+    console = Console(force_terminal=is_terminal, force_jupyter=False)
+    # Not on a thread: its lines stand between those of the log, in the order of what happened.
+    return [Dispensable(ConsoleSink(console, max_steps=run.max_steps), "the console")]
 
 
-def _open_further(
-    config: RunConfig, run_dir: Path, start_step: int, run_config: dict[str, Any], record: Path
-) -> list[Sink]:
-    """Other places for the same rows; those that cannot be opened now are left out with a line."""
-    sinks: list[Sink] = []
-    if config.log.tensorboard:
-        from pipeline.sinks.tensorboard_events import TensorBoardSink
-
-        recorded = (line for line in iterate_record(record) if line["step"] >= start_step)
-        make_events = partial(TensorBoardSink, run_dir / "tensorboard", start_step, recorded)
-        sinks += open_dispensable("log.tensorboard", make_events)
-    for own in config.log.sinks:
-        sinks += open_dispensable(own.kind, partial(open_own, own, run_dir, start_step, run_config))
-    return sinks
+TRACKERS = {
+    "log.tensorboard": Tracker(_check_tensorboard, _open_tensorboard),
+    "log.sinks": Tracker(_check_own, _open_own),
+    "wandb": Tracker(_check_wandb, _open_wandb),
+    "notify": Tracker(_check_notify, _open_notify),
+    "log.console": Tracker(_check_console, _open_console),
+}
+"""Key of the recipe that asks for a tracker -> its check and its builder, in the order in which they are
+opened. `log.sinks` takes a user's own by import path."""

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.events import ROLLBACK, Event
-from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink
-from pipeline.sinks.rewinds import replay
+from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, replay
 
 
 def write(folder: Path, start_step: int, *words: tuple) -> None:

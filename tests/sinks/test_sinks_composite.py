@@ -11,7 +11,7 @@ from pipeline.config.model_schema import CNNConfig
 from pipeline.config.schema import LogConfig, RunConfig, WandbConfig
 from pipeline.errors import ConfigError
 from pipeline.events import Event
-from pipeline.sinks import Sinks, build_sinks
+from pipeline.sinks import TRACKERS, Sinks, Tracker, build_sinks, check_sinks
 from pipeline.sinks.jsonl import MetricsFileError, read_metrics
 
 
@@ -117,3 +117,15 @@ def test_missing_tensorboard_is_one_line_that_says_what_to_do(tmp_path: Path, mo
 def test_importing_the_sinks_loads_neither_torch_nor_wandb():
     program = "import sys, pipeline.sinks; assert not {'torch', 'wandb', 'tensorboard'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_entry_of_the_table_is_checked_and_opened(tmp_path, monkeypatch):
+    checked, recorder = [], Recorder()
+    monkeypatch.setitem(TRACKERS, "log.recorder", Tracker(checked.append, lambda run: [recorder]))
+    config = recipe()
+    check_sinks(config)
+    assert checked == [config]
+    with build(tmp_path, config) as sinks:
+        sinks.write(1, {"train/loss": 2.0})
+    assert recorder.rows == [(1, {"train/loss": 2.0})]
+    assert recorder.closed_with == [0]

@@ -15,8 +15,7 @@ import pytest
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
 from pipeline.config.schema import WandbConfig
-from pipeline.sinks.wandb_files import files_to_upload
-from pipeline.sinks.wandb_start import run_arguments
+from pipeline.sinks.weights_and_biases import files_to_upload, run_arguments
 
 PROGRAM = """
     import json, logging, sys

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pipeline.events import ROLLBACK
-from pipeline.sinks.rewinds import replay
+from pipeline.sinks.jsonl import replay
 
 
 def of_record(run: Path) -> list[tuple]:
