@@ -47,7 +47,7 @@ from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
 from pipeline.plan import announce
 from pipeline.planning.account import Account
-from pipeline.profiling import build_profiler, watch_memory
+from pipeline.profiler import build_profiler, watch_memory
 from pipeline.redaction import redact
 from pipeline.remedies import of_evaluation, of_files, of_generation
 from pipeline.report.killed import note_processes
@@ -132,7 +132,16 @@ class Run:
             stack.enter_context(self._parts.sinks)
             if killed is not None:
                 self._parts.sinks.tell(self._parts.start.global_step, killed)
-            profiled = stack.enter_context(build_profiler(config, resolved, self._parts, self._directory))
+            profiler = build_profiler(
+                config,
+                resolved,
+                self._directory,
+                job=self._job,
+                engine=self._parts.engine,
+                start=self._parts.start.global_step,
+                tell=self._parts.sinks.tell,
+            )
+            profiled = stack.enter_context(profiler)
             self._loop = stack.enter_context(Loop(self._parts, long_lived, profiled))
             self._sample: str | None = None
             self._asks = asks_in_template(config.data, self._data.tokenizer)

@@ -47,7 +47,7 @@ from pipeline.safeguard import Safeguard
 from pipeline.sampling import build_sampler
 from pipeline.schedule import check_own
 from pipeline.sinks import Sinks, build_sinks
-from pipeline.watchers.build import build_watchers
+from pipeline.watchers.rules import build_watchers
 
 
 def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path) -> Parts:

@@ -14,14 +14,12 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
+from pipeline.device_meters import GpuMeter, MemoryMeter, NodeMeter
 from pipeline.distributed.phases import ASIDE, NO_STEP, Phases, Spent
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Profile, StepResult
 from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.events import Event
-from pipeline.gpu_meter import GpuMeter
-from pipeline.memory_meter import MemoryMeter
-from pipeline.node_meter import NodeMeter
 from pipeline.objectives import Objective
 from pipeline.objectives.timed import TimedObjective
 from pipeline.rows import LateRow

@@ -1,5 +1,6 @@
-"""What the recipe's section `profile` asks for: torch's profiler on some steps, DeepSpeed's counts of the
-step behind them, and what a GPU's memory holds when it runs out. All of it lies in `profile/` of the run.
+"""What the recipe's section `profile` asks for: torch's profiler on some steps of the main rank, DeepSpeed's
+counts of the step behind them, and what each rank's GPU holds when its memory runs out. All of it lies in
+`profile/` of the run.
 
 Nothing here ends a run, changes a number of it, or has other ranks wait for files to be written.
 """
@@ -18,6 +19,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from pipeline.config.schema import RunConfig
+from pipeline.config.settings import Resolved
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import Engine
+from pipeline.engine.profile import counted_step
 from pipeline.errors import one_line
 from pipeline.events import Event
 from pipeline.watchers import Tell
@@ -220,3 +226,40 @@ class OutOfMemory:
             log.error("what the memory held: %s (docs.pytorch.org/memory_viz shows it)", self._path)
         except Exception as error:  # the allocator's own error is the news
             log.error("what the memory held cannot be written (%s)", one_line(error))
+
+
+def build_profiler(
+    config: RunConfig,
+    resolved: Resolved,
+    folder: Path,
+    *,
+    job: Job,
+    engine: Engine,
+    start: int,
+    tell: Tell,
+) -> AbstractContextManager[Profiled]:
+    """Return the main rank's profiler, or what does nothing. Closed, it writes what is left.
+
+    Args:
+        config: The recipe; `profile` is read.
+        resolved: Both files together.
+        folder: Directory of the run.
+        job: Process group of the run.
+        engine: Engine of the run, whose step is counted.
+        start: Optimizer steps done before this process.
+        tell: Takes the event that names the files.
+    """
+    first = config.profile.start_step
+    last = (first or 0) + config.profile.num_steps - 1
+    if first is None or not job.ranks.is_main_process or last <= start:
+        return nullcontext(nullcontext)
+    in_modules = not resolved.compile and resolved.split.pipeline_stages == 1
+    counting = partial(counted_step, resolved.deepspeed, engine, in_modules=in_modules)
+    return StepProfiler(folder, (first, last), start, job.device, counting, tell)
+
+
+def watch_memory(config: RunConfig, job: Job, folder: Path) -> AbstractContextManager[None]:
+    """Write what a GPU held when its memory runs out, if the recipe profiles anything."""
+    if config.profile.start_step is None:
+        return nullcontext()
+    return snapshot_when_out(job.device, folder / FOLDER / f"memory-rank{job.ranks.rank}.pickle")

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from pipeline.band import GRADIENT_NORM, LOSS, Band
 from pipeline.config.watching_schema import WatchConfig
 from pipeline.engine.interface import Limits, StepResult
 from pipeline.errors import NonFiniteLossError, StoppedError
 from pipeline.events import ROLLBACK, Event
+from pipeline.spike_detector import GRADIENT_NORM, LOSS, SpikeDetector
 from pipeline.watchers import Tell
 
 MOST_IN_A_ROW = 10
@@ -54,7 +54,7 @@ class Safeguard:
     def __init__(self, watch: WatchConfig, steps_kept: int, tell: Tell):
         self._watch = watch
         self._tell = tell
-        self._bands = {"loss": Band(LOSS), "gradient norm": Band(GRADIENT_NORM)}
+        self._bands = {"loss": SpikeDetector(LOSS), "gradient norm": SpikeDetector(GRADIENT_NORM)}
         self._left_out = 0
         self.is_nonfinite = False
         """The step that was left out last had an infinite or NaN loss or gradient."""
@@ -64,7 +64,7 @@ class Safeguard:
         self._furthest = 0
 
     @property
-    def bands(self) -> tuple[Band, Band]:
+    def bands(self) -> tuple[SpikeDetector, SpikeDetector]:
         """What is normal of losses and of gradient norms: kept in checkpoints, whoever adds to them."""
         return self._bands["loss"], self._bands["gradient norm"]
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from support.clock import Clock
 
+from pipeline.device_meters import GpuMeter, MemoryMeter, memory_row
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
-from pipeline.gpu_meter import GpuMeter
-from pipeline.memory_meter import MemoryMeter, memory_row
 from pipeline.metrics import Meters, Workload, slowest
 from pipeline.step_numbers import CHUNK
 from pipeline.wall_time import WallTime

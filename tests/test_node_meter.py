@@ -11,8 +11,8 @@ from support.record import rows_of
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
+from pipeline.device_meters import NodeMeter
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.node_meter import NodeMeter
 from pipeline.training import Loop
 
 

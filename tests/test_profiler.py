@@ -18,9 +18,23 @@ from support.tiny import recipe, resolve, token_bundle
 from test_rows import ALONE, Engine
 
 from pipeline.assemble import assemble
-from pipeline.profiler import FOLDER, OutOfMemory, StepProfiler, most_expensive, snapshot_when_out
-from pipeline.profiling import build_profiler, watch_memory
+from pipeline.profiler import (
+    FOLDER,
+    OutOfMemory,
+    StepProfiler,
+    build_profiler,
+    most_expensive,
+    snapshot_when_out,
+    watch_memory,
+)
 from pipeline.training import Loop
+
+
+def profiler_of(config, resolved, parts, folder: Path):
+    start, tell = parts.start.global_step, parts.sinks.tell
+    return build_profiler(
+        config, resolved, folder, job=parts.job, engine=parts.engine, start=start, tell=tell
+    )
 
 
 def run(folder: Path, *, stop_at: int = 0, **profile: int) -> list[dict[str, Any]]:
@@ -30,7 +44,7 @@ def run(folder: Path, *, stop_at: int = 0, **profile: int) -> list[dict[str, Any
     parts = assemble(config, resolved, ALONE, token_bundle(), folder)
     parts = replace(parts, engine=Engine(parts.engine, signal.SIGTERM, stop_at))
     try:
-        profiler = build_profiler(config, resolved, parts, folder)
+        profiler = profiler_of(config, resolved, parts, folder)
         with parts.sinks, profiler as profiled, Loop(parts, None, profiled) as loop:
             loop.train()
     finally:
@@ -78,7 +92,7 @@ def plain(tmp_path_factory):
 def test_without_the_section_nothing_is_there(tmp_path, plain):
     config, resolved = resolve(recipe(), None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
-    with build_profiler(config, resolved, parts, tmp_path) as profiled, profiled(1) as around:
+    with profiler_of(config, resolved, parts, tmp_path) as profiled, profiled(1) as around:
         assert not isinstance(around, StepProfiler)
         assert not torch.autograd.profiler._is_profiler_enabled
     parts.loader.close()

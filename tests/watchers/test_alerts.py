@@ -9,15 +9,18 @@ import re
 
 import pytest
 
-from pipeline.band import GRADIENT_NORM, LOSS, Band
+from pipeline.spike_detector import GRADIENT_NORM, LOSS, SpikeDetector
 from pipeline.watchers import Seen, restore, state_of
-from pipeline.watchers.evaluations import EvalDivergence, NonFiniteEval
-from pipeline.watchers.memory import MemoryGrowth
-from pipeline.watchers.no_targets import NoTargets
-from pipeline.watchers.non_finite import NonFinite
-from pipeline.watchers.rise import LossRise
-from pipeline.watchers.speed import DataStarvation, ThroughputDrop
-from pipeline.watchers.spikes import CALM, Spikes
+from pipeline.watchers.learning import (
+    CALM,
+    EvalDivergence,
+    LossRise,
+    NonFinite,
+    NonFiniteEval,
+    Spikes,
+    no_targets,
+)
+from pipeline.watchers.performance import DataStarvation, MemoryGrowth, ThroughputDrop
 
 
 def asked(watcher, rows, step=0):
@@ -40,7 +43,7 @@ def timed(seconds, data=0.0, steps=1):
 
 def test_a_spike_between_two_rows_is_told_once_with_its_step():
     rows = of_losses(*[[2.0] * 10] * 5, [2.0, 2.0, 7.0, 6.0, *[2.0] * 6], [2.0] * 10)
-    ((step, event),) = asked(Spikes.of_losses(Band(LOSS)), rows)
+    ((step, event),) = asked(Spikes("loss_spike", SpikeDetector(LOSS)), rows)
     assert (step, event.name, event.level) == (60, "loss_spike", "warning")
     assert event.message.startswith("the loss of step 53 is 7, 3.5 times what was normal before (2, up to 3)")
     assert "optimizer.learning_rate" in event.advice
@@ -49,7 +52,7 @@ def test_a_spike_between_two_rows_is_told_once_with_its_step():
 
 def test_a_step_without_a_target_is_told_with_its_number():
     rows = [Seen({}, [1.0] * 3, counts=[4.0, 0.5, 1.0]), Seen({}, [1.0, 0.0, 0.0], counts=[2.0, 0.0, 0.0])]
-    ((step, event),) = asked(NoTargets(), [*rows, Seen({"eval/loss": 0.0})])
+    ((step, event),) = asked(no_targets, [*rows, Seen({"eval/loss": 0.0})])
     assert (step, event.name, event.level, event.fields) == (
         6,
         "no_targets",
@@ -62,20 +65,20 @@ def test_a_step_without_a_target_is_told_with_its_number():
 def test_a_spike_is_told_again_after_a_time_without_one():
     calm = [[2.0]] * 40
     soon, late = [[7.0], *[[2.0]] * (CALM - 1), [7.0]], [[7.0], *[[2.0]] * CALM, [7.0]]
-    assert len(asked(Spikes.of_losses(Band(LOSS)), of_losses(*calm, *soon))) == 1
-    assert len(asked(Spikes.of_losses(Band(LOSS)), of_losses(*calm, *late))) == 2
+    assert len(asked(Spikes("loss_spike", SpikeDetector(LOSS)), of_losses(*calm, *soon))) == 1
+    assert len(asked(Spikes("loss_spike", SpikeDetector(LOSS)), of_losses(*calm, *late))) == 2
     assert (
-        len(asked(Spikes.of_losses(Band(LOSS)), of_losses(*calm, *[[7.0]] * 300))) == 1
+        len(asked(Spikes("loss_spike", SpikeDetector(LOSS)), of_losses(*calm, *[[7.0]] * 300))) == 1
     )  # how things are now
 
 
 def test_norms_are_looked_at_apart_and_need_not_be_there():
     rows = [Seen({}, [2.0], [0.5 if step < 50 else 9.0]) for step in range(51)]
-    ((step, event),) = asked(Spikes.of_norms(Band(GRADIENT_NORM)), rows)
+    ((step, event),) = asked(Spikes("grad_norm_spike", SpikeDetector(GRADIENT_NORM)), rows)
     assert (step, event.name) == (51, "grad_norm_spike")
     assert event.message.startswith("the gradient norm of step 51 is 9, 18.0 times")
-    assert asked(Spikes.of_norms(Band(GRADIENT_NORM)), of_losses(*[[2.0]] * 3)) == []
-    assert asked(Spikes.of_norms(Band(GRADIENT_NORM)), [Seen({}, [2.0])] * 50) == []
+    assert asked(Spikes("grad_norm_spike", SpikeDetector(GRADIENT_NORM)), of_losses(*[[2.0]] * 3)) == []
+    assert asked(Spikes("grad_norm_spike", SpikeDetector(GRADIENT_NORM)), [Seen({}, [2.0])] * 50) == []
 
 
 def skipping(skipped, scale=None, loss=1.0):
@@ -301,11 +304,11 @@ def test_evaluations_are_remembered_where_a_run_goes_on(at):
 
 
 def test_a_spike_is_not_told_again_since_the_run_went_on_within_it():
-    band = Band(LOSS)
+    band = SpikeDetector(LOSS)
     rows = of_losses(*[[2.0]] * 40, [7.0], [7.0], [2.0])
-    first = Spikes.of_losses(band)
+    first = Spikes("loss_spike", band)
     assert len(asked(first, rows[:41])) == 1
-    second = Spikes.of_losses(band)
+    second = Spikes("loss_spike", band)
     restore([second], state_of([first]))
     assert asked(second, rows[41:]) == []
 

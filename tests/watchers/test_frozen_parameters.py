@@ -7,7 +7,7 @@ import torch
 
 from pipeline.shards import WEIGHT, Region, Shard
 from pipeline.watchers import Seen
-from pipeline.watchers.frozen import SAMPLE, STEPS, FrozenParameters
+from pipeline.watchers.learning import FROZEN_SAMPLE, FROZEN_STEPS, FrozenParameters
 
 STEP = Seen({}, [1.0], skipped=[False])
 SKIPPED = Seen({}, [1.0], skipped=[True])
@@ -26,7 +26,7 @@ class Held:
                 yield Shard.of(name, kind, region, tensor.reshape(-1), name in self.frozen)
 
 
-def said(held, change, steps=STEPS, gather=lambda mine: [mine]):
+def said(held, change, steps=FROZEN_STEPS, gather=lambda mine: [mine]):
     watcher = FrozenParameters(held.shards, gather)
     told = []
     for step in range(steps):
@@ -38,7 +38,7 @@ def said(held, change, steps=STEPS, gather=lambda mine: [mine]):
 def test_one_that_moved_a_little_is_not_named_and_one_that_did_not_is():
     held = Held(still=torch.ones(3), moving=torch.ones(3))
     *before, event = said(held, lambda: held.weights["moving"].add_(1e-6))
-    assert before == [None] * (STEPS - 1)
+    assert before == [None] * (FROZEN_STEPS - 1)
     assert event.name == "frozen_parameter"
     assert event.message == "trained parameters stand still: still did not move in 20 steps"
     assert event.fields == {"parameters": 1, "first": "still"}
@@ -46,7 +46,7 @@ def test_one_that_moved_a_little_is_not_named_and_one_that_did_not_is():
 
 def test_one_that_is_not_trained_is_not_named():
     held = Held(still=torch.ones(3), frozen=("still",))
-    assert said(held, lambda: None) == [None] * STEPS
+    assert said(held, lambda: None) == [None] * FROZEN_STEPS
 
 
 def test_one_that_is_decayed_and_has_no_gradient():
@@ -62,7 +62,7 @@ def test_an_update_that_is_too_small_for_the_weights_precision():
     assert said(held, lambda: held.weights["norm"].add_(1e-4))[-1] is not None
 
 
-@pytest.mark.parametrize("shape", [(4096, 256), (3 * SAMPLE, 3)])
+@pytest.mark.parametrize("shape", [(4096, 256), (3 * FROZEN_SAMPLE, 3)])
 def test_an_embedding_of_which_a_few_rows_move(shape):
     held = Held(embedding=torch.ones(shape))
     rows = torch.arange(0, shape[0], 97)
@@ -77,7 +77,9 @@ def test_skipped_steps_move_nothing():
     held = Held(still=torch.ones(3))
     watcher = FrozenParameters(held.shards, lambda mine: [mine])
     assert [watcher(step, SKIPPED) for step in range(100)] == [None] * 100
-    assert [watcher(step, STEP) is None for step in range(STEPS)] == [True] * (STEPS - 1) + [False]
+    assert [watcher(step, STEP) is None for step in range(FROZEN_STEPS)] == [True] * (FROZEN_STEPS - 1) + [
+        False
+    ]
     assert watcher(200, STEP) is None  # once
 
 

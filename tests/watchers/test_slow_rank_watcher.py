@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.watchers import Seen
-from pipeline.watchers.slow_rank import SlowRank
+from pipeline.watchers.performance import SlowRank
 
 EVERYONE = [RankProcess(rank, f"node{rank}", 70 + rank) for rank in range(4)]
 QUICK = [0.0, 0.0, 0.0, 0.0]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pipeline.errors import NonFiniteLossError
 from pipeline.events import Event
 from pipeline.watchers import Seen, Stop, ask, restore, state_of
-from pipeline.watchers.evaluations import EvalDivergence
-from pipeline.watchers.non_finite import MAX_CONSECUTIVE_SKIPS, NonFiniteSteps
+from pipeline.watchers.learning import MAX_CONSECUTIVE_SKIPS, EvalDivergence, NonFiniteSteps
+from pipeline.watchers.rules import ALERTS
 
 
 def skipped(steps: int) -> Seen:
@@ -70,3 +71,9 @@ def test_what_watchers_keep_is_restored_by_name_and_may_be_missing():
         again = EvalDivergence()
         restore([again, NonFiniteSteps("fp32", 0, 9)], state)
         assert (again.state_dict() == learned.state_dict()) == (state == kept)
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_every_rule_is_explained(name):
+    page = (Path(__file__).parents[2] / "docs" / "alerts.md").read_text()
+    assert any(f"`{name}`" in line for line in page.splitlines() if line.startswith("| "))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.band import GRADIENT_NORM, LEAST, LOSS, NEW_LEVEL, WINDOW, Band
+from pipeline.spike_detector import GRADIENT_NORM, LEAST, LOSS, NEW_LEVEL, WINDOW, SpikeDetector
 
 # Losses and gradient norms of real small runs without a fault, as 1000 times their logarithms: the shipped
 # recipes, WSD, restarted and triangular rates, batches of 1 to 4 rows, noisy labels, preferences, a few
@@ -61,20 +61,20 @@ def spikes(band, values):
 
 @pytest.mark.parametrize("name", SERIES)
 def test_no_loss_of_10_000_clean_steps_is_a_spike(name):
-    assert spikes(Band(LOSS), SERIES[name](np.random.default_rng(0))) == []
+    assert spikes(SpikeDetector(LOSS), SERIES[name](np.random.default_rng(0))) == []
 
 
 @pytest.mark.parametrize("name", CURVES)
 def test_no_step_of_a_real_run_is_a_spike(name):
     losses, norms = np.exp(CURVES[name] / 1000)
-    assert spikes(Band(LOSS), losses) == []
-    assert spikes(Band(GRADIENT_NORM), norms) == []
+    assert spikes(SpikeDetector(LOSS), losses) == []
+    assert spikes(SpikeDetector(GRADIENT_NORM), norms) == []
 
 
 @pytest.mark.parametrize("name", FAST_LEARNERS)
 def test_a_rise_to_the_first_loss_stands_out_in_a_real_run(name):
     losses = np.exp(CURVES[name][0, :300] / 1000)
-    band = Band(LOSS)
+    band = SpikeDetector(LOSS)
     told = []
     for step, loss in enumerate(losses.tolist(), 1):
         if step >= 20 and losses[step - 9 : step - 1].max() < 0.6 * losses[0]:
@@ -86,7 +86,7 @@ def test_a_rise_to_the_first_loss_stands_out_in_a_real_run(name):
 
 @pytest.mark.parametrize("name", [*SERIES, *NORMS])
 def test_no_norm_of_10_000_clean_steps_is_a_spike(name):
-    assert spikes(Band(GRADIENT_NORM), (SERIES | NORMS)[name](np.random.default_rng(0))) == []
+    assert spikes(SpikeDetector(GRADIENT_NORM), (SERIES | NORMS)[name](np.random.default_rng(0))) == []
 
 
 @pytest.mark.parametrize(
@@ -102,23 +102,23 @@ def test_no_norm_of_10_000_clean_steps_is_a_spike(name):
 def test_what_stands_out_is_a_spike(reach, name, times, at):
     values = (SERIES | NORMS)[name](np.random.default_rng(0))[: at + 50]
     values[at] *= times
-    assert spikes(Band(reach), values) == [at]
+    assert spikes(SpikeDetector(reach), values) == [at]
 
 
 def test_a_new_level_becomes_normal():
     values = [1.0] * 40 + [5.0] * 100 + [25.0]
-    band = Band(LOSS)
+    band = SpikeDetector(LOSS)
     assert spikes(band, values) == [*range(40, 40 + NEW_LEVEL), 140]
     assert band.middle == 5.0
 
 
 def test_a_good_value_between_spikes_keeps_the_band():
-    band = Band(LOSS)
+    band = SpikeDetector(LOSS)
     assert len(spikes(band, [1.0] * 40 + ([5.0] * (NEW_LEVEL - 1) + [1.0]) * 4)) == 4 * (NEW_LEVEL - 1)
 
 
 def test_nothing_is_a_spike_at_first_nor_what_is_not_finite():
-    band = Band(LOSS)
+    band = SpikeDetector(LOSS)
     assert spikes(band, [1.0] * (LEAST - 1) + [100.0]) == []
     assert spikes(band, [math.nan, math.inf, -math.inf]) == []
     assert band.limit < 2.0  # and none of them was taken in
@@ -134,12 +134,12 @@ def test_a_spike_stands_out_while_the_loss_falls(at, deviations, fall):
         values = curve * np.exp(np.random.default_rng(seed).normal(0, 0.06, len(steps)))
         level, floor = np.median(values[at - 5 : at]), 0.26 * np.median(values[:LEAST])
         for height in (values[0], max(level * math.exp(deviations * 0.06), floor)):
-            assert spikes(Band(LOSS), [*values[:at], height, *values[at:]]) == [at], (seed, height)
+            assert spikes(SpikeDetector(LOSS), [*values[:at], height, *values[at:]]) == [at], (seed, height)
 
 
 @pytest.mark.parametrize("name", ["small batches", "narrow"])
 def test_ten_deviations_above_a_steady_loss_are_a_spike_at_any_step_from_20_on(name):
-    band, told = Band(LOSS), []
+    band, told = SpikeDetector(LOSS), []
     deviation = {"small batches": 0.12, "narrow": 0.05}[name]
     values = 2.0 * np.exp(np.random.default_rng(3).normal(0, deviation, 1000))
     for step, value in enumerate(values.tolist(), 1):
@@ -151,19 +151,19 @@ def test_ten_deviations_above_a_steady_loss_are_a_spike_at_any_step_from_20_on(n
 
 
 def test_a_small_loss_may_rise_far_below_the_first_losses():
-    band = Band(LOSS)
+    band = SpikeDetector(LOSS)
     falling = (0.002 + 10.7 * np.exp(-np.arange(120) / 8)).tolist()
     assert spikes(band, [*falling, 0.02, 10.7]) == [121]
 
 
 def test_a_loss_that_became_0_still_has_spikes_and_a_negative_one_has_none():
-    assert spikes(Band(LOSS), [2.0] * 40 + [0.0] * 40 + [3.0]) == [80]
-    assert spikes(Band(LOSS), [2.0] * 40 + [-1.0] * 40 + [3.0]) == []
-    assert spikes(Band(LOSS), [0.0] * 40 + [3.0]) == []
+    assert spikes(SpikeDetector(LOSS), [2.0] * 40 + [0.0] * 40 + [3.0]) == [80]
+    assert spikes(SpikeDetector(LOSS), [2.0] * 40 + [-1.0] * 40 + [3.0]) == []
+    assert spikes(SpikeDetector(LOSS), [0.0] * 40 + [3.0]) == []
 
 
 def test_a_checkpoint_of_an_earlier_version_goes_on():
-    band = Band(LOSS)
+    band = SpikeDetector(LOSS)
     band.load_state_dict({"values": [2.0] * 32, "refused": [0.0], "floor": [0.5]})
     assert spikes(band, [2.0, 2.9, 3.1]) == [2]
 
@@ -171,11 +171,11 @@ def test_a_checkpoint_of_an_earlier_version_goes_on():
 def test_it_goes_on_from_a_checkpoint():
     values = SERIES["small batches"](np.random.default_rng(1))[:300]
     values[[200, 230, 231, 260]] *= 6
-    whole, first = Band(LOSS), Band(LOSS)
+    whole, first = SpikeDetector(LOSS), SpikeDetector(LOSS)
     expected = spikes(whole, values)
     assert expected == [200, 230, 231, 260]
     found = spikes(first, values[:231])
-    second = Band(LOSS)
+    second = SpikeDetector(LOSS)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert found + [231 + index for index in spikes(second, values[231:])] == expected
     assert second.state_dict() == whole.state_dict()

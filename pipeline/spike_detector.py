@@ -1,4 +1,4 @@
-"""What is normal of a noisy series that drifts, such as a loss, and from where on a value is a spike."""
+"""Detects spikes in a noisy series that drifts, such as a loss or a gradient norm."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Reach:
 
 
 # From runs without a fault on a CPU: shipped recipes, cyclic rates, tiny batches, noisy labels, preferences.
-# tests/test_band.py has their curves.
+# tests/test_spike_detector.py has their curves.
 LOSS = Reach(1.5, 8.0, 5.5)
 GRADIENT_NORM = Reach(6.0, 12.0, 12.0)
 
 
-class Band:
-    """Tracks the local level of a noisy series and how its logarithms scatter about it.
+class SpikeDetector:
+    """Detects spikes against the local level of a noisy series and the scatter of its logarithms about it.
 
     Losses and gradient norms are positive, scatter in proportion to their size, and have a long tail
     upwards. A loss that fell to a hundredth scatters by factors of thousands, harmlessly: hence FLOOR.
@@ -65,7 +65,7 @@ class Band:
 
     @property
     def limit(self) -> float:
-        """Above it a value is a spike; inf until LEAST values were seen."""
+        """Value above which there is a spike; inf until LEAST values were added."""
         return self._limit
 
     @property
@@ -74,14 +74,14 @@ class Band:
         return _median(np.sort(list(self._values)[-LOCAL:])) if self._values else math.nan
 
     def is_spike(self, value: float) -> bool:
-        """Whether the next value would be one."""
+        """Return whether the next value would be a spike."""
         return math.isfinite(value) and value > self._limit
 
     def add(self, value: float) -> bool:
-        """Takes the next value, unless it is a spike or not finite.
+        """Add the next value, unless it is a spike or not finite.
 
         Returns:
-            It is a spike. After NEW_LEVEL of them in a row the band starts anew: that is how things are now.
+            Whether it is a spike. After NEW_LEVEL spikes in a row the detector starts anew from that level.
         """
         if not math.isfinite(value):
             return False
@@ -122,7 +122,7 @@ class Band:
         self._limit = max(math.exp(min(above, 700.0)), self._floor)
 
     def state_dict(self) -> dict[str, list[float]]:
-        """What a checkpoint keeps of it: plain numbers."""
+        """Return plain numbers for a checkpoint."""
         return {
             "values": list(self._values),
             "refused": [float(self._refused)],
@@ -131,7 +131,7 @@ class Band:
         }
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Goes on from there."""
+        """Restore the state of a checkpoint."""
         self._values.clear()
         self._logs.clear()
         for value in state["values"]:
@@ -158,7 +158,7 @@ def local_scatter(logs: NDArray[np.float64]) -> float:
 
 
 def scatter(logs: NDArray[np.float64]) -> float:
-    """Standard deviation about a straight line, or of the upper half where that is more.
+    """Return the standard deviation about a straight line, or of the upper half where that is more.
 
     Args:
         logs: (values,), of positive values in order.
@@ -173,6 +173,6 @@ def scatter(logs: NDArray[np.float64]) -> float:
 
 
 def _median(ordered: NDArray[np.float64]) -> float:
-    """Of each step of a run, where numpy's own takes several times as long."""
+    """Return the median of sorted values; numpy's own takes several times as long at every step."""
     half = len(ordered) // 2
     return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)

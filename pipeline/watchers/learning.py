@@ -1,0 +1,481 @@
+"""Alerts about what a run learns: steps and evaluations that are not finite or have no target, spikes, a loss
+that rises, evaluations that part from training, and parameters that never move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import compress
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import NonFiniteLossError, listed, stretches
+from pipeline.events import NO_TARGETS, Event
+from pipeline.shards import BUFFER, WEIGHT, Shard
+from pipeline.spike_detector import SpikeDetector, scatter
+from pipeline.watchers import Seen, Stop
+
+# Steps in a row without a finite gradient that end a run. fp16 first searches its loss scale: 2**32 takes 32.
+MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
+LOSS_SPIKE, GRAD_NORM_SPIKE = "loss_spike", "grad_norm_spike"
+SPIKES = {
+    LOSS_SPIKE: (
+        "loss",
+        "look at the samples of that step; if it does not come down by itself, go back to the last "
+        "checkpoint with a lower optimizer.learning_rate, a longer schedule.warmup or a lower "
+        "optimizer.max_grad_norm",
+    ),
+    GRAD_NORM_SPIKE: (
+        "gradient norm",
+        "where the loss follows, lower optimizer.learning_rate or optimizer.max_grad_norm, or raise "
+        "schedule.warmup; look at the samples of that step",
+    ),
+}
+"""Name of an alert -> the series that it watches (norms before clipping), and its advice."""
+CALM = 32  # steps without a spike, after which the next one is told again
+NO_TARGETS_ADVICE = (
+    "look at these samples: their labels are all -100 or have weight 0, as where a prompt fills the "
+    "sequence; raise data.sequence_length, or take them out of the data"
+)
+WORSE_EVALUATIONS = 3  # evaluations, each worse than the one before and than the best
+LEAST_EVAL_RISE = 0.05  # of the best, and of the first one: digits_cnn.yaml at 350 epochs comes to 0.03
+# Of LossRise.
+RISE_EVERY = 64  # steps between two looks at the loss
+RISE_WINDOW = 32  # last steps: what the loss is now, and how it scatters
+EARLY_STEPS = 40  # steps in which a jump is looked for
+JUMP_STEPS, JUMP_COUNTS = 8, 6  # in a row, of which the lowest count: one bad batch is no jump
+RISE = 1.2  # times what it began with: it is worse
+JUMP, SAME = 1.05, 0.9  # times that: how high it jumped, where it has learned no more since than that
+# So many standard deviations of the logarithm above what it began with. Where there was an evaluation
+# before the first step, that is known well; a first batch alone may be 3 too low. Of 40,000 made-up curves
+# that scatter and do not fall 1 in 10,000 was told of, and of those with longer tails 1 in 1,000.
+DEVIATIONS, DEVIATIONS_OF_A_BATCH = 1.5, 5.0
+FROZEN_STEPS = 20  # steps that moved something
+# Values of a shard that are looked at: some of each row of an embedding, of which few rows move.
+FROZEN_SAMPLE = 2**18
+Shards = Callable[[], Iterator[Shard]]
+Gather = Callable[[Any], list[Any]]
+"""Every rank's value on every rank. Collective."""
+
+
+class NonFinite:
+    """Tells of the steps that were skipped since the row before, and of a loss that is none.
+
+    In fp16 the loss scale is found in this way: steps of a finite loss are news, but no alert until the scale
+    cannot fall any further.
+
+    Args:
+        lowest_scale: The fp16 loss scale below which DeepSpeed does not go, or the fixed one; else None.
+    """
+
+    def __init__(self, lowest_scale: float | None) -> None:
+        self._lowest_scale = lowest_scale
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        skipped, scale = sum(seen.skipped), seen.row.get("train/loss_scale")
+        bad = (
+            [bool(each) for each in seen.skipped] if skipped else [not math.isfinite(x) for x in seen.losses]
+        )
+        if True not in bad:
+            return None
+        steps = list(range(step - len(bad) + 1, step + 1))
+        named = f"step{'s' * (sum(bad) > 1)} {stretches(set(compress(steps, bad)), steps)}"
+        first = float(steps[bad.index(True)])
+        told = {"at_step": first, "steps": float(seen.steps), "skipped": float(skipped)}
+        if not skipped:
+            line = f"the loss of {named} is infinite or NaN, the gradient is not"
+            advice = "look at what the objective gives for these batches, and at how they are masked"
+            return Event("non_finite", line, advice, fields=told)
+        line = f"{named} skipped: the gradient was infinite or NaN"
+        advice = "look at the data, lower optimizer.learning_rate, or raise schedule.warmup"
+        if scale is None:
+            return Event("non_finite", line, advice, fields=told)
+        told["scale"] = scale
+        if self._lowest_scale is not None and scale <= self._lowest_scale:
+            line = f"{line}, and the fp16 loss scale cannot fall below {scale:g}"
+            return Event("loss_scale_floor", line, f"use bf16; or {advice}", fields=told)
+        line = f"{line}; the fp16 loss scale is now {scale:g}"
+        if not all(map(math.isfinite, compress(seen.losses, bad))):  # which no loss scale multiplies
+            line = f"{line}, and the loss itself is infinite or NaN"
+            return Event("non_finite", line, advice, fields=told)
+        return Event("non_finite", line, level="info", fields=told)
+
+
+class NonFiniteSteps:
+    """Ends a run whose steps have no finite gradient any more, or had none up to its last one.
+
+    Args:
+        precision: Of the run.
+        first_step: Where this process began.
+        max_steps: Where the run ends.
+    """
+
+    def __init__(self, precision: str, first_step: int, max_steps: int) -> None:
+        self._precision = precision
+        self._first_step = first_step
+        self._max_steps = max_steps
+
+    def __call__(self, step: int, seen: Seen) -> Stop | None:
+        """See Watcher."""
+        skips = int(seen.row.get("train/skipped_in_a_row", 0))
+        too_many = MAX_CONSECUTIVE_SKIPS[self._precision]
+        if step == self._max_steps and self._precision != "fp16":  # which searches its loss scale first
+            too_many = min(too_many, step - self._first_step)
+        if not skips or skips < too_many:
+            return None
+        return Stop(
+            NonFiniteLossError(
+                f"the last {skips} steps had an infinite or NaN gradient (loss {seen.row['train/loss']}) and "
+                "were skipped; the parameters are those of the last good step. Look at the data, lower "
+                "optimizer.learning_rate, or raise schedule.warmup"
+            )
+        )
+
+
+class Spikes:
+    """Tells of the first spike of an episode: until CALM steps have gone by without one, also where the run
+    goes on within it.
+    """
+
+    def __init__(self, name: str, detector: SpikeDetector) -> None:
+        """Args:
+        name: Key of SPIKES.
+        detector: Detects spikes in that series. Who made it keeps its state.
+        """
+        self.name = name
+        self._detector = detector
+        self._calm = CALM
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        found = None
+        values = seen.losses if self.name == LOSS_SPIKE else seen.norms
+        for at, value in enumerate(values, step - len(values) + 1):
+            if self._detector.is_spike(value) and self._calm >= CALM and found is None:
+                found = self._event(at, value, self._detector.middle, self._detector.limit)
+            is_spike = self._detector.add(value)
+            self._calm = 0 if is_spike else self._calm + 1
+        return found
+
+    def _event(self, at: int, value: float, middle: float, limit: float) -> Event:
+        of, advice = SPIKES[self.name]
+        return Event(
+            self.name,
+            f"the {of} of step {at} is {value:.4g}, {value / middle:.1f} times what was normal before "
+            f"({middle:.4g}, up to {limit:.4g})",
+            advice,
+            fields={"at_step": at, "value": value, "normal": middle, "limit": limit},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Remembers. The detector belongs to the safeguard."""
+        return {"calm": self._calm}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Remembers."""
+        self._calm = int(state["calm"])
+
+
+def no_targets(step: int, seen: Seen) -> Event | None:
+    """Report global batches and evaluation sets in which nothing counts in the loss. A Watcher."""
+    empty = [name for name, value in seen.row.items() if name.endswith("/targets") and not value]
+    if empty:
+        sets = ", ".join(name.removesuffix("/targets") for name in empty)
+        return Event(NO_TARGETS, f"no target counts in any held-out sample of {sets}", NO_TARGETS_ADVICE)
+    if all(seen.counts):
+        return None
+    number, steps = sum(not count for count in seen.counts), len(seen.counts)
+    first = step - steps + 1 + list(map(bool, seen.counts)).index(False)
+    message = f"no target counts in the global batch of {number} of {steps} steps, first of step {first}"
+    return Event(
+        NO_TARGETS, message, NO_TARGETS_ADVICE, fields={"at_step": float(first), "steps": float(steps)}
+    )
+
+
+@dataclass
+class _EvalHistory:
+    """Of the evaluations so far, and of the training losses since the last one."""
+
+    loss_sum: float = 0.0
+    steps: int = 0
+    first: float = 0.0
+    before: float = 0.0
+    best: float | None = None
+    best_step: int = 0
+    train_at_best: float | None = None
+    rises: int = 0
+    is_told: bool = False
+
+
+class NonFiniteEval:
+    """Reports metrics of evaluations that are infinite or NaN, once until they are finite again.
+
+    `no_targets` reports sets without a target.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        if "eval/loss" not in seen.row:
+            return None
+        before = self._told
+        self._told = {
+            name
+            for name, value in seen.row.items()
+            if not math.isfinite(value) and seen.row.get(f"{name.rpartition('/')[0]}/targets") != 0
+        }
+        if not self._told - before:
+            return None
+        return Event(
+            "non_finite_eval",
+            f"the evaluation after step {step} gave {', '.join(sorted(self._told))}: infinite or NaN",
+            "look at the held-out data; where the model has batch normalisation, one NaN batch spoils its "
+            "running statistics for good, and watch.on_nonfinite: skip keeps them from it",
+        )
+
+
+class EvalDivergence:
+    """Tells that eval/loss rises while train/loss falls; again after a new best. A run that goes on has its
+    evaluations: they may be hours apart.
+    """
+
+    name = "eval_divergence"
+
+    def __init__(self) -> None:
+        self._history = _EvalHistory()
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        so_far = self._history
+        losses = list(filter(math.isfinite, seen.losses))
+        so_far.loss_sum += sum(losses)
+        so_far.steps += len(losses)
+        loss = seen.row.get("eval/loss")
+        if loss is None or not math.isfinite(loss):
+            return None
+        train = so_far.loss_sum / so_far.steps if so_far.steps else None
+        so_far.loss_sum, so_far.steps = 0.0, 0
+        if so_far.best is None or loss < so_far.best:
+            first = so_far.first if so_far.best is not None else loss
+            self._history = _EvalHistory(
+                first=first, before=loss, best=loss, best_step=step, train_at_best=train
+            )
+            return None
+        so_far.rises = so_far.rises + 1 if loss > so_far.before else 0
+        so_far.before = loss
+        is_apart = loss - so_far.best > LEAST_EVAL_RISE * max(so_far.best, so_far.first)
+        if so_far.is_told or so_far.rises < WORSE_EVALUATIONS or not is_apart or train is None:
+            return None
+        if so_far.train_at_best is not None and train >= so_far.train_at_best:
+            return None
+        so_far.is_told = True
+        return self._event(loss, train, so_far.best)
+
+    def _event(self, loss: float, train: float, best: float) -> Event:
+        at = self._history.best_step
+        return Event(
+            self.name,
+            f"eval/loss rose in {self._history.rises} evaluations in a row, to {loss:.4g} from {best:.4g} at "
+            f"step {at}, while train/loss fell to {train:.4g}",
+            "the model learns its training data by heart: end the run and keep the best checkpoint "
+            "(checkpoint.keep_best), train on more data or for fewer epochs, or raise optimizer.weight_decay "
+            "or dropout",
+            fields={"eval_loss": loss, "best_eval_loss": best, "best_step": at, "train_loss": train},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Remembers."""
+        return asdict(self._history)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Remembers."""
+        self._history = _EvalHistory(**state)
+
+
+class LossRise:
+    """Tells once that the loss is well above what it began with, or that it rose in the first steps, and is
+    above that or has learned hardly anything since. One that hardly falls is not told of.
+
+    It goes by each step's number, not by rows. A run that goes on has what it began with; one that is first
+    watched later is told nothing.
+    """
+
+    name = "loss_rise"
+
+    def __init__(self) -> None:
+        self._first = self._evaluated = 0.0  # not known
+        self._early: list[float] = []
+        self._recent: deque[float] = deque(maxlen=RISE_WINDOW)
+        self._is_told = False
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        if step == 0:
+            self._evaluated = seen.row.get("eval/loss", 0.0)
+        found = None
+        for at, loss in enumerate(seen.losses, step - seen.steps + 1):
+            if at == 1:
+                self._first = loss
+            if self._is_told or not self._first > 0 or not loss > 0 or math.isinf(loss):
+                continue  # what is not positive is not compared by ratios
+            self._recent.append(loss)
+            if 1 < at <= EARLY_STEPS:
+                self._early.append(loss)
+            if at % RISE_EVERY == 0 and len(self._recent) == RISE_WINDOW:
+                found = self._judged(at) or found
+        return found
+
+    def _judged(self, step: int) -> Event | None:
+        level, deviation = median(self._recent), scatter(np.log(self._recent))
+        is_known = self._evaluated * math.exp(deviation) >= self._first
+        began = max(self._first, self._evaluated)
+        beyond = math.exp(deviation * (DEVIATIONS if is_known else DEVIATIONS_OF_A_BATCH))
+        jump = _jump(self._early) if step == RISE_EVERY else 0.0
+        least = JUMP if level > SAME * began else RISE
+        has_jumped = jump > max(least, beyond) * began
+        if not has_jumped and level <= max(RISE, beyond) * began:
+            return None
+        self._is_told = True
+        jumped = f", after {jump:.4g} for {JUMP_STEPS} steps" if has_jumped else ""
+        return Event(
+            self.name,
+            f"the loss rose: it began with {began:.4g}, and is {level:.4g} at step {step}{jumped}",
+            "lower optimizer.learning_rate, raise schedule.warmup, or lower optimizer.max_grad_norm",
+            fields={"at_step": step, "value": level, "began": began},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Remembers."""
+        return {
+            "first": self._first,
+            "evaluated": self._evaluated,
+            "early": self._early,
+            "recent": list(self._recent),
+            "is_told": self._is_told,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Remembers."""
+        self._first, self._evaluated = float(state["first"]), float(state["evaluated"])
+        self._early, self._is_told = list(state["early"]), bool(state["is_told"])
+        self._recent = deque(state["recent"], maxlen=RISE_WINDOW)
+
+
+def _jump(losses: Sequence[float]) -> float:
+    """The highest that some steps in a row were; 0: there are too few."""
+    logs = [math.log(each) for each in losses]
+    stretches = (sorted(logs[at : at + JUMP_STEPS]) for at in range(len(logs) - JUMP_STEPS + 1))
+    return max((math.exp(fmean(each[:JUMP_COUNTS])) for each in stretches), default=0.0)
+
+
+class FrozenParameters:
+    """Names trained parameters that did not move in FROZEN_STEPS steps, or by weight decay alone.
+
+    Of the latter, what the optimizer keeps of their gradients is still 0.
+
+    Every process looks once, also that of a run which goes on: what it does to parameters may be new, with
+    another split, optimizer or code, and what it is compared with lies in other shards.
+
+    A rank looks at its shards; one collective, at that one row, says whether a parameter moved anywhere.
+
+    Args:
+        shards: Of the engine. Collective.
+        gather: Of the job.
+    """
+
+    def __init__(self, shards: Shards, gather: Gather) -> None:
+        self._shards, self._gather = shards, gather
+        self._before: dict[tuple[str, int, int], Tensor] | None = dict(_checksums(shards()))
+        self._steps = 0
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher. Collective at one of the rows."""
+        if self._before is None:
+            return None
+        self._steps += seen.steps - sum(seen.skipped)
+        if self._steps < FROZEN_STEPS:
+            return None
+        moved, was_given = self._look(self._before)
+        self._before = None
+        everyones = self._gather((moved, was_given))
+        stuck = [_nowhere([each[part] for each in everyones]) for part in (0, 1)]
+        return self._event(*stuck)
+
+    def _look(self, before: dict[tuple[str, int, int], Tensor]) -> tuple[dict[str, bool], dict[str, bool]]:
+        """Of this rank's parts of parameters: name -> it moved; name -> its gradient was not always 0."""
+        moved: dict[str, list[Tensor]] = {}
+        was_given: dict[str, list[Tensor]] = {}
+        for shard in _trained(self._shards()):
+            if shard.kind == WEIGHT:
+                then = before.get(_place(shard))
+                if then is not None:
+                    moved.setdefault(shard.name, []).append(_checksum(shard) != then)
+            elif shard.values is not None:
+                was_given.setdefault(shard.name, []).append(shard.values.any())
+        return _read(moved), _read(was_given)
+
+    def _event(self, unmoved: list[str], never_given: list[str]) -> Event | None:
+        only_decayed = [name for name in never_given if name not in unmoved]
+        if not unmoved and not only_decayed:
+            return None
+        said = [
+            f"{listed(names)} {what}"
+            for names, what in (
+                (unmoved, f"did not move in {self._steps} steps"),
+                (only_decayed, f"had no gradient but 0 in {self._steps} steps"),
+            )
+            if names
+        ]
+        return Event(
+            "frozen_parameter",
+            f"trained parameters stand still: {'; '.join(said)}",
+            "look for what cuts them off (.detach(), a mask, an activation that is always 0, a branch that "
+            "is never taken), for a learning rate too small for the precision of the weights, or put them in "
+            "model.freeze",
+            fields={"parameters": len(unmoved) + len(only_decayed), "first": (unmoved + only_decayed)[0]},
+        )
+
+
+def _trained(shards: Iterator[Shard]) -> Iterator[Shard]:
+    return (each for each in shards if each.kind != BUFFER and not each.is_frozen and each.region.length)
+
+
+def _place(shard: Shard) -> tuple[str, int, int]:
+    first = 0 if shard.region.box is None else hash(shard.region.box)
+    return shard.name, first, shard.region.start
+
+
+def _checksums(shards: Iterator[Shard]) -> Iterator[tuple[tuple[str, int, int], Tensor]]:
+    return ((_place(each), _checksum(each)) for each in _trained(shards) if each.kind == WEIGHT)
+
+
+def _checksum(shard: Shard) -> Tensor:
+    """Of the bits of some values, 0-dim, where they lie; nothing waits for it."""
+    assert shard.values is not None
+    stride = -(-shard.region.length // FROZEN_SAMPLE) | 1  # odd: rows are as wide as some power of 2 mostly
+    bits = shard.values[::stride].contiguous().view(torch.uint8).to(torch.int64)
+    return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
+
+
+def _read(found: dict[str, list[Tensor]]) -> dict[str, bool]:
+    """One read of the device for each of them."""
+    if not found:
+        return {}
+    flags = torch.stack([torch.stack(each).any().cpu() for each in found.values()])
+    return dict(zip(found, flags.tolist(), strict=True))
+
+
+def _nowhere(everyones: list[dict[str, bool]]) -> list[str]:
+    """Names that no rank says True of."""
+    names = dict.fromkeys(name for each in everyones for name in each)
+    return [name for name in names if not any(each.get(name, False) for each in everyones)]
