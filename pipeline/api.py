@@ -50,8 +50,8 @@ from pipeline.planning.account import Account
 from pipeline.profiler import build_profiler, watch_memory
 from pipeline.redaction import redact
 from pipeline.remedies import of_evaluation, of_files, of_generation
-from pipeline.report.killed import note_processes
 from pipeline.report.page import report_of_killed
+from pipeline.report.runs import note_processes
 from pipeline.run_directory import agree_on_run_directory, describe_split
 from pipeline.sampling import TEMPERATURE, asks_in_template, generate_text, sample_text
 from pipeline.sinks.notify import tell_at_once

@@ -14,7 +14,6 @@ from typing import Any
 
 from pipeline.api import Run
 from pipeline.checkpoint.catalog import steps_in
-from pipeline.closing import closing_line, summed_up
 from pipeline.config.settings import Settings
 from pipeline.device_failures import explain, of_training
 from pipeline.distributed.ranks import Ranks, write_exit_code
@@ -35,6 +34,7 @@ from pipeline.errors import (
 from pipeline.joining import Joined, join
 from pipeline.planning.account import Account
 from pipeline.report.page import write_at_end
+from pipeline.report.run_summary import closing_line, summary_lines
 from pipeline.run_directory import remove_made
 from pipeline.run_lock import is_held
 
@@ -117,7 +117,7 @@ def _conclude(run: Run, settings: Settings, text: str | None) -> None:
         print(f"stopped at step {run.global_step}; the same command {goes_on}")
     if text is not None:
         print(f"\nthe model wrote:\n\n{printable(text)}\n")
-    for line in summed_up(path, settings.config.eval):
+    for line in summary_lines(path, settings.config.eval):
         print(line)
     print(closing_line("metrics", path / "metrics.jsonl"))
     if (report := write_at_end(path)) is not None:

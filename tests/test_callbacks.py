@@ -16,10 +16,10 @@ from test_training import ALONE, ended, saved
 
 from pipeline.callbacks import MOMENTS, Answer, Callback, EarlyStopping, Moment
 from pipeline.cli import main
-from pipeline.closing import summed_up
 from pipeline.config.schema import RunConfig
 from pipeline.errors import CallbackError, ConfigError
 from pipeline.events import Event
+from pipeline.report.run_summary import summary_lines
 
 
 class Scripted(Callback):
@@ -210,7 +210,7 @@ def test_early_stopping_counts_on_in_a_resumed_run(ranks, tmp_path, before, afte
     assert evaluated(tmp_path) == [0, 2, 4]
     (stopped,) = events(tmp_path, "stopped_early")
     assert "early_stopping: eval/loss did not improve in 2 evaluations, best" in stopped["message"]
-    assert "stopped early  the run ends at step 4 of 8" in "\n".join(summed_up(tmp_path))
+    assert "stopped early  the run ends at step 4 of 8" in "\n".join(summary_lines(tmp_path))
 
 
 def test_a_run_that_early_stopping_ended_goes_on_with_a_higher_patience_alone(tmp_path):
@@ -224,7 +224,7 @@ def test_a_run_that_early_stopping_ended_goes_on_with_a_higher_patience_alone(tm
     unbroken = tmp_path / "unbroken"
     assert ended(ALONE, unbroken, patient) == (6, None)
     assert numbers(tmp_path) == numbers(unbroken)
-    assert "stopped early  the run ends at step 6 of 8" in "\n".join(summed_up(tmp_path))
+    assert "stopped early  the run ends at step 6 of 8" in "\n".join(summary_lines(tmp_path))
 
 
 def moments(*values, key="eval/loss"):

@@ -15,13 +15,13 @@ from support.terminal import launch_in_terminal
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.cli import build_parser
-from pipeline.closing import lines_of, summed_up
 from pipeline.distributed.ranks import Ranks
 from pipeline.launching.environment import split_arguments
 from pipeline.logs import log_to_console
 from pipeline.plan import size
 from pipeline.planning.model import Model, Parameter
 from pipeline.planning.states import states
+from pipeline.report.run_summary import lines_of, summary_lines
 
 HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 BF16 = {"bf16": {"enabled": True}}
@@ -134,7 +134,7 @@ def test_what_was_not_measured_is_not_said():
 
 
 def test_a_record_that_cannot_be_read_leaves_it_out(tmp_path):
-    assert summed_up(tmp_path) == []
+    assert summary_lines(tmp_path) == []
 
 
 @pytest.mark.parametrize(

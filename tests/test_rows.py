@@ -13,10 +13,10 @@ from support.record import numbers
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
-from pipeline.closing import summed_up
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import NonFiniteLossError
+from pipeline.report.run_summary import summary_lines
 from pipeline.rows import LateRow, LateRows
 from pipeline.sinks import Sinks
 from pipeline.sinks.jsonl import iterate_record
@@ -178,5 +178,5 @@ def test_the_closing_lines_have_the_steps_behind_the_last_row(tmp_path):
     assert stopped_at >= 6
     rows = [row for row in iterate_record(tmp_path / "metrics.jsonl") if "train/tokens_seen" in row]
     assert rows[-1]["step"] == 4
-    found = re.fullmatch(rf"steps          {stopped_at} in \S+, (\d+) tokens", summed_up(tmp_path)[0])
+    found = re.fullmatch(rf"steps          {stopped_at} in \S+, (\d+) tokens", summary_lines(tmp_path)[0])
     assert int(found[1]) > rows[-1]["train/tokens_seen"]

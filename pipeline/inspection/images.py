@@ -15,9 +15,8 @@ from torch import Tensor
 
 from pipeline.data.bundle import Batch
 from pipeline.data.images.dataset import describe
-from pipeline.inspection.pictures import bars, draw_contact_sheet
 from pipeline.inspection.screen import Screen, percent
-from pipeline.inspection.statistics import count_copies, count_shared
+from pipeline.inspection.statistics import bars, count_copies, count_shared, draw_contact_sheet
 
 MOST_CLASSES = 30  # shown one by one
 MOST_NAMED = 5

@@ -18,8 +18,7 @@ from pipeline.durable import replace_text
 from pipeline.errors import ConfigError, one_line
 from pipeline.events import RUN_KILLED, Event
 from pipeline.optional_packages import require
-from pipeline.report.curve import WEIGHTS
-from pipeline.report.record import Record
+from pipeline.report.record import WEIGHTS, Record
 from pipeline.report.runs import UNSAID, RunView, after, how_it_ended, read_run
 from pipeline.sinks.jsonl import METRICS_FILE, newest
 from pipeline.sinks.weights_and_biases import BEST

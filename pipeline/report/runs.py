@@ -1,31 +1,42 @@
-"""A run directory -> what a report shows of it: how it ended, what it was, its settings, its curves."""
+"""A run directory -> what a report shows of it: how it ended, what it was, its settings, its curves.
+
+A run notes its processes when it starts. Of a run that ended without a word, the kernel's log, or what those
+processes held last, says whether the kernel killed one for memory.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.loading import read_yaml
+from pipeline.distributed.diagnosis import NEARLY_FULL, RankProcess
+from pipeline.distributed.kernel_log import killed_for_memory
+from pipeline.distributed.machine import machine_id, memory_now
+from pipeline.durable import replace_text
 from pipeline.errors import ConfigError, PipelineError, listed, printable
 from pipeline.events import PLAN, RUN_FAILED, TIME
 from pipeline.foreign import CONFIGURATION, open_plain, read_plain
 from pipeline.redaction import redact, redact_text
-from pipeline.report.killed import why_killed
 from pipeline.report.record import Record, read_record
 from pipeline.run_lock import is_held
 from pipeline.sinks.console import duration
 from pipeline.sinks.jsonl import METRICS_FILE, newest
+from pipeline.units import GIB
 
 LOG_TAIL, FAILURE_LINES, MOST_LOGS = 1 << 16, 30, 256
 PEAK = "memory/peak_resident_gib"
 UNSAID = "ended without saying how (killed?)"
+PROCESSES = "logs/processes.json"
 
 
 @dataclass
@@ -193,3 +204,52 @@ def _failure(log: Path) -> tuple[str, str] | None:
     last = re.split(r"^[\d-]{10} [\d:,]{12} INFO ", text, flags=re.M)[-1]
     found = re.search(r"^([\d-]{10} [\d:,]{12}) \w+ pipeline\.failure (.*)", last, re.M | re.S)
     return (found[1], "\n".join(found[2].rstrip().splitlines()[-FAILURE_LINES:])) if found else None
+
+
+def note_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
+    """The ranks of a run that starts, and what memory its machine has. Raises nothing.
+
+    Args:
+        everyone: Empty: this process is alone.
+    """
+    now, alone = memory_now(), RankProcess(0, platform.node(), os.getpid(), machine_id())
+    noted = {
+        "everyone": [asdict(each) for each in everyone or [alone]],
+        "since": time.monotonic(),
+        "limit": now.limit,
+        "whose": "its cgroup allows" if now.by_cgroup else "the machine has",
+    }
+    with suppress(OSError):
+        (directory / PROCESSES).parent.mkdir(exist_ok=True)
+        replace_text(directory / PROCESSES, json.dumps(noted))
+
+
+def why_killed(directory: Path, peak_gib: float) -> str:
+    """Killed for memory, by whom that is known; empty: nothing says so.
+
+    Args:
+        peak_gib: That rank 0 had resident by the last row; 0: there is none.
+    """
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        noted: dict[str, Any] = json.loads(read_plain(directory / PROCESSES, CONFIGURATION))
+        everyone = [RankProcess(**each) for each in noted["everyone"]]
+        limit, whose, here = noted["limit"] / GIB, noted["whose"], machine_id()
+        by_kernel = killed_for_memory(noted["since"])
+        for each in everyone:
+            if each.machine == here and each.pid in by_kernel:
+                held = f"{_ranks(everyone, each)} x {by_kernel[each.pid] / GIB:.1f} GiB"
+                return f"the kernel killed {each} for memory: {held}, and {whose} {limit:.1f} GiB"
+        first = everyone[0]
+        if _number(everyone, first) * peak_gib > NEARLY_FULL * limit:
+            held = f"{_ranks(everyone, first)} x {peak_gib:.1f} GiB"
+            return f"most likely killed for memory: {held}, and {whose} {limit:.1f} GiB"
+    return ""
+
+
+def _number(everyone: Sequence[RankProcess], of: RankProcess) -> int:
+    return sum(each.machine == of.machine for each in everyone)
+
+
+def _ranks(everyone: Sequence[RankProcess], of: RankProcess) -> str:
+    number = _number(everyone, of)
+    return f"{number} rank{'s' * (number > 1)} there"

@@ -16,16 +16,19 @@ from rich.console import Console
 
 from pipeline.__main__ import main
 from pipeline.data.packing import pack
-from pipeline.inspection.pictures import bars, draw_contact_sheet, draw_lengths, length_bars
 from pipeline.inspection.screen import Screen, percent
 from pipeline.inspection.statistics import (
+    bars,
     count_copies,
     count_rows,
     count_shared,
+    draw_contact_sheet,
+    draw_lengths,
     hashes_of,
+    length_bars,
     lengths_of,
 )
-from pipeline.inspection.tokens import first_documents, show_row, split_row
+from pipeline.inspection.text import first_documents, show_row, split_row
 
 END, PAD = 1, 2
 LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=4)  # of documents, by part

@@ -11,8 +11,8 @@ import time
 import pytest
 from support.recorded import event, row
 
-from pipeline.report.curve import MOST_POINTS
 from pipeline.report.page import encode, render
+from pipeline.report.record import MOST_POINTS
 from pipeline.report.server import live_report
 
 CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))

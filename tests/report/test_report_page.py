@@ -15,10 +15,9 @@ from support.recorded import event, row
 
 from pipeline.command_lines import own_command
 from pipeline.report import page
-from pipeline.report.curve import MOST_POINTS
-from pipeline.report.killed import note_processes
 from pipeline.report.page import encode, panels_of, render, report_of_killed, write_at_end
-from pipeline.report.runs import UNSAID, error_line, read_run
+from pipeline.report.record import MOST_POINTS
+from pipeline.report.runs import UNSAID, error_line, note_processes, read_run
 
 FAILURE = (
     "2026-01-01 10:00:02,000 ERROR pipeline.failure Traceback (most recent call last):\nValueError: no\n"

@@ -1,5 +1,6 @@
-"""What a run comes to, when it ends: steps, losses, the time they took. Read from metrics.jsonl, so that what
-was done before a resume counts too."""
+"""Summary of a run at its end: steps, losses, and the time they took. Read from metrics.jsonl, so that what
+was done before a resume counts too.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from pipeline.sinks.jsonl import METRICS_FILE, iterate_record
 
 
 def closing_line(name: str, text: object) -> str:
-    """Return a line whose text stands under that of the others."""
+    """Return a line of a name and a text, aligned with the others."""
     return f"{name:<13}  {text}"
 
 
-def summed_up(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]:
-    """Lines whose first words stand under each other; none where the record cannot be read."""
+def summary_lines(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]:
+    """Return aligned lines of a name and a text; none if the record cannot be read."""
     try:
         return list(lines_of(iterate_record(run_dir / METRICS_FILE), best_by))
     except PipelineError:
@@ -29,7 +30,7 @@ def summed_up(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]:
 
 
 def lines_of(rows: Iterable[Mapping[str, Any]], best_by: EvalConfig | None = None) -> Iterator[str]:
-    """The lines.
+    """Return the lines of `summary_lines`.
 
     Args:
         rows: Lines of metrics.jsonl, in order.
