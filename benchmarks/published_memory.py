@@ -36,6 +36,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from published_terms import LOGITS, PLAIN, Row, added, model_of, states_of  # noqa: E402
 
 from pipeline.config.adapter_schema import AdapterConfig  # noqa: E402
+from pipeline.files import GIB  # noqa: E402
 from pipeline.planning.adapting import low_rank  # noqa: E402
 from pipeline.planning.cutting import stage_of  # noqa: E402
 from pipeline.planning.memory import peak_by_phase  # noqa: E402
@@ -49,7 +50,6 @@ from pipeline.planning.overhead import (  # noqa: E402
     RESERVED,
 )
 from pipeline.planning.work import Recompute, Work  # noqa: E402
-from pipeline.units import GIB  # noqa: E402
 
 ROWS = HERE / "published_memory.jsonl"
 

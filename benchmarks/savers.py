@@ -29,7 +29,7 @@ from pipeline.config.settings import Settings, load_settings
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
-from pipeline.durable import synchronise
+from pipeline.files import synchronise
 from pipeline.training import Loop
 
 BLOCK = 1 << 24  # bytes of one write of the plain file

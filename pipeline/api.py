@@ -21,8 +21,8 @@ from typing import Any
 from pipeline.config.settings import Resolved, Settings
 from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks
-from pipeline.durable import replace_text
 from pipeline.errors import DataError, ModelError
+from pipeline.files import replace_file
 from pipeline.logs import log_to_file
 
 # Where the store's process was killed, torch's C++ prints a stack for every call to it.
@@ -297,7 +297,7 @@ class Run:
         if self._loop.stopped_early:
             summary["stopped_early"] = self._loop.stopped_early
         try:
-            replace_text(self.directory / "summary.json", json.dumps(summary, indent=2))
+            replace_file(self.directory / "summary.json", json.dumps(summary, indent=2))
         except OSError as problem:  # the last checkpoint is whole
             log.warning("summary.json is not written, so that this run looks unfinished: %s", problem)
 

@@ -21,10 +21,9 @@ from pipeline.distributed.part_of_run import part_of_run
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.stacks import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
+from pipeline.files import GIB, format_bytes
 from pipeline.planning.account import Account, HeldMemory, Planned
-from pipeline.planning.changes import size
 from pipeline.remedies import Changing, Remedies, Remedying, Shortage, changes_of, elsewhere
-from pipeline.units import GIB
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +97,8 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 def _of_memory(error: BaseException, device: torch.device, remedies: Remedying) -> str:
-    text = re.sub(r"(\d+) bytes", lambda found: size(int(found[1])), str(error))  # the CPU's allocator
+    # The CPU's allocator counts in bytes.
+    text = re.sub(r"(\d+) bytes", lambda found: format_bytes(int(found[1])), str(error))
     if isinstance(error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text:
         device = torch.device("cpu")  # the host's, beside a GPU
     sizes = {words: found[1] for words, how in _TOLD.items() if (found := re.search(how, text))}

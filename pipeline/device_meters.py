@@ -14,7 +14,7 @@ import torch
 from pipeline.distributed.accelerator import device_id
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.resident import process_peak
-from pipeline.units import GIB
+from pipeline.files import GIB
 
 KWH = 3.6e6  # joules
 LEAST_SECONDS = 1.0  # between two questions: each takes the host up to a millisecond

@@ -20,6 +20,7 @@ from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.resident import process_peak
 from pipeline.errors import ModelError, PipelineError, one_line
 from pipeline.events import PLAN, Event
+from pipeline.files import GIB
 from pipeline.models import sizes
 from pipeline.planning.account import Planned
 from pipeline.planning.forecast import Forecast, forecast_of, job_of, largest_that_fits
@@ -27,7 +28,6 @@ from pipeline.planning.history import History, Kind, Measured, history_of
 from pipeline.planning.place import Place, here, on_gpus
 from pipeline.planning.proposals import smaller
 from pipeline.planning.shapes import model_of
-from pipeline.units import GIB
 from pipeline.watchers import Seen
 
 log = logging.getLogger(__name__)

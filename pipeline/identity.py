@@ -16,7 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
 from pipeline.config.yaml_loader import Loader
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.foreign import CONFIGURATION, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_plain
 from pipeline.redaction import REDACTED
 
 # Sections that do not change what is trained: a run goes on though they differ. What they say of the batch is
@@ -75,7 +75,7 @@ def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Differe
     try:
         then = _identity(
             _with_defaults(read_yaml(path / "recipe.yaml").tree),
-            json.loads(read_plain(path / "split.json", CONFIGURATION)),
+            json.loads(read_plain(path / "split.json", CONFIGURATION_LIMIT)),
         )
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"recipe.yaml or split.json in {path} cannot be read") from None

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.durable import replace_text
 from pipeline.errors import ConfigError
-from pipeline.foreign import CONFIGURATION, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_plain, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class KeptSize:
     def read(self) -> None:
         """Takes up what an earlier start has left; what cannot be read is nothing."""
         try:
-            kept = json.loads(read_plain(self.file, CONFIGURATION))
+            kept = json.loads(read_plain(self.file, CONFIGURATION_LIMIT))
             numbers = {name: kept[name] for name in ("found", "needs", "trying")}
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError):
             return
@@ -71,6 +70,6 @@ class KeptSize:
         }
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self.file, json.dumps(content, indent=2))
+            replace_file(self.file, json.dumps(content, indent=2))
         except OSError as error:
             log.warning("micro_batch_size is not kept for the next start: %s: %s", self.file, error.strerror)

@@ -29,6 +29,7 @@ from pipeline.distributed.signals import Terminated
 from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, Limits
 from pipeline.errors import ConfigError, DeviceMemoryError
+from pipeline.files import GIB
 from pipeline.kept_sizes import KeptSize
 from pipeline.models.regional_compile import compile_again
 from pipeline.objectives import Objective
@@ -37,7 +38,6 @@ from pipeline.peaks import Peaks, as_if_stepped, peaks_on
 from pipeline.planning.largest import MARGIN, TRIED_UP_TO, Use, fits, largest, next_trial, predicted
 from pipeline.remedies import Remedies
 from pipeline.stepping import with_keys
-from pipeline.units import GIB
 
 log = logging.getLogger(__name__)
 

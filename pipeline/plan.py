@@ -17,6 +17,7 @@ from pipeline.data.loader import TrainLoader
 from pipeline.distributed.machine import available_memory, memory_now
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine
+from pipeline.files import format_bytes
 from pipeline.models.adapters import held_apart, more_than_it_holds
 from pipeline.models.sharding import number_of
 from pipeline.models.sizes import model_of
@@ -24,7 +25,6 @@ from pipeline.parts import Parts
 from pipeline.planning.rank import Rank
 from pipeline.planning.states import States, states_of
 from pipeline.schedule import remark
-from pipeline.units import GIB, MIB
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +79,7 @@ def _how_the_base_is_held(adapter: AdapterConfig, engine: Engine) -> str:
     if not values:
         return ""
     dtype, each = adapter.quantize or engine.precision, num_bytes / values
-    return f" over a base in {dtype} ({values:,} weights in {size(num_bytes)}, {each:.3f} bytes each)"
-
-
-def size(num_bytes: float) -> str:
-    """In MiB or GiB, with three digits or more."""
-    return f"{num_bytes / MIB:.1f} MiB" if num_bytes < GIB else f"{num_bytes / GIB:.1f} GiB"
+    return f" over a base in {dtype} ({values:,} weights in {format_bytes(num_bytes)}, {each:.3f} bytes each)"
 
 
 def held_by(settings: Settings, resolved: Resolved, parts: Parts) -> States:
@@ -101,11 +96,11 @@ def held_by(settings: Settings, resolved: Resolved, parts: Parts) -> States:
 
 def _of_states(states: States) -> str:
     elsewhere = [
-        f" and {size(held.total)} {where}"
+        f" and {format_bytes(held.total)} {where}"
         for held, where in ((states.host, "in host memory"), (states.disk, "on disk"))
         if held.total
     ]
-    return f"{size(states.device.total)} a rank{''.join(elsewhere)}"
+    return f"{format_bytes(states.device.total)} a rank{''.join(elsewhere)}"
 
 
 def memory_there(device: torch.device) -> str:
@@ -113,10 +108,10 @@ def memory_there(device: torch.device) -> str:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_reserved(device)  # the model is there already
-        return f"the GPU has {size(total)}, of which {size(free + own)} are free for it"
+        return f"the GPU has {format_bytes(total)}, of which {format_bytes(free + own)} are free for it"
     now = memory_now()
     whose = "its cgroup allows" if now.by_cgroup else "the machine has"
-    return f"{whose} {size(now.limit)}, of which {size(available_memory())} are free"
+    return f"{whose} {format_bytes(now.limit)}, of which {format_bytes(available_memory())} are free"
 
 
 def tell_of_choices(

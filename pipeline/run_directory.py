@@ -24,8 +24,8 @@ from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
 from pipeline.distributed.process_group import Job
-from pipeline.durable import replace_text
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.files import replace_file
 from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
 from pipeline.redaction import redact
 from pipeline.run_lock import LOCK_FILE
@@ -265,16 +265,16 @@ def _describe(path: Path, config: RunConfig, split: Tree) -> None:
     else:
         (path / GIT_DIFF).unlink(missing_ok=True)  # of the code that it went on from
     for name, text in files.items():
-        replace_text(path / name, text)
+        replace_file(path / name, text)
     describe_split(path, split)
 
 
 def describe_split(path: Path, split: Tree) -> None:
     """How the work is divided, as it is known by now. For rank 0."""
     split = redact(split)
-    replace_text(path / "split.json", json.dumps(split, indent=2))
+    replace_file(path / "split.json", json.dumps(split, indent=2))
     if split["deepspeed"] is not None:
-        replace_text(path / "ds_config.json", json.dumps(split["deepspeed"], indent=2))
+        replace_file(path / "ds_config.json", json.dumps(split["deepspeed"], indent=2))
 
 
 def _environment() -> Tree:

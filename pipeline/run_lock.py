@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
-from pipeline.foreign import open_plain
+from pipeline.files import open_plain
 
 LOCK_FILE = ".lock"
 

@@ -29,7 +29,7 @@ from pipeline.data.tokenizer import load_pretrained
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.engine.inference import Inference
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
-from pipeline.foreign import CONFIGURATION, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_plain
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings
 from pipeline.models.sharding import Whole, model_request
@@ -113,7 +113,7 @@ def open_trained(path: Path, step: str | int, overrides: Sequence[str], import_p
             f"{REMOTE_CODE}=true"
         )
     try:
-        split = json.loads(read_plain(run / "split.json", CONFIGURATION))
+        split = json.loads(read_plain(run / "split.json", CONFIGURATION_LIMIT))
         _ = split["deepspeed"], int(split["world_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{run / 'split.json'} cannot be read ({error}); bring it back") from None

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.distributed.phases import NO_STEP, Phases, Spent, columns
 from pipeline.distributed.span import Moment
 from pipeline.events import TIME, Event
-from pipeline.sinks.console import duration
+from pipeline.files import format_duration
 from pipeline.sinks.jsonl import newest
 
 ELAPSED, COST, ENERGY = "perf/elapsed_seconds", "perf/cost", "gpu/energy_kwh"
@@ -138,7 +138,8 @@ class WallTime:
         fields |= {} if energy_kwh is None else {_name(ENERGY): energy_kwh}
         shares = sorted({"start": self._startup, **phases}.items(), key=lambda each: -each[1])
         told = [f"{name} {x / process:.0%}" for name, x in shares if x > SMALLEST_SHARE * process]
-        message = f"{duration(process)} went into {', '.join(told)}; of the run's {duration(row[ELAPSED])} "
+        whole = format_duration(row[ELAPSED])
+        message = f"{format_duration(process)} went into {', '.join(told)}; of the run's {whole} "
         message += f"{row['perf/goodput']:.1%} are steps that count"
         if COST in row:
             message += f", and cost {row[COST]:.2f}"

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline import foreign
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.adapters import MergedWeights
 from pipeline.checkpoint.find import find_checkpoint
@@ -28,8 +27,8 @@ from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import KINDS, VALUES_AT_ONCE, CheckpointReader, stretches, weights_of
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, header_of, opened
-from pipeline.durable import synchronise
 from pipeline.errors import CheckpointError
+from pipeline.files import CONFIGURATION_LIMIT, DESCRIPTION_LIMIT, format_bytes, publish_folder, read_plain
 from pipeline.models import adapter_files
 from pipeline.models.transformers_folder import auto_class_for
 from pipeline.redaction import redact_text
@@ -129,7 +128,7 @@ def write_weights(
     sizes = {name: math.prod(shape) * of.itemsize for name, (_, shape, of) in wanted.items()}
     total, free = sum(sizes.values()), shutil.disk_usage(folder).free
     if total > free:
-        raise OSError(errno.ENOSPC, f"{total / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free")
+        raise OSError(errno.ENOSPC, f"{format_bytes(total)} are needed and {format_bytes(free)} are free")
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -272,11 +271,8 @@ def write_export(
             single = adapter_files.WEIGHTS if is_adapter else SINGLE
             files = write_weights(source, partial, DTYPES[dtype], most, advance, single)
             off = source.rounding_error
-        for path in [*partial.iterdir(), partial]:
-            synchronise(path)
         sizes = [(partial / file).stat().st_size for file in files]
-        partial.rename(out)  # takes the place of an empty folder
-        synchronise(out.parent)
+        publish_folder(partial, out, partial.iterdir())
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}; choose another") from None
     finally:
@@ -323,7 +319,7 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] 
         if file.is_file() and not file.is_symlink():
             shutil.copyfile(file, folder / file.name)
     try:
-        config: dict[str, Any] = json.loads(foreign.read_plain(folder / "config.json", foreign.DESCRIPTION))
+        config: dict[str, Any] = json.loads(read_plain(folder / "config.json", DESCRIPTION_LIMIT))
         config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{source / 'config.json'} is no JSON ({error}); bring it back") from None
@@ -347,7 +343,7 @@ def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
     ]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     try:  # a link may lead anywhere
-        content = foreign.read_plain(run / "recipe.yaml", foreign.CONFIGURATION, follow_links=False)
+        content = read_plain(run / "recipe.yaml", CONFIGURATION_LIMIT, follow_links=False)
         recipe = redact_text(content.decode(errors="replace"))
     except OSError:
         recipe = ""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pipeline.distributed.process_group import Job
+from pipeline.files import format_bytes
 
 T = TypeVar("T")
 MARKER = ".meeting-"  # of a file that says: this rank writes here
@@ -98,8 +99,8 @@ class Peers:
             needed = sum(room.disk for room, its in zip(rooms, self.leaders, strict=True) if its == leader)
             if needed > at.disk_free:
                 return (
-                    f"{folder} on {at.host} has {at.disk_free / 1e9:.3g} GB free and a checkpoint takes "
-                    f"{needed / 1e9:.3g} GB; make room, or lower checkpoint.keep_last"
+                    f"{folder} on {at.host} has {format_bytes(at.disk_free)} free and a checkpoint takes "
+                    f"{format_bytes(needed)}; make room, or lower checkpoint.keep_last"
                 )
         return None
 
@@ -157,7 +158,7 @@ def lack_of_memory(rooms: list[Room]) -> str | None:
         needed = sum(room.memory for room in there)
         free = min(room.memory_free for room in there)
         if needed > 0.9 * free:  # what else runs on the machine needs some too
-            return f"{host} has {free / 1e9:.3g} GB of memory free, a copy takes {needed / 1e9:.3g} GB"
+            return f"{host} has {format_bytes(free)} of memory free, a copy takes {format_bytes(needed)}"
     return None
 
 

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, read_manifest
 from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
-from pipeline.checkpoint.shard_file import as_bytes, hash_stretch, open_plain, opened, read_exactly
+from pipeline.checkpoint.shard_file import as_bytes, hash_stretch, opened, read_exactly
 from pipeline.errors import CheckpointError
+from pipeline.files import open_plain
 from pipeline.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
 
 THREADS = 4
@@ -246,7 +247,7 @@ class CheckpointReader:
     def _opened(self, file: FileRecord) -> int:
         descriptor = self._open.pop(file.name, None)
         if descriptor is None:
-            descriptor = open_plain(self.manifest.folder / file.name)
+            descriptor = open_plain(self.manifest.folder / file.name, follow_links=False)
             try:
                 if file.name not in self._offsets:
                     self._offsets[file.name] = self._find_offsets(descriptor, file)

@@ -39,8 +39,8 @@ from pipeline.checkpoint.manifest import (
 from pipeline.checkpoint.peers import Peers, Room, first, lack_of_memory
 from pipeline.checkpoint.shard_file import Layout, LayoutChangedError, as_bytes, hash_views, write_file
 from pipeline.distributed.machine import available_memory
-from pipeline.durable import synchronise, write_durably
 from pipeline.errors import one_line
+from pipeline.files import publish_folder, write_durably
 from pipeline.shards import BUFFER, EngineState, Shard
 
 Values = Iterable[Iterable[memoryview]]
@@ -453,12 +453,10 @@ class Save:
             raise OSError(errno.EFBIG, f"{len(table)} shards of {len(files)} files are too many to be read")
         write_durably(self._partial / TABLE, *content)
         write_durably(self._partial / MANIFEST, sealed)
-        synchronise(self._partial)
         if os.path.lexists(self._final):  # of a step that this run, gone on from an earlier one, now repeats
             self._final.rename(self._replaced)
-        self._partial.rename(self._final)
+        publish_folder(self._partial, self._final)
         self._published = manifest
-        synchronise(self._folder)
 
     def _exchange(self, problem: str | None, changed: bool) -> str | None:
         """The first problem of any rank.

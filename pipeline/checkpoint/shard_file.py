@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipeline import foreign
+from pipeline.files import open_plain
 from pipeline.shards import Shard
 
 DTYPES = {
@@ -202,16 +202,11 @@ def opened(path: Path) -> Iterator[int]:
     Raises:
         OSError: there is none, or it is a link, a pipe or a device.
     """
-    descriptor = open_plain(path)
+    descriptor = open_plain(path, follow_links=False)  # a link may lead out of the run
     try:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def open_plain(path: Path) -> int:
-    """As `opened`, to be closed by the caller. A link is none: what lies outside the run is not read."""
-    return foreign.open_plain(path, follow_links=False)
 
 
 def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:

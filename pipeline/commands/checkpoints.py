@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.find import find_checkpoint, find_run
 from pipeline.commands.inputs import reading_a_run
 from pipeline.errors import CheckpointError
+from pipeline.files import format_bytes
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.catalog import CheckpointRow, TensorChange
@@ -63,7 +64,7 @@ def _list(directory: Path, contents: bool) -> None:
             [
                 f"{row.step:,}",
                 "" if row.tokens is None else f"{row.tokens:,}",
-                _size(row.num_bytes) if row.num_bytes else "",
+                format_bytes(row.num_bytes) if row.num_bytes else "",
                 "" if row.eval_loss is None else f"{row.eval_loss:.4f}",
                 *(_measured(row, name) for name in others),
                 _state(row, "verified" if contents else "complete"),
@@ -90,10 +91,6 @@ def _state(row: CheckpointRow, whole: str) -> str:
     if row.problem is not None:
         return "damaged"
     return whole if row.num_here == row.num_files else f"{whole}, {row.num_here} of {row.num_files} files"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _diff(directory: Path, first: str, second: str) -> None:

@@ -14,6 +14,7 @@ from pipeline.command_lines import Word, own_command
 from pipeline.commands.inputs import add_overrides
 from pipeline.config.settings import Settings, load_settings
 from pipeline.errors import ConfigError
+from pipeline.files import GIB
 from pipeline.planning.forecast import Forecast, forecast, largest_that_fits
 from pipeline.planning.hardware import NETWORK_HELP
 from pipeline.planning.history import History, history_of
@@ -31,7 +32,6 @@ from pipeline.planning.suggest import suggest
 from pipeline.planning.suggested import text_beside, write
 from pipeline.planning.telling import as_json, change_rows, memory_rows, scaling_rows, summary, time_rows
 from pipeline.shipped import DEFAULT_RECIPE
-from pipeline.units import GIB
 
 HELP = "say what a run takes (memory, time, disk) without a GPU, and what to change"
 DESCRIPTION = """\

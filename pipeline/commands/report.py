@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from pipeline.commands.inputs import reading_a_run
-from pipeline.durable import replace_text
 from pipeline.errors import ConfigError
+from pipeline.files import replace_file
 
 HELP = "the curves, alerts and settings of runs as one HTML file"
 
@@ -38,5 +38,5 @@ def run(arguments: argparse.Namespace) -> None:
         with live_report(runs, arguments.port) as server:
             print(f"the report is at http://127.0.0.1:{server.server_port}/; Ctrl-C ends it", flush=True)
             server.serve_forever()
-    replace_text(output, render(encode(runs)))
+    replace_file(output, render(encode(runs)))
     print(output)

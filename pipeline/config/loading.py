@@ -20,7 +20,7 @@ import yaml
 
 from pipeline.config.yaml_loader import Loader
 from pipeline.errors import ConfigError
-from pipeline.foreign import CONFIGURATION, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_plain
 
 Tree = dict[str, Any]
 
@@ -213,7 +213,7 @@ def read_text(path: Path) -> str:
     """The UTF-8 text of a configuration file; a ConfigError names what is near when it is missing."""
     try:
         # Some editors begin a file with a byte order mark.
-        return read_plain(path, CONFIGURATION).decode("utf-8-sig")
+        return read_plain(path, CONFIGURATION_LIMIT).decode("utf-8-sig")
     except FileNotFoundError:
         siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings) if siblings else ""

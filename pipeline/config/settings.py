@@ -23,7 +23,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.config.yaml_loader import Dumper
 from pipeline.errors import ConfigError
-from pipeline.foreign import CONFIGURATION, is_path, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, is_path, read_plain
 from pipeline.redaction import redact
 from pipeline.shipped import find_deepspeed_json, find_recipe
 
@@ -288,7 +288,7 @@ def _refuse_adapter(config: RunConfig) -> RunConfig:
         return config
     base = None
     with suppress(OSError, ValueError, AttributeError, RecursionError):
-        base = json.loads(read_plain(path, CONFIGURATION)).get("base_model_name_or_path")
+        base = json.loads(read_plain(path, CONFIGURATION_LIMIT)).get("base_model_name_or_path")
     place = base if isinstance(base, str) and base else "ITS_BASE"
     raise ConfigError(
         f"model.pretrained: {given!r} is an adapter (adapter_config.json), no whole model; write "

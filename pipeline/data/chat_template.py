@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.data_schema import ConversationsConfig
 from pipeline.data.chat_layouts import ASSISTANT, Conversation, Spans, common_start
 from pipeline.errors import ConfigError, DataError
-from pipeline.foreign import CONFIGURATION, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_plain
 from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def find_template(config: ConversationsConfig, own: str | dict[str, str] | None)
     if given in BUILT_IN:
         return BUILT_IN[given]
     try:
-        return read_plain(Path(given).expanduser(), CONFIGURATION).decode("utf-8")
+        return read_plain(Path(given).expanduser(), CONFIGURATION_LIMIT).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         known = ", ".join(BUILT_IN)

@@ -22,8 +22,8 @@ from torch import Tensor
 from pipeline.data.batches import Batch, as_batch
 from pipeline.data.bundle import Collate, DataBundle
 from pipeline.distributed.process_group import Job
-from pipeline.durable import synchronise, write_durably
 from pipeline.errors import CheckpointError, DataError
+from pipeline.files import replace_file
 
 FILE = "reference_logps.safetensors"
 Keys = NDArray[np.uint64]
@@ -147,15 +147,10 @@ def write_table(file: Path, table: ReferenceTable) -> None:
     Raises:
         CheckpointError: The file cannot be written.
     """
-    partial = file.with_name(f".{file.name}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)
-        write_durably(partial, save({"keys": table.keys, "logps": table.logps}))
-        partial.replace(file)
-        synchronise(file.parent)
+        replace_file(file, save({"keys": table.keys, "logps": table.logps}))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise CheckpointError(
             f"{file} cannot be written: {error.strerror or error}; make room, or use another folder"
         ) from None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.data.long_documents import cut_text, find_places
 from pipeline.errors import DataError, one_line
-from pipeline.foreign import is_path, unsafe_files
+from pipeline.files import is_path, unsafe_files
 from pipeline.hub import hub_or_cache
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pipeline.distributed.machine import Memory
-from pipeline.units import GIB
+from pipeline.files import GIB
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")

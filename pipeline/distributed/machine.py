@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import psutil
 
-from pipeline.units import GIB
+from pipeline.files import GIB
 
 ROOT = Path("/")
 MOST_FILES = 1 << 20  # beyond, programs that walk through all numbers of files take seconds

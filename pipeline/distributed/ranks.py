@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import LaunchError
+from pipeline.files import replace_file
 
 ENVIRONMENT_FILE = "PIPELINE_ENVIRONMENT"
 """Set by our launch scripts: a file in a folder of the launch, where each rank's end is told too."""
@@ -283,8 +284,7 @@ def write_exit_code(rank: int, world_size: int, code: int) -> None:
     with suppress(OSError, ValueError):  # a full disk: a missing word is an end that was not proven
         if path.exists() and json.loads(path.read_text())["pid"] == word["pid"]:
             return
-        path.with_suffix(".part").write_text(json.dumps(word))
-        path.with_suffix(".part").replace(path)
+        replace_file(path, json.dumps(word))
 
 
 def cpu_threads(num_cores: int, num_sharers: int, environment: Mapping[str, str]) -> int:

@@ -12,9 +12,9 @@ from pipeline.doctor.facts import Ops
 from pipeline.doctor.probe import Answered
 from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
 from pipeline.doctor.session import SilentError
+from pipeline.files import GIB, format_bytes
 from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON
 from pipeline.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER, NativeOp
-from pipeline.units import GIB
 
 MEMORY_A_RANK = (1 * GIB, 2 * GIB)
 """Bytes below which there is a failure, a warning: torch and DeepSpeed alone take about one."""
@@ -149,7 +149,8 @@ def _devices(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
         for position in wanted if wanted is not None else range(len(gpus)):
             gpu = gpus[position] if position < len(gpus) else None
             if gpu is not None and gpu["used"] > max(GIB, gpu["total"] // 20):
-                taken = f"GPU {gpu['index']}: {_size(gpu['used'])} of {_size(gpu['total'])} is in use"
+                used = f"{format_bytes(gpu['used'])} of {format_bytes(gpu['total'])}"
+                taken = f"GPU {gpu['index']}: {used} is in use"
                 fix = seen.on_host("nvidia-smi") + " names the process: end it, or leave the GPU out"
                 status: Status = "fail" if gpu["used"] > gpu["total"] // 2 else "warning"
                 faults.append(Fault(host, status, taken, fix))
@@ -164,11 +165,11 @@ def _memory(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
         ranks = len(wanted) if wanted is not None else len(each.get("devices", {}).get("gpus", [])) or 1
         status = _judge(each["memory"] / ranks, MEMORY_A_RANK)
         if status is not None:
-            found = f"{_size(each['memory'])} free for {ranks} rank{'s' * (ranks > 1)}"
+            found = f"{format_bytes(each['memory'])} free for {ranks} rank{'s' * (ranks > 1)}"
             fix = seen.on_host("ps -eo rss,user,comm --sort=-rss") + " | head; or raise the job's limit"
             faults.append(Fault(host, status, found, fix))
     least = min(each["memory"] for each in facts.values())
-    return rows_of("memory", faults, f"at least {_size(least)} free")
+    return rows_of("memory", faults, f"at least {format_bytes(least)} free")
 
 
 def _disks(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
@@ -183,10 +184,10 @@ def _disks(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
                 fix = seen.on_host("'mount -o remount,size=16G /dev/shm'") + " (docker: --shm-size=16g)"
             status = _judge(free, SMALL_DISK.get(path, DISK))
             if status is not None:
-                faults.append(Fault(host, status, f"{path}: {_size(free)} free", fix))
+                faults.append(Fault(host, status, f"{path}: {format_bytes(free)} free", fix))
             elif files_left is not None and files_left < 1000:
                 faults.append(Fault(host, "fail", f"{path}: room for {files_left} more files", fix))
-    fine = "; ".join(f"{path} {_size(free)}" for path, free in least.items())
+    fine = "; ".join(f"{path} {format_bytes(free)}" for path, free in least.items())
     return rows_of("disk", faults, f"free: {fine}")
 
 
@@ -257,10 +258,6 @@ def check_clocks(seen: Seen) -> list[Row]:
 
 def _judge(value: float, limits: tuple[float, float]) -> Status | None:
     return "fail" if value < limits[0] else "warning" if value < limits[1] else None
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.0f} MiB"
 
 
 CHECKS: dict[str, Callable[[Seen, Mapping[str, Answered]], list[Row]]] = {

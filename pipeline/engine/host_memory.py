@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from pipeline.units import MIB
+from pipeline.files import MIB
 
 # malloc.h's numbers for mallopt.
 M_TRIM_THRESHOLD = -1

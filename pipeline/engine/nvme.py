@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError
+from pipeline.files import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -113,22 +114,22 @@ class SwapFolder:
             free = shutil.disk_usage(path).free + _size(folder) * ranks.local_world_size
             if free < needed:
                 raise ConfigError(
-                    f"zero_optimization.{inside[0]}.nvme_path: {path} has {_gb(free)} free and the run needs "
-                    f"{_gb(needed)}; use another disk, more machines, or device cpu"
+                    f"zero_optimization.{inside[0]}.nvme_path: {path} has {format_bytes(free)} free and the "
+                    f"run needs {format_bytes(needed)}; use another disk, more machines, or device cpu"
                 )
             if path in self._speeds:
                 write, read = self._speeds[path]
                 log.info(
                     "nvme_path %s: %s/s write, %s/s read; %s free, %s needed",
                     path,
-                    *map(_gb, (write, read, free, needed)),
+                    *map(format_bytes, (write, read, free, needed)),
                 )
                 if min(write, read) < _SLOW:
                     log.warning(
                         "nvme_path %s is slow: each step reads and writes about %s; device cpu, or a "
                         "faster disk, would help",
                         path,
-                        _gb(needed),
+                        format_bytes(needed),
                     )
 
     def close(self) -> None:
@@ -186,7 +187,3 @@ def _timed(step: Any, blocks: int) -> tuple[int, float]:
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def _gb(amount: float) -> str:
-    return f"{amount / 1e9:.3g} GB"

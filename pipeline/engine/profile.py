@@ -18,7 +18,7 @@ import torch
 
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.span import Span
-from pipeline.units import MIB
+from pipeline.files import MIB
 
 log = logging.getLogger(__name__)
 

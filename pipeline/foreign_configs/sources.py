@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.foreign import is_path
+from pipeline.files import is_path
 from pipeline.foreign_configs.mapping import FILL_IN, Draft, Section, names, text
 
 TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")

@@ -15,9 +15,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
 from pipeline.config.yaml_loader import Dumper
-from pipeline.durable import replace_text
 from pipeline.errors import ConfigError, printable
-from pipeline.foreign import is_path
+from pipeline.files import is_path, replace_file
 from pipeline.foreign_configs import accelerate, axolotl, llama_factory, training_arguments, trl
 from pipeline.foreign_configs.deepspeed_file import make_json
 from pipeline.foreign_configs.mapping import FILL_IN, Draft, Tool, listed, meant
@@ -102,7 +101,7 @@ def write(draft: Draft) -> tuple[str, str | None]:
     is_new = not draft.folder.exists()
     draft.folder.mkdir(parents=True, exist_ok=True)
     for path, content in made.items():
-        replace_text(path, content)
+        replace_file(path, content)
     if not draft.has_recipe:
         return origin, None
     try:

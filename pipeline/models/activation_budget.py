@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeline.units import GIB
+from pipeline.files import GIB
 
 log = logging.getLogger(__name__)
 

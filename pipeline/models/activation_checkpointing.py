@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.errors import ModelError
+from pipeline.files import GIB
 from pipeline.models.activation_budget import ActivationBudget
 from pipeline.models.activation_offload import InputsOnHost
-from pipeline.units import GIB
 
 # What `selective` keeps: matrix products and attention are most of a block's time, and the rest of it is
 # most of its memory.

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeline.planning.changes import Change, size
+from pipeline.files import format_bytes
+from pipeline.planning.changes import Change
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class HeldMemory:
             "activations and temporaries": self.activations,
             "libraries and data": self.before,
         }
-        return ", ".join(f"{size(each)} {name}" for name, each in named.items() if each)
+        return ", ".join(f"{format_bytes(each)} {name}" for name, each in named.items() if each)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Planned:
     """What would take less."""
 
     def __str__(self) -> str:
-        return f"the plan had said {size(self.peak)} of {size(self.there)}"
+        return f"the plan had said {format_bytes(self.peak)} of {format_bytes(self.there)}"
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.config.loading import parse_override
 from pipeline.errors import ConfigError
-from pipeline.units import GIB, MIB
+from pipeline.files import format_bytes
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Change:
     """Whether the loss follows another one then."""
 
     def __str__(self) -> str:
-        gain = [] if self.gain is None else [f"-{size(self.gain)}"]
+        gain = [] if self.gain is None else [f"-{format_bytes(self.gain)}"]
         price = [] if self.slower in (None, 1.0) else [f"{self.slower:.3g} times as long"]
         return (
             f"{' '.join(self.overrides) or self.name} ({', '.join([*gain, *price, self.why or self.name])})"
@@ -64,11 +64,3 @@ def word(key: str, value: Any) -> str:
             is_plain = False
         return f"{key}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
     return f"{key}={json.dumps(value)}"
-
-
-def size(num_bytes: float) -> str:
-    """In KiB, MiB or GiB."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
-        if abs(num_bytes) >= unit:
-            return f"{num_bytes / unit:.2f} {name}" if unit == GIB else f"{num_bytes / unit:.0f} {name}"
-    return f"{num_bytes / 1024:.0f} KiB"

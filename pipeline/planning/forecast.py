@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.config.loading import get_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
+from pipeline.files import GIB
 from pipeline.planning.buffers import buffers
 from pipeline.planning.history import Correction, History, Kind
 from pipeline.planning.job import Job
@@ -20,7 +21,6 @@ from pipeline.planning.rank import Rank
 from pipeline.planning.saving import checkpoint_bytes
 from pipeline.planning.states import States, states_of
 from pipeline.planning.timing import StepTime, step_time
-from pipeline.units import GIB
 
 HOUR = 3600.0
 UNCORRECTED = Correction()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from pipeline.errors import ConfigError
+from pipeline.files import GIB
 from pipeline.peak_flops import peak_flops
-from pipeline.units import GIB
 
 # Of one direction of a link, what a ring of NCCL reaches (bus bandwidth of nccl-tests: 230 of 300 GB/s on an
 # A100, 370 of 450 on an H100); over PCIe ranks share the host's bridges.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
-from pipeline.foreign import CONFIGURATION, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_plain, replace_file
 from pipeline.planning.model import Model
 
 FILE = "plans.jsonl"
@@ -100,9 +100,7 @@ class History:
         lines = [json.dumps(asdict(each)) for each in [*self._read(), measured]][-MOST_LINES:]
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_suffix(".part")
-            part.write_text("\n".join(lines) + "\n", "utf-8")
-            part.replace(self._path)
+            replace_file(self._path, "\n".join(lines) + "\n")
 
     def _runs(self) -> list[Measured]:
         """Read once: a search asks for hundreds of corrections."""
@@ -112,7 +110,7 @@ class History:
 
     def _read(self) -> Iterator[Measured]:
         with suppress(OSError):
-            for line in read_plain(self._path, CONFIGURATION).splitlines():
+            for line in read_plain(self._path, CONFIGURATION_LIMIT).splitlines():
                 with suppress(ValueError, TypeError, KeyError):
                     found = json.loads(line)
                     numbers = [found[name] for name in ("memory", "speed", "flops")]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
+from pipeline.files import GIB, MIB
 from pipeline.planning.activations import Activations
 from pipeline.planning.model import Model
 from pipeline.planning.work import Work
-from pipeline.units import GIB, MIB
 
 # What a process takes before there is a model: Python with torch, DeepSpeed and transformers on the host; a
 # CUDA context with its libraries on a GPU.

@@ -11,10 +11,10 @@ from pipeline.config.settings import Resolved
 from pipeline.config.split import Device
 from pipeline.distributed.machine import memory_now
 from pipeline.errors import ConfigError
+from pipeline.files import GIB, MIB
 from pipeline.planning.hardware import Gpu, find_gpu, network_rate, this_cpu
 from pipeline.planning.history import History
 from pipeline.planning.rates import COMPILED, EAGER, Rates, rates_of
-from pipeline.units import GIB, MIB
 
 # Cards that stand for others of the same memory, by what they are sold with.
 STAND_INS = {24: "rtx 4090", 32: "rtx 5090", 40: "a100 40", 48: "l40s", 80: "h100", 141: "h200", 180: "b200"}

@@ -12,7 +12,7 @@ from pipeline.config.model_schema import FIELDS, CausalLMConfig
 from pipeline.config.patterns import matching, matching_parts
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, one_line
-from pipeline.foreign import DESCRIPTION, is_path, read_plain
+from pipeline.files import DESCRIPTION_LIMIT, is_path, read_plain
 from pipeline.hub import hub_or_cache
 from pipeline.planning.families import build, families, standard_words
 from pipeline.planning.model import Model, Parameter
@@ -156,7 +156,7 @@ def _read(given: str, name: str, key: str) -> bytes:
     else:
         return _from_hub(given, name, key)
     try:
-        return read_plain(folder / name, DESCRIPTION)
+        return read_plain(folder / name, DESCRIPTION_LIMIT)
     except FileNotFoundError:
         raise ModelError(f"{key}: {given!r}: the folder has no {name}") from None
     except OSError as error:
@@ -168,7 +168,7 @@ def _from_hub(given: str, name: str, key: str) -> bytes:
 
     try:
         with hub_or_cache(key, given, ModelError):
-            return read_plain(hf_hub_download(given, name), DESCRIPTION)
+            return read_plain(hf_hub_download(given, name), DESCRIPTION_LIMIT)
     except (OSError, ValueError) as error:  # the hub's own errors are among them
         raise ModelError(
             f"{key}: {given!r}: no {name} from the hub, and there is no folder of that name "

@@ -10,9 +10,9 @@ from pipeline.config.loading import Tree, get_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
+from pipeline.files import GIB
 from pipeline.planning.suggest import Suggestion
 from pipeline.shipped import LAUNCH
-from pipeline.units import GIB
 
 
 def text_beside(path: Path, force: bool) -> Path:

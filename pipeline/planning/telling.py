@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pipeline.files import GIB, format_duration
 from pipeline.planning.changes import Change
 from pipeline.planning.forecast import Forecast
-from pipeline.units import GIB
 
 BAR = 44
 """Characters of the bar that stands for all of a device's memory."""
@@ -39,14 +39,8 @@ def summary(found: Forecast) -> Iterator[str]:
     if found.hours is not None:
         money = "" if found.cost is None else f", costs {found.cost:,.2f}"
         energy = "" if found.kilowatt_hours is None else f", {found.kilowatt_hours:,.1f} kWh"
-        yield f"run     {found.config.max_steps:,} steps in {duration(found.hours)}{energy}{money}"
-
-
-def duration(hours: float) -> str:
-    """`3.2 h`, or minutes or days."""
-    if hours < 1:
-        return f"{hours * 60:.1f} min"
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
+        time = format_duration(found.hours * 3600)
+        yield f"run     {found.config.max_steps:,} steps in {time}{energy}{money}"
 
 
 NAMES = {

@@ -8,9 +8,9 @@ from typing import Any
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
+from pipeline.files import GIB
 from pipeline.planning.adapting import LowRank, low_rank
 from pipeline.planning.model import Model
-from pipeline.units import GIB
 
 # Whose logits are not their output layer's results as they are: scaled, or bounded.
 CHANGED_LOGITS = ("gemma2", "cohere", "cohere2", "granite", "granitemoe", "falcon_h1")

@@ -14,9 +14,9 @@ from pathlib import Path
 from pydantic_core import to_json
 
 from pipeline.command_lines import own_command
-from pipeline.durable import replace_text
 from pipeline.errors import ConfigError, one_line
 from pipeline.events import RUN_KILLED, Event
+from pipeline.files import replace_file
 from pipeline.optional_packages import require
 from pipeline.report.record import WEIGHTS, Record
 from pipeline.report.runs import UNSAID, RunView, after, how_it_ended, read_run
@@ -129,7 +129,7 @@ def write_at_end(directory: Path) -> Path | None:
 
     def make() -> None:
         try:
-            replace_text(path, render(encode([directory], ended=True)))
+            replace_file(path, render(encode([directory], ended=True)))
             made.append(path)
         except ConfigError as error:
             log.warning("%s is not written: %s; then: %s", path, error, own_command("report", directory))

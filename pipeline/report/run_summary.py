@@ -12,7 +12,8 @@ from typing import Any
 from pipeline.config.schema import EvalConfig
 from pipeline.errors import PipelineError
 from pipeline.events import PLAN, STOPPED_EARLY, TIME
-from pipeline.sinks.console import count, decimals, duration
+from pipeline.files import format_duration
+from pipeline.sinks.console import count, decimals
 from pipeline.sinks.jsonl import METRICS_FILE, iterate_record
 
 
@@ -63,7 +64,7 @@ def lines_of(rows: Iterable[Mapping[str, Any]], best_by: EvalConfig | None = Non
                 metrics.setdefault(name, _Best(is_lowest=is_lowest)).add(int(row["step"]), row[key])
     if step:
         seen = f", {count(tokens)} tokens" if tokens else ""
-        yield closing_line("steps", f"{step:,} in {duration(seconds)}{seen}")
+        yield closing_line("steps", f"{step:,} in {format_duration(seconds)}{seen}")
     if early:
         yield closing_line("stopped early", early)
     first = ("loss", "accuracy", "eval loss", "eval accuracy")

@@ -22,16 +22,13 @@ from pipeline.config.loading import read_yaml
 from pipeline.distributed.diagnosis import NEARLY_FULL, RankProcess
 from pipeline.distributed.kernel_log import killed_for_memory
 from pipeline.distributed.machine import machine_id, memory_now
-from pipeline.durable import replace_text
 from pipeline.errors import ConfigError, PipelineError, listed, printable
 from pipeline.events import PLAN, RUN_FAILED, TIME
-from pipeline.foreign import CONFIGURATION, open_plain, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, GIB, format_duration, open_plain, read_plain, replace_file
 from pipeline.redaction import redact, redact_text
 from pipeline.report.record import Record, read_record
 from pipeline.run_lock import is_held
-from pipeline.sinks.console import duration
 from pipeline.sinks.jsonl import METRICS_FILE, newest
-from pipeline.units import GIB
 
 LOG_TAIL, FAILURE_LINES, MOST_LOGS = 1 << 16, 30, 256
 PEAK = "memory/peak_resident_gib"
@@ -98,7 +95,7 @@ def read_run(path: Path, ended: bool = False) -> RunView:
     plans = [str(told["message"]) for told in record.alerts + record.events if told["event"] == PLAN]
     facts = {
         "state": status,
-        "time": duration(record.seconds),
+        "time": format_duration(record.seconds),
         "model": next((model for model in models if model != "null"), ""),
         "main host": ", ".join(f"{number} × {name}" for name, number in counts.items()),
         "ranks": settings.get("world_size", ""),
@@ -168,7 +165,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
 def _json(path: Path) -> dict[str, Any]:
     """What is in the file; nothing where it is missing or damaged: the report says what it can."""
     with suppress(OSError, ValueError, RecursionError):
-        tree = json.loads(read_plain(path, CONFIGURATION))
+        tree = json.loads(read_plain(path, CONFIGURATION_LIMIT))
         return tree if isinstance(tree, dict) else {}
     return {}
 
@@ -178,7 +175,7 @@ def _diagnosis(path: Path) -> str:
     told, record = path / "hang" / "diagnosis.txt", path / METRICS_FILE
     with suppress(OSError):
         if not record.exists() or told.stat().st_mtime_ns >= record.stat().st_mtime_ns:
-            return read_plain(told, CONFIGURATION).decode(errors="replace").strip()
+            return read_plain(told, CONFIGURATION_LIMIT).decode(errors="replace").strip()
     return ""
 
 
@@ -221,7 +218,7 @@ def note_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
     }
     with suppress(OSError):
         (directory / PROCESSES).parent.mkdir(exist_ok=True)
-        replace_text(directory / PROCESSES, json.dumps(noted))
+        replace_file(directory / PROCESSES, json.dumps(noted))
 
 
 def why_killed(directory: Path, peak_gib: float) -> str:
@@ -231,7 +228,7 @@ def why_killed(directory: Path, peak_gib: float) -> str:
         peak_gib: That rank 0 had resident by the last row; 0: there is none.
     """
     with suppress(OSError, ValueError, TypeError, KeyError):
-        noted: dict[str, Any] = json.loads(read_plain(directory / PROCESSES, CONFIGURATION))
+        noted: dict[str, Any] = json.loads(read_plain(directory / PROCESSES, CONFIGURATION_LIMIT))
         everyone = [RankProcess(**each) for each in noted["everyone"]]
         limit, whose, here = noted["limit"] / GIB, noted["whose"], machine_id()
         by_kernel = killed_for_memory(noted["since"])

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from pipeline.distributed.signals import printing
 from pipeline.events import Event
+from pipeline.files import format_duration
 
 _BAR_MIN, _BAR_MAX = 8, 24
 _GAP = "  "
@@ -166,7 +167,7 @@ def train_fields(
     if skipped > 0:
         fields.append(Field("skipped", f"{skipped:.0f}", rank=1, style="bold yellow"))
     if seconds_left is not None and math.isfinite(seconds_left):
-        fields.append(Field("", duration(seconds_left), "left", rank=1, width=6))
+        fields.append(Field("", format_duration(seconds_left), "left", rank=1, width=6))
     return fields
 
 
@@ -222,17 +223,6 @@ def count(value: float) -> str:
         if value >= 0.9995 * size:
             return f"{value / size:.1f}{unit}"
     return f"{value:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """A time in two units: 12s, 4m05s, 1h02m, 3d04h."""
-    total = round(seconds)
-    minutes, hours, days = total // 60, total // 3600, total // 86400
-    if days:
-        return f"{days}d{hours % 24:02}h"
-    if hours:
-        return f"{hours}h{minutes % 60:02}m"
-    return f"{minutes}m{total % 60:02}s" if minutes else f"{total}s"
 
 
 def _of(step: int, max_steps: int) -> str:

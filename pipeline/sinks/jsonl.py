@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from pipeline.durable import synchronise
 from pipeline.errors import PipelineError, stretches
 from pipeline.events import CORRUPTION, ROLLBACK, Event
+from pipeline.files import replacing, synchronise
 from pipeline.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
@@ -231,15 +231,11 @@ def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> tuple[Mappi
 
 
 def _rewrite(path: Path, kept: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with path.open("rb") as old, partial.open("wb") as new:
+    with replacing(path) as partial, path.open("rb") as old, partial.open("wb") as new:
         for line in old:
             row = _decode(line)
             if row is not None and (stays := kept(row)) is not None:
                 new.write(encode_row(stays.pop("step"), stays))
-    synchronise(partial)
-    partial.replace(path)
-    synchronise(path.parent)  # the rename itself, against a power cut
 
 
 def _set_aside(path: Path, last_step: int, until: int) -> None:

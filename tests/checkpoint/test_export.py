@@ -271,7 +271,7 @@ def test_room_is_looked_for_first(saved, small_disk):
     run, _ = saved(LLAMA)
     counts = []
     message = refused(run, small_disk / "out", advance=counts.append)
-    assert "GB are needed and" in message
+    assert "KiB are needed and" in message
     verified = len(counts)
     exported(run, run.parent / "elsewhere", advance=counts.append)
     assert len(counts) == 3 * verified

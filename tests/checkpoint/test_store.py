@@ -434,7 +434,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_run(small_disk, caplog): 
         file.write(bytes(shutil.disk_usage(small_disk).free))
     for wait in (True, False):
         outcome = store.save(engine, state_at(2 + wait), wait)
-        assert "GB free" in outcome.problem
+        assert "has 0 KiB free" in outcome.problem
     with pytest.raises(CheckpointError, match="not saved"):
         store.save_final(engine, state_at(5))
     assert names(store.folder) == ["step-00000001"]

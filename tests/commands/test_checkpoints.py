@@ -61,8 +61,8 @@ def test_the_list_fits_a_page(look, what, state):
     assert lines[0].split() == ["step", "tokens", "size", "eval", "loss", "state", "saved", "by"]
     shown = " ".join(" ".join(lines[1:]).split())
     for row in (
-        f"20 20,000,000,000 0.0 MB 5.0000 {state} DeepSpeed, ZeRO",
-        f"60 60,000,000,000 0.0 MB 1.6667 {state} DeepSpeed, ZeRO",
+        f"20 20,000,000,000 2 KiB 5.0000 {state} DeepSpeed, ZeRO",
+        f"60 60,000,000,000 2 KiB 1.6667 {state} DeepSpeed, ZeRO",
     ):
         assert row in shown
     assert shown.count(f"{SPLIT}, 1 rank") == 3, "wrapped, with nothing left out"
@@ -74,7 +74,7 @@ def test_a_flipped_bit_is_found_by_verify_with_file_and_tensor(run, look):
     code, lines, errors = look("verify")
     assert code == 2
     assert errors == [f"error: {run}: 1 of 3 checkpoints is damaged"]
-    states = [line.split()[5] for line in lines[1:] if line[0] != " " and "MB" in line]
+    states = [line.split()[5] for line in lines[1:] if line[0] != " " and "KiB" in line]
     assert states == ["verified", "damaged", "verified"]
     (named,) = [line for line in lines if line.startswith("step-00000040")]
     assert f"{SHARD}: not what was written, by its checksum (weight of head.weight); written on" in named

@@ -13,7 +13,7 @@ from pipeline.distributed.diagnosis import (
     ranks_in_words,
 )
 from pipeline.distributed.machine import Memory
-from pipeline.units import GIB
+from pipeline.files import GIB
 
 LINE = "pipeline/engine/torch_engine.py:81 in train_step"
 

@@ -51,9 +51,9 @@ def spoil(facts, path, value):
         (["versions", "torch"], None, "versions", "fail", "no torch", "ssh b "),
         (["versions", "NCCL"], "2.27", "versions", "fail", "NCCL 2.27, here None", "same torch"),
         (["memory"], GIB // 2, "memory", "fail", "512 MiB free for 1 rank", "ssh b ps"),
-        (["memory"], 3 * GIB // 2, "memory", "warning", "1.5 GiB free for 1 rank", ""),
+        (["memory"], 3 * GIB // 2, "memory", "warning", "1.50 GiB free for 1 rank", ""),
         (["disks", 0, "free"], 1 << 20, "disk", "fail", "runs: 1 MiB free", "ssh b df -h runs"),
-        (["disks", 0, "free"], 5 * GIB, "disk", "warning", "runs: 5.0 GiB free", ""),
+        (["disks", 0, "free"], 5 * GIB, "disk", "warning", "runs: 5.00 GiB free", ""),
         (["disks", 2, "free"], 60 << 20, "disk", "fail", "/dev/shm: 60 MiB free", "--shm-size"),
         (["disks", 1, "files_left"], 3, "disk", "fail", "/tmp: room for 3 more files", "ssh b df"),
         (
@@ -181,8 +181,8 @@ def test_gpus_on_some_hosts_only_or_in_use():
     found = {(row.hosts, row.status, row.found) for row in rows}
     assert found == {
         (("b",), "fail", "no GPU, where other hosts have some"),
-        (("c",), "fail", "GPU 1: 60.0 GiB of 80.0 GiB is in use"),
-        (("a",), "warning", "GPU 0: 10.0 GiB of 80.0 GiB is in use"),
+        (("c",), "fail", "GPU 1: 60.00 GiB of 80.00 GiB is in use"),
+        (("a",), "warning", "GPU 0: 10.00 GiB of 80.00 GiB is in use"),
     }
 
 

@@ -110,11 +110,11 @@ def test_a_dead_runs_folder_goes_at_the_next_start_and_a_living_runs_stays(tmp_p
 @pytest.mark.parametrize(
     ("sections", "ranks", "precision", "needed"),
     [
-        (("offload_optimizer",), (1, 1), "fp32", "0.016 GB"),
-        (("offload_param",), (1, 1), "fp32", "0.004 GB"),
-        (("offload_param",), (1, 1), "bf16", "0.002 GB"),
-        (("offload_optimizer", "offload_param"), (1, 1), "fp16", "0.018 GB"),
-        (("offload_optimizer", "offload_param"), (8, 4), "bf16", "0.009 GB"),
+        (("offload_optimizer",), (1, 1), "fp32", "15 MiB"),
+        (("offload_param",), (1, 1), "fp32", "4 MiB"),
+        (("offload_param",), (1, 1), "bf16", "2 MiB"),
+        (("offload_optimizer", "offload_param"), (1, 1), "fp16", "17 MiB"),
+        (("offload_optimizer", "offload_param"), (8, 4), "bf16", "9 MiB"),
     ],
 )
 def test_one_line_says_what_the_disk_can_and_what_the_run_needs(
@@ -125,13 +125,14 @@ def test_one_line_says_what_the_disk_can_and_what_the_run_needs(
     swap = SwapFolder(config(tmp_path, *sections) | {precision: {"enabled": True}}, job)
     swap.check_space(10**6)
     swap.close()
-    line = rf"nvme_path {tmp_path}: \S+ GB/s write, \S+ GB/s read; \S+ GB free, {re.escape(needed)} needed"
+    speed = r"\S+ [MG]iB/s"
+    line = rf"nvme_path {tmp_path}: {speed} write, {speed} read; \S+ GiB free, {re.escape(needed)} needed"
     assert re.fullmatch(line, caplog.messages[0])
 
 
 def test_too_little_space_is_an_error_with_both_numbers(tmp_path):
     swap = SwapFolder(config(tmp_path), ALONE)
-    message = rf"{tmp_path} has \S+ GB free and the run needs 2e\+07 GB; use another disk"
+    message = rf"{tmp_path} has \S+ GiB free and the run needs 18626451.49 GiB; use another disk"
     with pytest.raises(ConfigError, match=message):
         swap.check_space(10**15)
     swap.close()

@@ -12,11 +12,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.distributed.process_group import Job
+from pipeline.files import GIB
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
-from pipeline.units import GIB
 
 BLOCKS, INPUT = MODEL["num_layers"], 4 * 256 * MODEL["hidden_size"] * 4  # bytes of a block's input
 

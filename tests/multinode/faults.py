@@ -136,7 +136,7 @@ def endure(cluster: Cluster, launcher: Launcher) -> dict[str, str]:
         (job,) = start(cluster, launcher, run)
         filling = run / "filling"
         cluster.run(VICTIM, "dd", "if=/dev/zero", f"of={filling}", "bs=4k")
-        said["disk full"] = job.wait_for(f"step .* is not saved: .* on {VICTIM} has 0 GB free.*")
+        said["disk full"] = job.wait_for(f"step .* is not saved: .* on {VICTIM} has 0 KiB free.*")
         cluster.path(VICTIM, filling).unlink()
         already = job.text.count("saved ")
         wait_until(lambda: job.text.count("saved ") > already, 60, "a checkpoint once there is room")

@@ -8,6 +8,7 @@ import pytest
 from planning.test_states import whole_of
 from support.tiny import deepspeed_json, recipe, resolve
 
+from pipeline.files import GIB
 from pipeline.planning.buffers import buffers
 from pipeline.planning.forecast import Forecast, forecast_of, job_of
 from pipeline.planning.history import Correction
@@ -18,7 +19,6 @@ from pipeline.planning.rank import Rank
 from pipeline.planning.states import states_of
 from pipeline.planning.timing import step_time
 from pipeline.planning.work import Work
-from pipeline.units import GIB
 
 LLAMA = {
     "kind": "causal_lm",

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from pipeline.errors import ConfigError
+from pipeline.files import GIB
 from pipeline.planning.hardware import GPUS, Gpu, find_gpu, network_rate, this_cpu
 from pipeline.planning.place import place_of
 from pipeline.planning.rates import rates_of
-from pipeline.units import GIB
 
 
 @pytest.mark.parametrize(

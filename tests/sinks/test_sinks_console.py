@@ -9,7 +9,7 @@ from sinks.test_sinks_composite import build, recipe
 from support.terminal import in_terminal
 
 from pipeline.config.schema import LogConfig
-from pipeline.sinks.console import ConsoleSink, count, decimals, duration, two_digits
+from pipeline.sinks.console import ConsoleSink, count, decimals, two_digits
 
 PROGRAM = """
     import math
@@ -126,8 +126,6 @@ def test_numbers():
     assert [decimals(x) for x in (2.34567, 0.0, 123456.0)] == ["2.3457", "0.0000", "1.235e+05"]
     assert [two_digits(x) for x in (0.5213, 0.0012, 0.0, 1e6)] == ["0.52", "1.2e-03", "0.00", "1.0e+06"]
     assert [count(x) for x in (950, 999.7, 12_345, 1.23e6)] == ["950", "1.0k", "12.3k", "1.2M"]
-    assert [duration(x) for x in (0.4, 59.6, 245, 3725)] == ["0s", "1m00s", "4m05s", "1h02m"]
-    assert duration(270_000) == "3d03h"
 
 
 def test_several_sets_stand_under_each_other_in_a_file_and_in_a_terminal():

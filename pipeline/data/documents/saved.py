@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DataError
-from pipeline.foreign import DESCRIPTION, inside, read_plain
+from pipeline.files import DESCRIPTION_LIMIT, inside, read_plain
 
 
 def read_entry(path: Path, key: str) -> list[Any]:
@@ -34,7 +34,7 @@ def own_split(folder: Path) -> str:
 
 def _read(path: Path, entry: Callable[[Any], Any]) -> Any:
     try:
-        return entry(json.loads(read_plain(path, DESCRIPTION)))
+        return entry(json.loads(read_plain(path, DESCRIPTION_LIMIT)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or repr(error)
         raise DataError(f"{path}: cannot be read: {reason}; write the data set again") from None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipeline.config.loading import did_you_mean
 from pipeline.data.images.stored import TAIL, LabelledImages, check_classes, check_known, key_of
 from pipeline.errors import DataError
-from pipeline.foreign import IMAGE, open_plain, read_plain
+from pipeline.files import IMAGE_LIMIT, open_plain, read_plain
 
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 SUFFIXES |= {".pbm", ".jp2", ".avif", ".tga", ".ico"}
@@ -34,7 +34,7 @@ class FolderImages(LabelledImages):
         return self.root / os.fsdecode(self.names[index])
 
     def encoded(self, index: int) -> bytes:
-        return read_plain(self.path(index), IMAGE)
+        return read_plain(self.path(index), IMAGE_LIMIT)
 
     def where(self, index: int) -> str:
         return str(self.path(index))

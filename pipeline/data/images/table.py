@@ -15,7 +15,7 @@ from pipeline.config.loading import did_you_mean
 from pipeline.data.documents.saved import check_data_files, check_saved, own_split
 from pipeline.data.images.stored import TAIL, LabelledImages, check_classes, check_known, key_of
 from pipeline.errors import DataError, one_line
-from pipeline.foreign import IMAGE, read_plain
+from pipeline.files import IMAGE_LIMIT, read_plain
 from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _content(value: dict[str, Any] | None) -> bytes:
     if value is None:
         raise OSError("there is no image")
     content: bytes | None = value["bytes"]
-    return read_plain(value["path"], IMAGE) if content is None else content
+    return read_plain(value["path"], IMAGE_LIMIT) if content is None else content
 
 
 def find_dataset_images(

@@ -36,8 +36,9 @@ from pipeline.data.prepared.plan import (
     unique_tasks,
 )
 from pipeline.data.prepared.pool import prepare_here, prepare_in_pool
-from pipeline.data.prepared.progress_bar import PrepareProgress, format_bytes
+from pipeline.data.prepared.progress_bar import PrepareProgress
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
+from pipeline.files import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -38,6 +38,7 @@ from pipeline.data.tokenizer import (
     train_tokenizer,
 )
 from pipeline.errors import DataError
+from pipeline.files import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -176,7 +177,7 @@ def _write(cache_dir: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) ->
 
 def _train(config: DocumentsConfig, parts: Sequence[Part]) -> PreTrainedTokenizerFast:
     size = min(sum(part.size for part in parts), TRAINING_BYTES)
-    log.info("training the tokenizer on %.1f MB", size / 1e6)
+    log.info("training the tokenizer on %s", format_bytes(size))
     start = time.perf_counter()
     documents = _training_documents(config, parts)
     special_tokens = () if config.conversations is None else special_tokens_of(config.conversations)

@@ -79,7 +79,7 @@ def test_a_larger_fraction_holds_out_more_and_nothing_goes_back(hashes, fraction
 
 def test_a_full_disk_is_one_line_with_where_and_what_to_do(tmp_path):
     with (
-        pytest.raises(DataError, match=r"No space left on device \(.* GB free there\); make room") as caught,
+        pytest.raises(DataError, match=r"No space left on device \(.* GiB free there\); make room") as caught,
         writing_to(tmp_path, "part 1"),
         open("/dev/full", "wb", buffering=0) as full,
     ):

@@ -1,16 +1,28 @@
-"""Files that others made, and messages that repeat them."""
+"""Files: replaced in one step, made by others, and messages that repeat what is in them."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import LONGEST_LINE, ConfigError, printable
-from pipeline.foreign import inside, open_plain, read_plain, unsafe_files
+from pipeline.files import (
+    format_bytes,
+    format_duration,
+    inside,
+    open_plain,
+    publish_folder,
+    read_plain,
+    replace_file,
+    replacing,
+    unsafe_files,
+)
 from pipeline.inspection.screen import Screen
 from pipeline.logs import log_to_console, log_to_file
 
@@ -67,6 +79,52 @@ def test_links_of_the_hubs_cache_are_no_way_out(tmp_path):
         "'pipe' is a pipe, not a file",
         "'a.jinja' is a device, not a file",
     ]
+
+
+def test_numbers_of_bytes_and_of_seconds():
+    sizes = (0, 600, 1.6 * 2**20, 999 * 2**20, 2.25 * 2**30, 1234 * 2**30)
+    told = ["0 KiB", "1 KiB", "2 MiB", "999 MiB", "2.25 GiB", "1234.00 GiB"]
+    assert [format_bytes(size) for size in sizes] == told
+    times = (0.4, 59.6, 245, 3725, 270_000)
+    assert [format_duration(seconds) for seconds in times] == ["0s", "1m00s", "4m05s", "1h02m", "3d03h"]
+
+
+def test_a_file_has_its_old_content_or_the_new_one(tmp_path):
+    file = tmp_path / "file"
+    replace_file(file, "old")
+
+    def fail():
+        with replacing(file) as partial:
+            partial.write_text("half")
+            assert file.read_text() == "old"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert file.read_text() == "old"
+    replace_file(file, b"new")
+    assert file.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_has_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    partial, final = tmp_path / "partial", tmp_path / "final"
+    partial.mkdir()
+    (partial / "file").write_text("content")
+    fsync = os.fsync
+
+    def fail(descriptor):
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")) == tmp_path:
+            raise OSError(errno.EIO, "the disk fails")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="the disk fails"):
+        publish_folder(partial, final, partial.iterdir())
+    assert list(tmp_path.iterdir()) == [partial]
+    monkeypatch.undo()
+    publish_folder(partial, final, partial.iterdir())
+    assert (final / "file").read_text() == "content"
 
 
 def test_a_message_moves_no_cursor_and_has_an_end():
