@@ -15,6 +15,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job, allow_tf32
+from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import DTYPES, Engine, count_parameters
 from pipeline.engine.torch_engine import TorchEngine
@@ -26,6 +27,7 @@ from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.models.weights import load_weights
 
 
+@phase(Phase.MODEL)
 @freed_at_once()
 def build_engine(
     config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, *, resumes: bool = False

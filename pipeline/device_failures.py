@@ -17,8 +17,8 @@ import torch
 from pipeline.config.settings import Settings
 from pipeline.distributed.diagnosis import advise
 from pipeline.distributed.machine import memory_now, own_limit
-from pipeline.distributed.part_of_run import part_of_run
 from pipeline.distributed.process_group import Job, describe_device
+from pipeline.distributed.progress import Phase, phase_of
 from pipeline.distributed.stacks import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
 from pipeline.files import GIB, format_bytes
@@ -55,11 +55,15 @@ def explain(error: BaseException, device: torch.device | None, remedies: Remedyi
         error: Also one that came of the other while everything was closed.
         device: That was computed on; None: not known yet.
     """
+    raised: list[BaseException] = []
     for each in _chain(error):
+        raised.insert(0, each)
         if isinstance(each, (DeviceMemoryError, DeviceFailedError)):
             return each
         if _is_of_memory(each):
-            return DeviceMemoryError(_of_memory(each, device or torch.device("cpu"), remedies))
+            return DeviceMemoryError(
+                _of_memory(each, phase_of(raised), device or torch.device("cpu"), remedies)
+            )
         if isinstance(each, RuntimeError) and _FAILED.search(str(each)):
             return DeviceFailedError(_of_device(each, device))
     return None
@@ -96,7 +100,7 @@ def _is_of_memory(error: BaseException) -> bool:
     return is_torchs or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-def _of_memory(error: BaseException, device: torch.device, remedies: Remedying) -> str:
+def _of_memory(error: BaseException, phase: Phase | None, device: torch.device, remedies: Remedying) -> str:
     # The CPU's allocator counts in bytes.
     text = re.sub(r"(\d+) bytes", lambda found: format_bytes(int(found[1])), str(error))
     if isinstance(error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text:
@@ -110,15 +114,15 @@ def _of_memory(error: BaseException, device: torch.device, remedies: Remedying) 
         numbers += [str(memory_now()), *filter(None, [own_limit()])]
     frames = traceback.extract_tb(error.__traceback__)
     asked, free, allocated = (_bytes(sizes.get(words)) for words in (_ASKED, _FREE, _ALLOCATED))
-    part, missing = part_of_run(frames), max(0, (asked or 0) - (free or 0))
-    told = remedies(Shortage(device.type, part, missing, allocated))
+    missing = max(0, (asked or 0) - (free or 0))
+    told = remedies(Shortage(device.type, phase, missing, allocated))
     levers = told.levers
     if device.type == "cuda" and "more reserved" in " ".join(numbers):
         levers = [
             *levers,
             "PYTORCH_ALLOC_CONF=expandable_segments:True, where much is reserved and not allocated",
         ]
-    where = f"{'' if part is None else f' {part}'}{told.doing}, at {thread_position(frames).place}"
+    where = f"{'' if phase is None else f' {phase}'}{told.doing}, at {thread_position(frames).place}"
     facts = [", ".join(numbers) or one_line(error), told.held and f"held: {told.held}", told.planned]
     return (
         f"out of memory on {device}{where}: {'; '.join(filter(None, facts))}. What "

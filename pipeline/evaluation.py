@@ -12,6 +12,7 @@ from pipeline.config.schema import EvalConfig, RunConfig
 from pipeline.data.bundle import DataBundle
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.progress import Phase, phase
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluates
 from pipeline.engine.normalize import further_means, whole_loss
@@ -41,6 +42,7 @@ def build_eval_loader(
     )
 
 
+@phase(Phase.EVALUATION)
 def evaluate(
     engine: Evaluates, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal | None = None
 ) -> dict[str, float] | None:

@@ -14,6 +14,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.distributed.accelerator import choose_accelerator
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.distributed.process_group import Job, start_job
+from pipeline.distributed.progress import Phase, phase
 from pipeline.distributed.ranks import Ranks
 from pipeline.logs import log_to_console
 from pipeline.planning.shapes import check_pretrained
@@ -34,6 +35,7 @@ class Joined:
     """Whether a step was made."""
 
 
+@phase(Phase.DATA)
 def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> Joined:
     """Prepares the data and joins the process group. Collective.
 

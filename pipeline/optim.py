@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.parameter_groups import GroupKey, group_keys, kind_of
 from pipeline.config.split import Split
+from pipeline.distributed.progress import Phase, phase
 from pipeline.own_optimizer import build_own
 
 ONE_PROCESS = Split(1, "fp32", "single")
@@ -71,6 +72,7 @@ def grouped(
     return [group for group in groups if group["params"]]
 
 
+@phase(Phase.OPTIMIZER)
 def build_torch_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig, split: Split = ONE_PROCESS
 ) -> Optimizer:

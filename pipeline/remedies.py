@@ -14,7 +14,7 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.loading import get_dotted
 from pipeline.config.settings import Resolved, Settings
 from pipeline.config.split import Device
-from pipeline.distributed.part_of_run import LOADING, Part
+from pipeline.distributed.progress import LOADING, Phase
 from pipeline.errors import PipelineError
 from pipeline.planning.account import HeldMemory, Planned
 from pipeline.planning.changes import Change, ranked
@@ -36,7 +36,7 @@ class Shortage(NamedTuple):
 
     kind: str
     """`cuda` or `cpu`: whose."""
-    part: Part | None = None
+    phase: Phase | None = None
     """Where in the run."""
     missing: int = 0
     """Bytes that were asked for and not there: the least that has to go."""
@@ -95,12 +95,12 @@ class Changing:
         """Of the activations, and of what was refused, which is one where a batch is computed."""
         if self.held is None:
             return None
-        is_one = self.shortage.part in (Part.FORWARD, Part.BACKWARD, Part.EVALUATION)
+        is_one = self.shortage.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATION)
         return int(share * (self.held.activations + is_one * self.shortage.missing))
 
     def _of_batches(self) -> Iterator[Change]:
         """What makes activations smaller."""
-        if self.shortage.part in LOADING or self.is_beside_the_device:
+        if self.shortage.phase in LOADING or self.is_beside_the_device:
             return
         if (smaller := smaller_parts(self.resolved.plan)) is not None:
             words, parts = smaller
@@ -114,7 +114,7 @@ class Changing:
 
     def _of_rows(self) -> Iterator[Change]:
         length = self.settings.config.data.tokens_per_row
-        if length and length > 1 and self.shortage.part not in LOADING and not self.is_beside_the_device:
+        if length and length > 1 and self.shortage.phase not in LOADING and not self.is_beside_the_device:
             why = f"now {length}: other rows, another curve"
             yield Change("shorter rows", (f"data.sequence_length={length // 2}",), None, None, why, True)
 

@@ -11,6 +11,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.bundle import DataBundle
 from pipeline.data.template_process import TemplateProcess
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError
 from pipeline.events import SAMPLE, Event
 from pipeline.models.generation import Generates, GenerationSettings, longest_sequence
@@ -112,6 +113,7 @@ def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
     return ids or [tokenizer.eos_token_id]  # what stands between documents
 
 
+@phase(Phase.GENERATION)
 def _write(writer: Generates, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings) -> Sample:
     """The prompt and what the model writes after it, up to its end or as far as it can see.
 

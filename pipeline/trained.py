@@ -27,6 +27,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.data.reference import with_reference
 from pipeline.data.tokenizer import load_pretrained
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
+from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.inference import Inference
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.files import CONFIGURATION_LIMIT, read_plain
@@ -208,6 +209,7 @@ def generate(
     return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)
 
 
+@phase(Phase.MODEL)
 def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
     config, deepspeed = trained.config, trained.split["deepspeed"]
     allow_tf32(bool(trained.split.get("tf32")))

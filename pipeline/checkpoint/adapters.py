@@ -27,6 +27,7 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents.digests import SETTLED_NANOSECONDS
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
 from pipeline.models.adapter_files import of_peft
 from pipeline.models.adapters import NAME, adapted
@@ -53,6 +54,7 @@ def stamps_of(files: Sequence[Path]) -> list[list[Any]]:
     return [[path, stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, stat in stats]
 
 
+@phase(Phase.WEIGHTS)
 def digest_of(file: WeightFile, known: Mapping[str, Any]) -> str:
     """Return the digest of names, shapes, dtypes and values.
 

@@ -27,6 +27,7 @@ from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import KINDS, VALUES_AT_ONCE, CheckpointReader, stretches, weights_of
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, header_of, opened
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import CONFIGURATION_LIMIT, DESCRIPTION_LIMIT, format_bytes, publish_folder, read_plain
 from pipeline.models import adapter_files
@@ -112,6 +113,7 @@ def source_of(manifest: Manifest, is_adapter: bool, merge: bool) -> Iterator[Sou
         yield Saved(reader, adapters.peft_names(manifest) if is_adapter else None)
 
 
+@phase(Phase.WEIGHTS)
 def write_weights(
     source: Source,
     folder: Path,

@@ -26,6 +26,7 @@ from torch import Tensor
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, read_manifest
 from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
 from pipeline.checkpoint.shard_file import as_bytes, hash_stretch, opened, read_exactly
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import open_plain
 from pipeline.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
@@ -60,6 +61,7 @@ def verify(folder: Path) -> list[Damage]:
     return check_sizes(manifest) or check_content(manifest)
 
 
+@phase(Phase.WEIGHTS)
 def check_content(manifest: Manifest, files: Collection[str] | None = None) -> list[Damage]:
     """As verify, of the files that are there.
 

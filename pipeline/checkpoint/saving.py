@@ -39,6 +39,7 @@ from pipeline.checkpoint.manifest import (
 from pipeline.checkpoint.peers import Peers, Room, first, lack_of_memory
 from pipeline.checkpoint.shard_file import Layout, LayoutChangedError, as_bytes, hash_views, write_file
 from pipeline.distributed.machine import available_memory
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import one_line
 from pipeline.files import publish_folder, write_durably
 from pipeline.shards import BUFFER, EngineState, Shard
@@ -310,6 +311,7 @@ class Save:
         self._replaced = folder / f"{self._final.name}{REPLACED}"
         self._published: Manifest | None = None
 
+    @phase(Phase.SAVING)
     def run(self, engine: EngineState, wait: bool) -> bool:
         """Saves while training stands still: all of it, or with `wait` unset only a copy to host memory.
 
@@ -329,6 +331,7 @@ class Save:
                 self._kept.layout = self._kept.snapshot = None
         raise RuntimeError("the engine's shards are never the same twice")
 
+    @phase(Phase.SAVING)
     def finish(self, engine: EngineState | None = None) -> None:
         """Writes and publishes; then removes what is not to stay.
 

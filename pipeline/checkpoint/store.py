@@ -27,6 +27,7 @@ from pipeline.checkpoint.peers import find_peers
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.saving import Kept, NotSavedError, Save, prepare
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.shards import EngineState
 
@@ -208,6 +209,7 @@ class CheckpointStore:
             log.info("going on with %s from %s", self.folder.parent, manifest.folder.name)
         return manifest
 
+    @phase(Phase.RESUMING)
     def restore(self, engine: EngineState, manifest: Manifest) -> dict[str, Any]:
         """Fills the engine from what `choose` gave; what `save` was given. Collective."""
         began = time.perf_counter()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.data_schema import DataConfig
 from pipeline.data.prepared.pool import end_if_imported
+from pipeline.distributed.progress import Phase, phase
 
 if TYPE_CHECKING:
     from pipeline.data.bundle import DataBundle
@@ -25,6 +26,7 @@ PREPARERS = {
 }
 
 
+@phase(Phase.DATA)
 def prepare_data(config: DataConfig) -> DataBundle:
     """The data a recipe names, prepared or read back from the cache.
 

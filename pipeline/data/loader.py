@@ -21,6 +21,7 @@ from pipeline.data.extents import place_of
 from pipeline.data.fetch import Fetch, read_batches
 from pipeline.data.mixture import MixtureOrder, SourceCounts
 from pipeline.data.sampler import LeftOut, training_draws
+from pipeline.distributed.progress import Phase, phase
 
 SHOWN = 8  # samples that a line names
 
@@ -156,6 +157,7 @@ class TrainLoader:
         """See BatchSource. The same on every rank."""
         return self._counts.up_to(self.samples_seen)
 
+    @phase(Phase.DATA)
     def next_group(self) -> list[Batch]:
         """See BatchSource. On the device, where groups are fetched ahead."""
         if self._is_ahead:
@@ -167,6 +169,7 @@ class TrainLoader:
         self.samples_seen += self.global_batch_size
         return group
 
+    @phase(Phase.DATA)
     def fetch_ahead(self) -> None:
         """Starts to bring the next group to the device; waits until it is read, not for the device."""
         if not self._is_ahead or self._ahead is not None:

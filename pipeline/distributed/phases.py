@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from pipeline.distributed.progress import Phase, note_phase
 from pipeline.distributed.span import Moment
 
 OTHER = "other"
@@ -28,6 +29,8 @@ PHASES = (
 )
 COUNTED_AS = {"routing": "forward", ASIDE: OTHER}
 """Phases that are told under another one's name: what a rank computes for all ranks before a forward."""
+ENTERS = {"backward": Phase.BACKWARD, "optimizer": Phase.STEP}
+"""Phases of a step that an exception carries: see progress.phase."""
 NO_STEP = ("checkpoint", "evaluation", "generation", ASIDE)
 MOST_MARKS = 1024
 """Places that are kept until a row is read: from then on what the device has passed is added up."""
@@ -96,6 +99,10 @@ class Phases:
         self._switch(phase)
         try:
             yield
+        except BaseException as error:
+            if phase in ENTERS:
+                note_phase(error, ENTERS[phase])
+            raise
         finally:
             self._switch(outer)
 

@@ -1,20 +1,88 @@
-"""What the training thread is doing: written by it in passing, read by the watchdog."""
+"""What a run is doing: written in passing by what does it, read by the watchdog and after a failure."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import StrEnum
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from pipeline.config.schema import DistributedConfig
 
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
 RECENT_STEPS = 50
 LEAST_LIMIT = 60.0  # seconds: a step that waits for a file system may take that long
 LIMIT_IN_STEPS = 10
 # What may take as long as a collective may: it is done seldom, and its length says nothing of a step's.
 UNMEASURED = ("starting", "resuming", "saving", "ending")
+
+
+class Phase(StrEnum):
+    """Part of a run, in the words of a message."""
+
+    EVALUATION = "in an evaluation"
+    GENERATION = "while text is generated"
+    SAVING = "in a save"
+    RESUMING = "while a checkpoint is read"
+    BACKWARD = "in the backward"
+    STEP = "in the optimizer's step"
+    FORWARD = "in the forward"
+    WEIGHTS = "while weights are read"
+    OPTIMIZER = "while the optimizer is made"
+    MODEL = "while the model is built"
+    DATA = "while data are read"
+
+
+LOADING = {Phase.RESUMING, Phase.WEIGHTS, Phase.OPTIMIZER, Phase.MODEL, Phase.DATA}
+"""Phases before there is anything of a batch on the device."""
+_PHASE = "pipeline_phase"
+
+
+class phase:
+    """Enters a phase of the run, in a `with` or as a decorator.
+
+    An exception that leaves it carries the phase; of nested phases it carries the innermost one. If nothing
+    fails, nothing is written.
+    """
+
+    def __init__(self, entered: Phase):
+        self._phase = entered
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            note_phase(error, self._phase)
+
+    def __call__(self, function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+        @functools.wraps(function)
+        def inside(*arguments: Given.args, **named: Given.kwargs) -> Returned:
+            try:
+                return function(*arguments, **named)
+            except BaseException as error:
+                note_phase(error, self._phase)
+                raise
+
+        return inside
+
+
+def note_phase(error: BaseException, left: Phase) -> None:
+    """Note on an exception which phase it leaves. It keeps the first one."""
+    error.__dict__.setdefault(_PHASE, left)
+
+
+def phase_of(raised: Sequence[BaseException]) -> Phase | None:
+    """Return the phase that an exception left; None if that has no name.
+
+    Args:
+        raised: The exception, then those that were raised because of it.
+    """
+    return next((each.__dict__[_PHASE] for each in raised if _PHASE in each.__dict__), None)
 
 
 class Activity(NamedTuple):

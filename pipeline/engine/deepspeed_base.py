@@ -26,6 +26,7 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.deepspeed_patches import (
     compile_plain_linear,
     first_update_kept,
@@ -139,7 +140,7 @@ class DeepSpeedBase(ABC):
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: Any = None) -> None:
         """Puts DeepSpeed around the model and `_optimizer`. Collective."""
-        with first_update_kept(self._optimizer, self.device):
+        with phase(Phase.OPTIMIZER), first_update_kept(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
                 model=model,
                 optimizer=self._optimizer,

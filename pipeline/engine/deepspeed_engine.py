@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.progress import Phase, phase
 from pipeline.engine import guard
 from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.deepspeed_base import DeepSpeedBase, build_optimizer, fit_bucket
@@ -156,6 +157,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             in_step = not is_whole and self._job.ranks.world_size > 1
             return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
 
+    @phase(Phase.FORWARD)  # what is neither backward nor the optimizer's step
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -261,6 +263,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._zero_optimizer, self._max_grad_norm, self._counts, self._job.all_reduce_sum, self._refusal
         )
 
+    @phase(Phase.EVALUATION)
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step."""

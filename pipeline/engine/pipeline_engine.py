@@ -21,6 +21,7 @@ from torch import Tensor
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
 from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
 from pipeline.engine.deepspeed_state import state_of
@@ -108,6 +109,7 @@ class PipelineEngine(DeepSpeedBase):
         super().divide(micro_batch_size, gradient_accumulation_steps)
         self._engine.micro_batch_size = micro_batch_size
 
+    @phase(Phase.FORWARD)  # what is neither backward nor the optimizer's step
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -206,6 +208,7 @@ class PipelineEngine(DeepSpeedBase):
         dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())
         return square
 
+    @phase(Phase.EVALUATION)
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step. The last stage's share is all of it."""
         self._last.begin(objective, torch.ones((), device=self.device))

@@ -21,6 +21,7 @@ from pipeline.config.schema import EngineConfig
 from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.documents import with_bounds
 from pipeline.engine.gradients import gradients_shown
@@ -97,6 +98,7 @@ class TorchEngine:
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
+    @phase(Phase.FORWARD)  # what is neither backward nor the optimizer's step
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -158,6 +160,7 @@ class TorchEngine:
             warn_of_unused(without_gradient(self.module))
         self._is_first_step = False
 
+    @phase(Phase.EVALUATION)
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step. Under `ddp` on the bare module, which enters no collective."""

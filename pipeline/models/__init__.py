@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.config.model_schema import CausalLMConfig, ModelConfig
+from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelConfig
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError
 from pipeline.models.custom import build_custom
 from pipeline.models.sharding import ModelRequest
@@ -18,6 +19,7 @@ from pipeline.models.vision import build_cnn
 TOO_LARGE = "calculation overflowed"
 
 
+@phase(Phase.MODEL)
 def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Module:
     """The model the recipe names, in fp32 on the CPU, or as `request.sharding` has it.
 

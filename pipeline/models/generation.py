@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import DataError, ModelError
 from pipeline.models.of_transformers import is_generator
 
@@ -65,6 +66,7 @@ class Generates(Protocol):
         ...
 
 
+@phase(Phase.GENERATION)
 @torch.no_grad()
 def generate(
     module: nn.Module,

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import FIELDS, CausalLMConfig
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError, one_line
 from pipeline.hub import hub_or_cache
 from pipeline.models.attention import CAUSAL_FIELDS, transformers_name
@@ -198,7 +199,7 @@ def _read_pretrained(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report says that weights which do not fit can be ignored
     try:
-        with hub_or_cache("model.pretrained", name, ModelError):
+        with phase(Phase.WEIGHTS), hub_or_cache("model.pretrained", name, ModelError):
             model, info = _class_of(hf_config, request.gives_scores).from_pretrained(
                 name,
                 config=hf_config,

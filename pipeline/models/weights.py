@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model_schema import ModelSection
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError, listed, one_line
 from pipeline.models.sharding import Sharding
 from pipeline.models.vocabulary import fill_rows, vocabulary_parameters
@@ -57,6 +58,7 @@ class Plan:
         return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds if names)
 
 
+@phase(Phase.WEIGHTS)
 def load_weights(
     model: nn.Module,
     config: ModelSection,

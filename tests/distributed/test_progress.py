@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 
 from pipeline.config.schema import DistributedConfig
-from pipeline.distributed.progress import Progress
+from pipeline.distributed.phases import Phases
+from pipeline.distributed.progress import Phase, Progress, phase, phase_of
 
 
 class Clock:
@@ -65,3 +69,30 @@ def test_evaluations_and_saves_are_not_steps():
         clock.now += 500.0
     progress.at("step", 5)
     assert progress.limit(DistributedConfig()) == 100.0
+
+
+def test_an_exception_carries_the_innermost_phase_that_it_left():
+    @phase(Phase.MODEL)
+    def build():
+        with phase(Phase.WEIGHTS):
+            pass
+        with phase(Phase.OPTIMIZER):
+            raise MemoryError
+
+    with pytest.raises(MemoryError) as caught:
+        build()
+    assert phase_of([caught.value]) == "while the optimizer is made"
+    assert phase_of([MemoryError(), caught.value]) == Phase.OPTIMIZER, "by what was raised because of it"
+    assert phase_of([MemoryError()]) is None
+
+
+def test_a_phase_of_a_step_is_that_of_its_timeline():
+    phases = Phases(time.perf_counter, torch.device("cpu"))
+
+    def step():
+        with phases.measured("backward"), phases.measured("communication"):
+            raise MemoryError
+
+    with pytest.raises(MemoryError) as caught:
+        step()
+    assert phase_of([caught.value]) is Phase.BACKWARD
