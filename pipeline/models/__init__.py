@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelConfig
+from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError
 from pipeline.models.custom import build_custom
