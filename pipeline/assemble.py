@@ -37,7 +37,6 @@ from pipeline.models.adapters import learning_rate_for
 from pipeline.models.transformers_folder import write_description
 from pipeline.models.vocabulary import num_words
 from pipeline.objectives import BySegment, Objective, build_objective
-from pipeline.objectives.kto import KTO
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.plan import tell_of_choices
 from pipeline.reference_logps import Rows, compute_reference, with_zeros
@@ -184,10 +183,10 @@ def checked_objective(config: RunConfig, resolved: Resolved, data: DataBundle) -
 
     Raises:
         ConfigError: W&B is to draw over what the run does not count.
-        DataError: see KTO.check_answers.
+        DataError: see BySegment.check_answers.
     """
     objective = build_objective(config, resolved.compile)
-    if isinstance(objective, KTO):
+    if isinstance(objective, BySegment):
         objective.check_answers(data.answers)
     if config.wandb.x_axis == "tokens_seen" and objective.unit != "tokens":
         raise ConfigError(f"wandb.x_axis: tokens_seen: this run counts {objective.unit}; set global_step")

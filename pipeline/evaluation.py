@@ -19,7 +19,7 @@ from pipeline.engine.normalize import further_means, whole_loss
 from pipeline.errors import ConfigError
 from pipeline.models.vocabulary import num_words
 from pipeline.objectives import Objective
-from pipeline.objectives.interface import further_sums
+from pipeline.objectives.interface import TwoPassObjective, further_sums
 
 
 def build_eval_loader(
@@ -58,11 +58,11 @@ def evaluate(
     Returns:
         None: a stop was agreed before the end.
     """
-    if objective.ahead is not None:
-        known = evaluate(engine, objective.ahead, loader, job, stop)
+    if isinstance(objective, TwoPassObjective):
+        known = evaluate(engine, objective.first_pass, loader, job, stop)
         if known is None:
             return None
-        objective.hear(known["eval/loss"])
+        objective.set_first_pass_mean(known["eval/loss"])
     keys = ("loss", "count", *further_sums(objective.means))
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
     none = torch.zeros((), device=engine.device)

@@ -21,7 +21,7 @@ from pipeline.engine.interface import Profile, StepResult
 from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.events import Event
 from pipeline.objectives import Objective
-from pipeline.objectives.timed import TimedObjective
+from pipeline.objectives.interface import TimedObjective
 from pipeline.rows import LateRow
 from pipeline.step_numbers import StepNumbers
 from pipeline.wall_time import WallTime

@@ -33,7 +33,7 @@ from pipeline.files import GIB
 from pipeline.kept_sizes import KeptSize
 from pipeline.models.regional_compile import compile_again
 from pipeline.objectives import Objective
-from pipeline.objectives.timed import TimedObjective
+from pipeline.objectives.interface import TimedObjective
 from pipeline.peaks import Peaks, as_if_stepped, peaks_on
 from pipeline.planning.largest import MARGIN, TRIED_UP_TO, Use, fits, largest, next_trial, predicted
 from pipeline.remedies import Remedies

@@ -19,8 +19,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.regional_compile import compile_blocks
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
-from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
-from pipeline.objectives.linear_token_losses import linear_token_losses
+from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum, linear_token_losses
 from pipeline.planning import chunks
 from pipeline.training import Loop
 

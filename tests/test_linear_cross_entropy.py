@@ -17,11 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.errors import DataError
-from pipeline.objectives import CausalLM, HeadAlone, added_products
+from pipeline.objectives import CausalLM, HeadAlone
 from pipeline.objectives import linear_cross_entropy as linear
 from pipeline.objectives.cross_entropies import cross_entropy_sum
-from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
-from pipeline.objectives.output_head import OutputHeads, loss_in
+from pipeline.objectives.linear_cross_entropy import OutputHeads, linear_cross_entropy_sum, loss_in
 from pipeline.planning import chunks
 
 WIDTH = 12
@@ -136,7 +135,7 @@ def test_besides_the_gradients_only_a_chunk_of_logits_and_pieces_are_allocated(m
     tokens, words, mib = 192, 1 << 15, 1 << 20
     monkeypatch.setattr(chunks, "CPU_CHUNK", (64 * words * 2, 1))
     monkeypatch.setattr(chunks, "CPU_BLOCK", words)
-    monkeypatch.setattr(added_products, "CPU_PART", 1 << 12)
+    monkeypatch.setattr(linear, "CPU_PART", 1 << 12)
     hidden, weight = torch.randn(tokens, 32).bfloat16(), torch.randn(words, 32).bfloat16()
     labels = torch.randint(0, words, (tokens,))
     cpu = torch.profiler.ProfilerActivity.CPU

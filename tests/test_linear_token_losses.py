@@ -10,7 +10,7 @@ from test_linear_cross_entropy import ROUNDING, make
 
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.objectives.given_logits import token_losses
-from pipeline.objectives.linear_token_losses import linear_token_losses
+from pipeline.objectives.linear_cross_entropy import linear_token_losses
 from pipeline.planning import chunks
 
 

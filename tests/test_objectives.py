@@ -22,7 +22,7 @@ from pipeline.objectives import (
     build_objective,
 )
 from pipeline.objectives.interface import further_sums
-from pipeline.objectives.outputs import logits_of, loss_of
+from pipeline.objectives.model_call import logits_of, loss_of
 
 VOCABULARY = 61
 

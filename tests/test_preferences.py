@@ -16,7 +16,7 @@ from pipeline.data.bundle import collate_items
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation import evaluate
 from pipeline.objectives import Recorded, build_objective
-from pipeline.objectives.preference_losses import PairLoss, log1mexp
+from pipeline.objectives.preferences import PairLoss, log1mexp
 
 
 def objective_of(loss: str):

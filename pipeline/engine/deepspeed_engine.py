@@ -215,9 +215,17 @@ class DeepSpeedEngine(DeepSpeedBase):
         grad_norm, skipped, searched = self._outcome(engine.skipped_steps - skipped_before)
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         extras = {key: value / alike for key, value in total.extras.items()}
-        mean = self._refusal.loss
-        flagged = totals[1]
-        return StepResult(loss_sum, totals[0], grad_norm, skipped, flagged, scale_now, extras, mean, searched)
+        return StepResult(
+            loss_sum=loss_sum,
+            global_count=totals[0],
+            grad_norm=grad_norm,
+            skipped=skipped,
+            flags=totals[1],
+            loss_scale=scale_now,
+            extras=extras,
+            loss=self._refusal.loss,
+            searched=searched,
+        )
 
     def _outcome(self, num_skipped: int) -> tuple[Tensor | float | None, Tensor, bool]:
         """Gradient norm of a step that was done, 1 where it was not taken, else 0, and whether the loss scale

@@ -14,7 +14,7 @@ from pipeline.data.batches import LoadedBatch, Reading, on_host, tensors
 from pipeline.data.extents import place_of
 from pipeline.models.batch_norm import is_synchronised
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
-from pipeline.objectives.wrapped import WrappedObjective
+from pipeline.objectives.interface import WrappedObjective
 
 SHOWN = 8  # samples that a line names
 INPUT, FORWARD, BACKWARD = range(3)

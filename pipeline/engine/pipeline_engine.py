@@ -149,9 +149,17 @@ class PipelineEngine(DeepSpeedBase):
         self._look()  # DeepSpeed begins no step whose norm is not finite
         skipped, searched = self._end(skipped, num_skipped > 0)
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        total, (count, flagged), mean = self._total(objective), totals, self._refusal.loss
+        total = self._total(objective)
         return StepResult(
-            total.loss_sum, count, norm, skipped, flagged, scale_now, total.extras, mean, searched
+            loss_sum=total.loss_sum,
+            global_count=totals[0],
+            grad_norm=norm,
+            skipped=skipped,
+            flags=totals[1],
+            loss_scale=scale_now,
+            extras=total.extras,
+            loss=self._refusal.loss,
+            searched=searched,
         )
 
     def _total(self, objective: Objective) -> LossSum:

@@ -146,8 +146,17 @@ class TorchEngine:
             self._refusal.look(total.loss_sum, totals[0])
             grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm, refused=self._refusal)
             self._optimizer.step()
-        skipped, (count, flagged), mean = self._refusal.end(skipped), totals, self._refusal.loss
-        return StepResult(total.loss_sum, count, grad_norm, skipped, flagged, None, total.extras, mean)
+        skipped = self._refusal.end(skipped)
+        return StepResult(
+            loss_sum=total.loss_sum,
+            global_count=totals[0],
+            grad_norm=grad_norm,
+            skipped=skipped,
+            flags=totals[1],
+            loss_scale=None,
+            extras=total.extras,
+            loss=self._refusal.loss,
+        )
 
     def _reduced_after(self, is_last: bool) -> AbstractContextManager[Any]:
         """Around a forward and backward: gradients are summed over ranks after the last one only."""

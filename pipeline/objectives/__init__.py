@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from pipeline.config.model_schema import CausalLMConfig, CNNConfig
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 from pipeline.config.objective_schema import (
     AutoObjectiveConfig,
     ClassificationObjectiveConfig,
     CustomObjectiveConfig,
+    KTOObjectiveConfig,
+    RewardObjectiveConfig,
 )
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.importing import import_object
 from pipeline.objectives.cross_entropies import CausalLM, Classification
-from pipeline.objectives.given_logits import FusedKernels
+from pipeline.objectives.given_logits import FusedKernels, VocabularyPart, note_part
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, LossSum, Objective, added
+from pipeline.objectives.linear_cross_entropy import HeadAlone
 from pipeline.objectives.model_call import ModelCall
-from pipeline.objectives.of_answers import OfAnswers, build_of_answers
-from pipeline.objectives.output_head import HeadAlone
 from pipeline.objectives.own import Custom, ModelLoss
-from pipeline.objectives.recorded import Recorded
+from pipeline.objectives.preferences import (
+    ALONE,
+    KTO,
+    SEGMENT_KEYS,
+    BySegment,
+    Pairs,
+    PairTerms,
+    Recorded,
+    Reward,
+    SequenceGroup,
+    cpo_terms,
+    dpo_terms,
+    note_group,
+    orpo_terms,
+    simpo_terms,
+)
 from pipeline.objectives.router import refuse_router
-from pipeline.objectives.segments import SEGMENT_KEYS, BySegment
-from pipeline.objectives.sequence_group import ALONE, SequenceGroup, note_group
-from pipeline.objectives.vocabulary_part import VocabularyPart, note_part
 
 __all__ = [
     "ALONE",
+    "OBJECTIVES",
     "TARGET_KEYS",
     "Batch",
     "BySegment",
@@ -45,8 +62,14 @@ __all__ = [
 ]
 
 
+Inputs = Sequence[str] | None
+"""`model.inputs`; see ModelCall."""
+Builder = Callable[[Any, Inputs, bool], Objective]
+"""(The objective's section, the model's inputs, whether the run compiles) -> objective."""
+
+
 def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
-    """The objective the recipe names; `auto` follows the model's kind.
+    """Build the objective that the recipe names; `auto` follows the model's kind.
 
     Args:
         compiled: Whether the run compiles: then the loss over a vocabulary is two kernels.
@@ -55,28 +78,69 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
         ConfigError: `auto` with a model of one's own, or an import path that leads nowhere.
     """
     section = config.objective
-    kind = section.kind
-    if isinstance(section, AutoObjectiveConfig):
-        kinds = {CausalLMConfig: "causal_lm", CNNConfig: "classification"}
-        kind = kinds.get(type(config.model), "")
-        if not kind:
-            raise ConfigError(
-                "objective.kind: with a model of your own say what is minimised: causal_lm, classification, "
-                "model_loss (the model returns its loss), or package.module:function"
-            )
-    if isinstance(section, OfAnswers):
-        call = ModelCall(config.model.inputs, kept=SEGMENT_KEYS)
-        return build_of_answers(section, call, FusedKernels() if compiled else None)
-    call = ModelCall(config.model.inputs, with_targets=kind == "model_loss")
-    if kind == "classification":
-        assert isinstance(section, AutoObjectiveConfig | ClassificationObjectiveConfig)
-        are_probabilities = section.outputs == "probabilities"
-        return Classification(
-            section.class_weights, section.label_smoothing, call, are_probabilities=are_probabilities
+    kind = config.model.default_objective if section.kind == "auto" else section.kind
+    if kind is None:
+        raise ConfigError(
+            "objective.kind: with a model of your own say what is minimised: causal_lm, classification, "
+            "model_loss (the model returns its loss), or package.module:function"
         )
-    if kind == "causal_lm":
-        return CausalLM(call, FusedKernels() if compiled else None)
-    if kind == "model_loss":
-        return ModelLoss(call)
-    assert isinstance(section, CustomObjectiveConfig)
-    return Custom(import_object(kind, ConfigError), call, section.reduction)
+    return OBJECTIVES.get(kind, _custom)(section, config.model.inputs, compiled)
+
+
+def _causal_lm(_: Any, inputs: Inputs, compiled: bool) -> Objective:
+    return CausalLM(ModelCall(inputs), _kernels(compiled))
+
+
+def _classification(
+    section: AutoObjectiveConfig | ClassificationObjectiveConfig, inputs: Inputs, _: bool
+) -> Objective:
+    return Classification(
+        section.class_weights,
+        section.label_smoothing,
+        ModelCall(inputs),
+        are_probabilities=section.outputs == "probabilities",
+    )
+
+
+def _model_loss(_: Any, inputs: Inputs, __: bool) -> Objective:
+    return ModelLoss(ModelCall(inputs, with_targets=True))
+
+
+def _pairs(terms: Callable[[Any], PairTerms], section: Any, inputs: Inputs, compiled: bool) -> Objective:
+    return Pairs(terms(section), ModelCall(inputs, kept=SEGMENT_KEYS), _kernels(compiled))
+
+
+def _kto(section: KTOObjectiveConfig, inputs: Inputs, compiled: bool) -> Objective:
+    return KTO(
+        section.beta,
+        section.desirable_weight,
+        section.undesirable_weight,
+        ModelCall(inputs, kept=SEGMENT_KEYS),
+        _kernels(compiled),
+    )
+
+
+def _reward(section: RewardObjectiveConfig, inputs: Inputs, _: bool) -> Objective:
+    return Reward(section.margin_weight, section.center_weight, ModelCall(inputs, kept=SEGMENT_KEYS))
+
+
+def _custom(section: CustomObjectiveConfig, inputs: Inputs, _: bool) -> Objective:
+    return Custom(import_object(section.kind, ConfigError), ModelCall(inputs), section.reduction)
+
+
+def _kernels(compiled: bool) -> FusedKernels | None:
+    return FusedKernels() if compiled else None
+
+
+OBJECTIVES: dict[str, Builder] = {
+    "causal_lm": _causal_lm,
+    "classification": _classification,
+    "model_loss": _model_loss,
+    "dpo": partial(_pairs, dpo_terms),
+    "orpo": partial(_pairs, orpo_terms),
+    "simpo": partial(_pairs, simpo_terms),
+    "cpo": partial(_pairs, cpo_terms),
+    "kto": _kto,
+    "reward": _reward,
+}
+"""`objective.kind` -> builder. Any other kind is an import path of a user's function, as `_custom` takes."""

@@ -17,10 +17,16 @@ from pipeline.data.extents import first_wrong
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum, token_losses
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
-from pipeline.objectives.labels import FirstCount, FirstScores, check_labels, find_labels
-from pipeline.objectives.model_call import Caller, ModelCall
-from pipeline.objectives.output_head import OutputHeads, loss_in
-from pipeline.objectives.outputs import logits_of
+from pipeline.objectives.linear_cross_entropy import OutputHeads, loss_in
+from pipeline.objectives.model_call import (
+    Caller,
+    FirstCount,
+    FirstScores,
+    ModelCall,
+    check_labels,
+    find_labels,
+    logits_of,
+)
 from pipeline.objectives.router import balance_sum, router_logits_of, router_of, tokens_per_expert
 
 LABELS = ("labels", "label", "targets", "target")
@@ -90,8 +96,8 @@ class CausalLM(OverVocabulary):
     Where the config of a mixture of experts asks for `output_router_logits`, the routers' load-balancing loss
     over the counted tokens of the global batch is minimised too; see router.py.
 
-    Where the model's logits are the outputs of its last layer as they are, none are made: see output_head.py.
-    `kernels` compute the loss either way; see given_logits.py.
+    Where the model's logits are the outputs of its last layer as they are, none are made: see
+    linear_cross_entropy.py. `kernels` compute the loss either way; see given_logits.py.
     """
 
     unit = "tokens"

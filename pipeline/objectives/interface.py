@@ -1,7 +1,11 @@
-"""(model, batch) -> LossSum: a sum and a count, never a mean. engine/normalize.py alone divides."""
+"""(model, batch) -> LossSum: a sum and a count, never a mean. engine/normalize.py alone divides.
+
+An objective may stand around another one: TimedObjective measures its part of a step.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -9,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from pipeline.distributed.phases import Phases
 
 Batch = Mapping[str, Any]
 
@@ -84,9 +90,6 @@ class Objective(Protocol):
     weighted: Mapping[str, float]
     """Metric -> what its mean is multiplied by before it is added to an evaluation's loss: terms with a count
     of their own. In training they are part of `loss_sum`, as `prepare_step` tells the global counts."""
-    ahead: Objective | None
-    """What an evaluation has to know of all held-out data before its first batch; its mean is told to
-    `hear`."""
 
     def count(self, batch: Batch) -> Tensor:
         """The micro-batch's count (0-dim), from the batch alone: it is needed before the first backward."""
@@ -106,6 +109,47 @@ class Objective(Protocol):
         """Runs the model on a batch that is on its device."""
         ...
 
-    def hear(self, mean: float) -> None:
-        """See `ahead`."""
-        ...
+
+class TwoPassObjective(ABC):
+    """An objective whose evaluation needs a mean over all held-out data before its first batch."""
+
+    @property
+    @abstractmethod
+    def first_pass(self) -> Objective:
+        """The objective whose mean over all held-out data is needed."""
+
+    @abstractmethod
+    def set_first_pass_mean(self, mean: float) -> None:
+        """Take that mean for the evaluation that follows."""
+
+
+class WrappedObjective:
+    """Is the other one, but for what a subclass has of its own."""
+
+    def __init__(self, objective: Objective):
+        self._objective = objective
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        """See Objective."""
+        return self._objective(model, batch)
+
+
+class TimedObjective(WrappedObjective):
+    """An objective whose forwards are measured."""
+
+    def __init__(self, objective: Objective, phases: Phases):
+        super().__init__(objective)
+        self._phases = phases
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        """See Objective."""
+        with self._phases.measured("forward"):
+            return super().__call__(model, batch)
+
+    def prepare_step(self, batch: GlobalBatch) -> None:
+        """See Objective. Not `forward`, which ranks are compared by: it waits for them."""
+        with self._phases.measured("routing"):
+            self._objective.prepare_step(batch)

@@ -2,32 +2,72 @@
 
 torch's F.linear_cross_entropy adds losses up in bf16 (1 % off over 1,024 tokens) and takes 2.5 to 5 times as
 long on a CPU; DeepSpeed's computes logits twice (twice as long) and has the host read labels of the device.
-
 Where ranks hold a part of the words each, they exchange three numbers a token.
+
+The loss of each token is for losses that are no sum over tokens, such as those of preferences. Their
+gradients are known in the backward alone, where the chunks' logits are made a second time: four products in
+place of three.
+
+A model's output layer returns the loss in place of logits, inside its own forward. There its weight is whole
+(ZeRO 3 gathers it for that long), and hooks of engines on its output and its parameters do what they always
+do.
 
 Shapes: N tokens, D width of the hidden states, V words (of this rank), C tokens of a chunk, R of a block.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
-from pipeline.objectives.added_products import add_product
-from pipeline.objectives.given_logits import FusedKernels, blocks_of
-from pipeline.objectives.vocabulary_part import VocabularyPart
-from pipeline.planning.chunks import block_of_rows, chunk_of_tokens, filled_up
+from pipeline.models.of_transformers import is_model
+from pipeline.objectives.given_logits import FusedKernels, VocabularyPart, blocks_of, part_of_vocabulary
+from pipeline.objectives.model_call import unwrapped
+from pipeline.planning.chunks import CPU_PART, block_of_rows, chunk_of_tokens, filled_up
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, added up in the total's dtype, fp32 or more."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda" and torch.version.hip is None:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.dtype == torch.float16:  # a sum over tokens may be too large for it
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    elif total.device.type == "cpu" and len(total) > (size := max(256, CPU_PART // b.shape[1])):
+        half, whole = (b.new_empty(size, b.shape[1], dtype=dtype) for dtype in (b.dtype, total.dtype))
+        for part, rows in zip(total.split(size), a.split(size), strict=True):
+            product = torch.mm(rows, b, out=half[: len(rows)])
+            part.add_(whole[: len(rows)].copy_(product))  # the sum of two types would allocate the copy
+    else:
+        total += a @ b
+
 
 # What gradients are multiplied by in fp16 until the incoming one is known: probabilities down to 2^-22 keep
 # all their bits, and a hidden state's gradient, at most 512 times a weight, stays below the largest number.
 FP16_SCALE = 256.0
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a layer's outputs and their losses are computed."""
+
+    dtype: torch.dtype
+    """Data type of products: fp64, fp32, bf16 or fp16."""
+    part: VocabularyPart | None = None
+    """Words that weight and bias are of; `None`: all."""
+    kernels: FusedKernels | None = None
+    """Kernels for a chunk's losses and gradients, where all words are here; `None`: in blocks."""
 
 
 def linear_cross_entropy_sum(
@@ -56,9 +96,9 @@ def linear_cross_entropy_sum(
     Returns:
         0-dim, fp32 (fp64 in fp64), as `F.cross_entropy(F.linear(...).float(), labels, reduction="sum")`.
     """
-    total: Tensor = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, bias_V, labels_N, dtype, torch.is_grad_enabled(), part, kernels
-    )
+    how = Computation(dtype=dtype, part=part, kernels=kernels)
+    needs_gradients = torch.is_grad_enabled()  # inside of the forward it never is
+    total: Tensor = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, how, needs_gradients)
     return total
 
 
@@ -70,15 +110,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         labels_N: Tensor,
-        dtype: torch.dtype,
-        with_gradients: bool,
-        part: VocabularyPart | None,
-        kernels: FusedKernels | None,
+        how: Computation,
+        needs_gradients: bool,
     ) -> Tensor:
-        needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        sums, rows = sums_of(hidden_ND, weight_VD, bias_V, labels_N, dtype, part, needs, kernels=kernels)
+        needs = [needs_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        sums, rows = sums_of(hidden_ND, weight_VD, bias_V, labels_N, how=how, needs=needs)
         ctx.save_for_backward(*sums.gradients(rows, len(hidden_ND)))
-        ctx.scale, ctx.part = sums.scale, part
+        ctx.scale, ctx.part = sums.scale, how.part
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden_ND, weight_VD, bias_V)]
         return sums.losses_N.sum()
 
@@ -96,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = [
             None if each is None else each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True)
         ]
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None)
 
 
 def sums_of(
@@ -104,11 +142,10 @@ def sums_of(
     weight_VD: Tensor,
     bias_V: Tensor | None,
     labels_N: Tensor,
-    dtype: torch.dtype,
-    part: VocabularyPart | None,
+    *,
+    how: Computation,
     needs: list[bool],
     incoming_N: Tensor | None = None,
-    kernels: FusedKernels | None = None,
 ) -> tuple[Sums, Tensor | None]:
     """The losses of the tokens that count, and the gradients that are needed; rows of these tokens, None:
     all.
@@ -116,16 +153,21 @@ def sums_of(
     Args:
         needs: Which gradients of the first three arguments, which see linear_cross_entropy_sum.
         incoming_N: Gradient of each loss; None: FP16_SCALE in fp16, else 1.
-        kernels: See linear_cross_entropy_sum.
     """
     rows = _counted(labels_N)
-    x_ND = hidden_ND.to(dtype)
+    x_ND = hidden_ND.to(how.dtype)
     if rows is not None:
         x_ND, labels_N = x_ND[rows], labels_N[rows]
         incoming_N = None if incoming_N is None else incoming_N[rows]
-    kind = partial(Sums, kernels) if part is None else partial(_SumsOverRanks, part)
-    layer = _filled_up(weight_VD.to(dtype)), None if bias_V is None else _filled_up(bias_V.to(dtype))
-    sums = kind(x_ND, *layer, len(weight_VD), needs, incoming_N)
+    sums = (Sums if how.part is None else _SumsOverRanks)(
+        x_ND,
+        _filled_up(weight_VD.to(how.dtype)),
+        None if bias_V is None else _filled_up(bias_V.to(how.dtype)),
+        words=len(weight_VD),
+        needs=needs,
+        incoming_N=incoming_N,
+        how=how,
+    )
     sums.add(labels_N)
     return sums, rows
 
@@ -156,16 +198,17 @@ class Sums:
 
     def __init__(
         self,
-        kernels: FusedKernels | None,
         x_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
+        *,
         words: int,
         needs: list[bool],
         incoming_N: Tensor | None,
+        how: Computation,
     ):
         """Words: those that there are; rows behind them only fill up."""
-        self._kernels = kernels
+        self._kernels = how.kernels
         self._words = words
         self._x_ND, self._weight_VD, self._bias_V = x_ND, weight_VD, bias_V
         self._dtype = torch.promote_types(x_ND.dtype, torch.float32)
@@ -273,9 +316,10 @@ class Sums:
 class _SumsOverRanks(Sums):
     """The loss over the words of all ranks; gradients of this rank's, and its share of the hidden states'."""
 
-    def __init__(self, part: VocabularyPart, *arguments: Any):
-        super().__init__(None, *arguments)
-        self._part = part
+    def __init__(self, *layer: Any, how: Computation, **given: Any):
+        super().__init__(*layer, how=how, **given)
+        assert how.part is not None
+        self._part = how.part
         if self.hidden_ND is not None:  # a sum over ranks, which is rounded once
             self.hidden_ND = torch.zeros_like(self.hidden_ND, dtype=self._dtype)
 
@@ -311,3 +355,215 @@ class _SumsOverRanks(Sums):
                 p_RV.mul_(self.scale if incoming_C1 is None else incoming_C1[block])
             logits_CV[block].copy_(p_RV)
         return lost_C1
+
+
+def linear_token_losses(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    dtype: torch.dtype,
+    part: VocabularyPart | None = None,
+    kernels: FusedKernels | None = None,
+) -> Tensor:
+    """Minus the log-probability of each token's label; 0 where that is -100.
+
+    Args:
+        hidden_ND, weight_VD, bias_V, labels_N, dtype, part, kernels: See linear_cross_entropy_sum. With a
+            part both the forward and the backward are collective, and all ranks' incoming gradients are the
+            same.
+
+    Returns:
+        (N,), fp32 (fp64 in fp64), as `F.cross_entropy(F.linear(...).float(), labels, reduction="none")`.
+    """
+    how = Computation(dtype=dtype, part=part, kernels=kernels)
+    losses_N: Tensor = _LinearTokenLosses.apply(hidden_ND, weight_VD, bias_V, labels_N, how)
+    return losses_N
+
+
+class _LinearTokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        how: Computation,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N)
+        ctx.how = how
+        sums, rows = sums_of(hidden_ND, weight_VD, bias_V, labels_N, how=how, needs=[False] * 3)
+        return spread(sums.losses_N, rows, len(labels_N))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
+        given = (hidden_ND, weight_VD, bias_V)
+        needs = list(ctx.needs_input_grad[:3])
+        sums, rows = sums_of(*given, labels_N, how=ctx.how, needs=needs, incoming_N=grad_N)
+        found = sums.gradients(rows, len(labels_N))
+        if ctx.how.part is not None and found[0] is not None:
+            ctx.how.part.all_reduce_sum(found[0])
+        gradients = [
+            None if gradient is None else gradient.to(each.dtype)
+            for gradient, each in zip(found, given, strict=True)
+        ]
+        return (*gradients, None, None)
+
+
+class OutputHeads:
+    """The output layers of the models that an objective is called with."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
+
+    def of(self, model: Callable[..., Any]) -> nn.Linear | None:
+        """A language model's, if its logits are this layer's outputs as they are.
+
+        None for any other model, for one that is compiled whole, and for replicas on several devices.
+        """
+        if not isinstance(model, nn.Module):
+            return None
+        if model not in self._known:
+            own = unwrapped(model)
+            is_plain = not (isinstance(model, nn.DataParallel) or hasattr(model, "_orig_mod"))
+            self._known[model] = _head(own) if is_plain else None
+        return self._known[model]
+
+
+class HeadAlone(nn.Module):
+    """An output layer in the place of the model, on a pipeline's last stage, where hidden states are there.
+
+    Args:
+        output: Makes of logits what the whole model returns.
+    """
+
+    def __init__(self, head: nn.Linear, output: Callable[[Tensor], Any]):
+        super().__init__()
+        self.head = head
+        self._output = output
+        self._hidden_BTD: Tensor | None = None
+
+    @contextmanager
+    def given(self, hidden_BTD: Tensor) -> Iterator[None]:
+        """Inside, these are the hidden states of whatever it is called with."""
+        self._hidden_BTD = hidden_BTD
+        try:
+            yield
+        finally:
+            self._hidden_BTD = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._output(self.head(self._hidden_BTD))
+
+
+class LossInHead:
+    """What became of the labels that were handed to the layer."""
+
+    is_taken = False
+    """Whether the model's logits are the loss."""
+
+
+@contextmanager
+def loss_in(
+    head: nn.Linear | None,
+    labels_BT: Tensor,
+    of_tokens: bool = False,
+    kernels: FusedKernels | None = None,
+) -> Iterator[LossInHead]:
+    """Inside, the layer returns the loss sum, (1,), of hidden states that fit the labels, and else logits.
+
+    Args:
+        of_tokens: The losses of all tokens, (B, T), in place of their sum.
+        kernels: See linear_cross_entropy_sum.
+    """
+    told = LossInHead()
+    if head is None:
+        yield told
+        return
+
+    plain = head.forward  # ranks of a cut layer put their logits together
+
+    def forward(input: Tensor) -> Tensor:  # as nn.Linear names it
+        hidden_BTD = input
+        weight_VD, kind = head.weight, hidden_BTD.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
+        if hidden_BTD.shape[:-1] != labels_BT.shape:
+            return plain(hidden_BTD)
+        told.is_taken = True
+        hidden_ND = hidden_BTD.flatten(0, 1)
+        labels_N, part = labels_BT.flatten(), part_of_vocabulary(head)
+        given = (hidden_ND, weight_VD, head.bias, labels_N, dtype, part, kernels)
+        if of_tokens:
+            return linear_token_losses(*given).view(labels_BT.shape)
+        return linear_cross_entropy_sum(*given)[None]
+
+    head.forward = forward  # type: ignore[method-assign]
+    try:
+        yield told
+    finally:
+        del head.forward
+
+
+def _head(model: Any) -> nn.Linear | None:
+    if isinstance(model, HeadAlone):
+        return model.head
+    if not is_model(model) or model._compiled_call_impl is not None:
+        return None
+    head, decoder = model.get_output_embeddings(), getattr(model, model.base_model_prefix, None)
+    names = {child: name for name, child in model.named_children()}
+    is_linear = type(head) is nn.Linear or part_of_vocabulary(head) is not None
+    if not is_linear or head not in names or decoder not in names or "forward" in vars(head):
+        return None
+    return head if _returns_outputs(model, head, names[head], names[decoder]) else None
+
+
+@torch.no_grad()
+def _returns_outputs(model: nn.Module, head: nn.Linear, head_name: str, decoder_name: str) -> bool:
+    """Tried with stand-ins for both parts: whether the logits are the very tensor that the layer returns."""
+    weight = head.weight
+    hidden_BTD = torch.empty(1, 2, head.in_features, dtype=weight.dtype, device=weight.device)
+    stand_in = _StandInHead(weight)
+    parts = dict(model._modules)
+    model._modules |= {head_name: stand_in, decoder_name: _StandInDecoder(hidden_BTD)}
+    try:
+        output = model.forward(input_ids=torch.zeros(1, 2, dtype=torch.long, device=weight.device))
+        is_whole = len(stand_in.given) == 1 and stand_in.given[0].shape == hidden_BTD.shape
+        return is_whole and output.logits is stand_in.logits_BTV
+    except Exception:  # whatever a forward raises that looks for more than there is
+        return False
+    finally:
+        model._modules |= parts
+
+
+class _StandInHead(nn.Module):
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.weight = weight
+        self.given: list[Tensor] = []
+        self.logits_BTV = torch.empty(1, 2, 1, dtype=weight.dtype, device=weight.device)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        self.given.append(hidden_BTD)
+        return self.logits_BTV
+
+
+class _StandInDecoder(nn.Module):
+    def __init__(self, hidden_BTD: Tensor):
+        super().__init__()
+        self._output = _Output(hidden_BTD)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._output
+
+
+class _Output(tuple[Tensor]):
+    """The hidden states, first and by name; there is nothing else."""
+
+    def __new__(cls, hidden_BTD: Tensor) -> _Output:
+        return super().__new__(cls, (hidden_BTD,))
+
+    def __getattr__(self, name: str) -> Any:
+        return self[0] if name == "last_hidden_state" else None

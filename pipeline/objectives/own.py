@@ -15,11 +15,16 @@ from torch.utils._pytree import tree_map
 from pipeline.data.batches import IGNORE_INDEX, num_samples
 from pipeline.errors import ConfigError
 from pipeline.importing import may_not_exit
-from pipeline.objectives.first_calls import FirstCalls
 from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum
-from pipeline.objectives.labels import check_labels
-from pipeline.objectives.model_call import Caller, ModelCall, unwrapped
-from pipeline.objectives.outputs import loss_of, shape_of
+from pipeline.objectives.model_call import (
+    Caller,
+    FirstCalls,
+    ModelCall,
+    check_labels,
+    loss_of,
+    shape_of,
+    unwrapped,
+)
 
 METRIC = re.compile(r"[A-Za-z][\w.@-]*")
 BUILT_IN = {

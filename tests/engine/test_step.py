@@ -30,7 +30,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine
 from pipeline.evaluation import evaluate
 from pipeline.objectives import CausalLM, Custom, LossSum, build_objective
-from pipeline.objectives.output_head import OutputHeads
+from pipeline.objectives.linear_cross_entropy import OutputHeads
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STAGES = [None, 0, 1, 2, 3]  # None: plain PyTorch

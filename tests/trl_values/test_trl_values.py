@@ -16,10 +16,7 @@ from trl_values.model import margin_of, small_model
 
 from pipeline.config.objective_schema import ObjectiveConfig
 from pipeline.models.reward_model import reward_model_class
-from pipeline.objectives import GlobalBatch, Recorded
-from pipeline.objectives.model_call import ModelCall
-from pipeline.objectives.of_answers import build_of_answers
-from pipeline.objectives.segments import SEGMENT_KEYS
+from pipeline.objectives import OBJECTIVES, GlobalBatch, Recorded
 
 TRL = json.loads(Path(__file__).with_name("values.json").read_text())
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -88,7 +85,7 @@ def batch_of(examples, in_row: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", SECTIONS)
 def test_it_is_trls(name, in_row):
     section = TypeAdapter(ObjectiveConfig).validate_python(SECTIONS[name])
-    objective = build_of_answers(section, ModelCall(kept=SEGMENT_KEYS), None)
+    objective = OBJECTIVES[section.kind](section, None, False)
     phases = (0.2, 0.0) if name == "kto" else (0.0, 0.2)
     model, reference = map(small_model, phases)
     batch = batch_of(answers(section.kind), in_row)
