@@ -1,15 +1,26 @@
-"""LLaMA-Factory's YAML (`llamafactory-cli train FILE`): hparams/*.py of August 2026."""
+"""LLaMA-Factory's YAML (`llamafactory-cli train FILE`): hparams/*.py of August 2026.
+
+Keys, the text in which it writes conversations by its `template` (slots of its data/template.py), and data
+sets by its dataset_info.json. A slot is tokenised apart from the next one. `{}` is what somebody says; BOS
+and EOS are the tokenizer's. Templates that put the end of a turn into the next one (`efficient_eos`) are not
+here.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.foreign_configs.llama_factory_data import put_data
+from pipeline.config.loading import ConfigFile
+from pipeline.errors import ConfigError
 from pipeline.foreign_configs.mapping import (
+    FILL_IN,
     Draft,
     Key,
+    Section,
     Tool,
     flag,
     keys,
@@ -26,7 +37,26 @@ from pipeline.foreign_configs.settle import (
     settle_reports,
     settle_terms,
 )
-from pipeline.foreign_configs.sources import held_out
+from pipeline.foreign_configs.sources import (
+    DIVIDE,
+    Source,
+    choose,
+    column,
+    held_out,
+    learned,
+    literal,
+    local,
+    of_row,
+    put_eval_sets,
+    put_preferences,
+    put_row_template,
+    put_sources,
+    refusal,
+    require,
+    rows_of,
+    source_name,
+    tell_of_long_rows,
+)
 from pipeline.foreign_configs.training_arguments import DEFAULTS, KEYS, WITHOUT, settle_arguments
 
 LOSSES = {
@@ -219,3 +249,390 @@ TOOL = Tool(
     },
     settle=settle,
 )
+
+
+BOS, EOS = "<bos>", "<eos>"
+THOUGHT, OPENING, CLOSING = "<think>\n\n</think>\n\n", "<think>", "</think>"
+THOUGHTS = "thoughts, which LLaMA-Factory takes out of this answer"
+TOOLS = "tool calls: LLaMA-Factory writes them by tool_format, which the import does not take"
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a template writes around what is said."""
+
+    user: tuple[str, ...]
+    assistant: tuple[str, ...] = ("{}", EOS)
+    system: tuple[str, ...] = ("{}",)
+    prefix: tuple[str, ...] = ()
+    default_system: str = ""
+    is_fused: bool = False
+    """Whether the system message stands within the first user's turn."""
+    thinks: bool = False
+    """Whether an answer without thoughts gets empty ones."""
+
+
+CHATML = Slots(
+    ("<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",),
+    ("{}<|im_end|>\n",),
+    ("<|im_start|>system\n{}<|im_end|>\n",),
+)
+LLAMA3 = Slots(
+    (
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    ("{}<|eot_id|>",),
+    ("<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",),
+    (BOS,),
+)
+DEEPSEEK3 = Slots(("<｜User｜>{}<｜Assistant｜>",), prefix=(BOS,))
+GEMMA = Slots(
+    ("<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",),
+    ("{}<end_of_turn>\n",),
+    ("{}\n\n",),
+    (BOS,),
+    is_fused=True,
+)
+QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+SLOTS: Mapping[str, Slots] = {
+    "alpaca": Slots(
+        ("### Instruction:\n{}\n\n### Response:\n",),
+        ("{}", EOS, "\n\n"),
+        default_system="Below is an instruction that describes a task. "
+        "Write a response that appropriately completes the request.\n\n",
+    ),
+    "chatml": CHATML,
+    "deepseek3": DEEPSEEK3,
+    "deepseekr1": replace(DEEPSEEK3, thinks=True),
+    "default": Slots(("Human: {}", EOS, "\nAssistant:"), ("{}", EOS, "\n"), ("System: {}", EOS, "\n")),
+    "empty": Slots(("{}",), ("{}",)),
+    "gemma": GEMMA,
+    "gemma2": GEMMA,
+    "gemma3": GEMMA,
+    "llama2": Slots((BOS, "[INST] {} [/INST]"), system=("<<SYS>>\n{}\n<</SYS>>\n\n",), is_fused=True),
+    "llama3": LLAMA3,
+    "mistral": Slots(("[INST] {}[/INST]",), (" {}", EOS), ("{}\n\n",), (BOS,), is_fused=True),
+    "phi": Slots(("<|user|>\n{}<|end|>\n<|assistant|>\n",), ("{}<|end|>\n",), ("<|system|>\n{}<|end|>\n",)),
+    "phi4": Slots(
+        ("<|im_start|>user<|im_sep|>{}<|im_end|><|im_start|>assistant<|im_sep|>",),
+        ("{}<|im_end|>",),
+        ("<|im_start|>system<|im_sep|>{}<|im_end|>",),
+    ),
+    "qwen": replace(CHATML, default_system=QWEN),
+    "qwen3": replace(CHATML, thinks=True),
+    "qwen3_nothink": CHATML,
+    "vicuna": Slots(
+        ("USER: {} ASSISTANT:",),
+        default_system="A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions.",
+    ),
+    "yi": CHATML,
+    "zephyr": Slots(
+        ("<|user|>\n{}", EOS, "<|assistant|>\n"),
+        system=("<|system|>\n{}", EOS),
+        default_system="You are Zephyr, a helpful assistant.",
+    ),
+}
+COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a data set are laid out, as its entry in dataset_info.json says."""
+
+    is_sharegpt: bool
+    columns: Mapping[str, str]
+    tags: Mapping[str, str]
+
+    def column(self, name: str) -> str:
+        """Return the Jinja expression of a column, or of nothing."""
+        given = self.columns.get(name)
+        return column(given) if given else "''"
+
+
+def _written(slots: tuple[str, ...], said: str) -> str:
+    """Return Jinja for slots, each tokenised apart from what stands around it."""
+    pieces = []
+    for slot in slots:
+        before, _, after = slot.partition("{}")
+        if slot in (BOS, EOS):
+            pieces.append("{{ " + ("bos_token" if slot == BOS else "eos_token") + " }}")
+        elif "{}" in slot:
+            pieces.append(f"{literal(before)}{{{{ {said} }}}}{literal(after)}{DIVIDE}")
+        else:
+            pieces.append(f"{literal(slot)}{DIVIDE}")
+    return "".join(pieces)
+
+
+def row_template(slots: Slots, rows: Rows, kind: str, *, masks_history: bool, thinks: Any) -> str:
+    """Return the Jinja template that writes a row as LLaMA-Factory does.
+
+    Args:
+        slots: Of its template.
+        rows: How the rows are laid out.
+        kind: The recipe's data.kind.
+        masks_history: Whether the last answer alone counts.
+        thinks: `enable_thinking`, for templates that think.
+    """
+    is_chat = kind == "chat"
+    answer = "said.content"
+    user = _written(slots.user, "(ns.system + said.content)" if slots.is_fused else answer)
+    system = _written(slots.system, "ns.system")
+    if slots.is_fused:
+        before, _, after = slots.system[0].partition("{}")
+        head = choose(
+            "ns.system", f"{{% set ns.system = {json.dumps(before)} + ns.system + {json.dumps(after)} %}}"
+        )
+        user += "{% set ns.system = '' %}"
+    else:
+        head = choose("ns.system", system)
+    last = earlier = _written(slots.assistant, answer)
+    stripped = _written(slots.assistant, r"said.content.lstrip('\n')")  # as where thoughts are taken out
+    before = ""
+    if slots.thinks:
+        unthought = f"'{OPENING}' not in said.content and '{CLOSING}' not in said.content"
+        thought = choose(unthought, literal(THOUGHT) + DIVIDE)
+        without = choose(f"'{OPENING}' in said.content", refusal(THOUGHTS))
+        before = "" if thinks else thought
+        last = thought + last if thinks else without + stripped if thinks is False else last
+        earlier = without + stripped
+    counts = before + learned(last)
+    if masks_history or not is_chat:
+        counts = choose("loop.last", counts, earlier)
+    turns = "{% for said in ns.said %}" + choose("said.role == 'user'", user, counts) + "{% endfor %}"
+    start = "{% set ns = namespace(said=[], system='') %}"
+    fallback = choose("not ns.system", f"{{% set ns.system = {json.dumps(slots.default_system)} %}}")
+    body = start + _read(rows, kind) + fallback + _written(slots.prefix, "''") + head + turns
+    return of_row(body) if is_chat else of_row(choose("turn.role == 'assistant'", body))
+
+
+def _read(rows: Rows, kind: str) -> str:
+    """Return Jinja that puts the turns of a row into `ns.said`, and its system message into `ns.system`."""
+    refuse = refusal(TOOLS)
+    read = f"{{% set ns.system = {rows.column('system')} or '' %}}"
+    read += choose(f"{rows.column('tools')}", refuse)
+    return read + (_sharegpt(rows, kind, refuse) if rows.is_sharegpt else _alpaca(rows, kind))
+
+
+def _add(role: str, content: str) -> str:
+    return f"{{% set ns.said = ns.said + [{{'role': '{role}', 'content': {content}}}] %}}"
+
+
+def _alpaca(rows: Rows, kind: str) -> str:
+    pair = _add("user", "pair[0]") + _add("assistant", "pair[1]")
+    read = f"{{% for pair in {rows.column('history')} or [] %}}{pair}{{% endfor %}}"
+    question = f"[{rows.column('prompt')} or '', {rows.column('query')} or ''] | select | join('\\n')"
+    said = rows.column("response")
+    if kind == "preference":
+        said = f"({rows.column('chosen')} if turn.content == 'chosen' else {rows.column('rejected')} "
+        said += f"if turn.content == 'rejected' else {rows.column('response')})"
+    needed = [] if kind == "preference" else [rows.column("prompt"), said]
+    return "".join(map(require, needed)) + read + _add("user", question) + _add("assistant", said)
+
+
+def _sharegpt(rows: Rows, kind: str, refuse: str) -> str:
+    tags = {name: json.dumps(tag, ensure_ascii=False) for name, tag in rows.tags.items()}
+    role, content = f"each[{tags['role_tag']}]", f"each[{tags['content_tag']}]"
+    roles = [("user_tag", _add("user", content)), ("assistant_tag", _add("assistant", content))]
+    wrong = refusal("user and assistant do not take turns; LLaMA-Factory leaves such a row out")
+    order = choose(
+        "ns.said and ns.said[-1].role == (ns.said[-2].role if ns.said | length > 1 else 'assistant')", wrong
+    )
+    branches = wrong
+    for name, yes in reversed(roles):
+        branches = choose(f"{role} == {tags[name]}", yes, branches)
+    for name in ("function_tag", "observation_tag"):
+        if name in tags:
+            branches = choose(f"{role} == {tags[name]}", refuse, branches)
+    if "system_tag" in tags:
+        first = f"loop.first and {role} == {tags['system_tag']}"
+        branches = choose(first, f"{{% set ns.system = {content} or '' %}}", branches)
+    calls = choose("each.tool_calls", refuse)
+    read = f"{{% for each in {rows.column('messages')} %}}{calls}{branches}{order}{{% endfor %}}"
+    if kind == "chat" or not rows.columns.get("chosen"):
+        read += choose("ns.said[-1].role == 'user'", wrong)
+    if kind != "preference" or not rows.columns.get("chosen"):
+        return read
+    sides = (
+        "{'chosen': " + rows.column("chosen") + ", 'rejected': " + rows.column("rejected") + "}[turn.content]"
+    )
+    return read + _add("assistant", f"{sides}[{tags['content_tag']}]")
+
+
+NEEDED_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag")
+
+
+def put_data(draft: Draft, kind: str) -> None:
+    """Put the data sets, and how their rows are written and packed."""
+    _data(draft, kind, _sources(draft, kind))
+
+
+def _sources(draft: Draft, kind: str) -> Rows | None:
+    """Put the data sets, and return how their rows are laid out; None: text, or unknown."""
+    table = _dataset_info(draft)
+    limit, found = draft.given("max_samples", whole), {}
+    for key in ("dataset", "eval_dataset"):
+        found[key] = [
+            (name, *_dataset(draft, key, name, table, kind)) for name in draft.given(key, names) or []
+        ]
+        for _, source, _ in found[key]:
+            if limit:
+                source["max_documents"] = limit
+            if "dataset" in source and draft.given("streaming", flag):
+                source["streaming"] = True
+    laid_out = [(name, rows) for _, entries in found.items() for name, _, rows in entries if rows is not None]
+    for name, rows in laid_out[1:]:
+        if rows != laid_out[0][1] and kind != "text":
+            raise draft.top.refused(
+                "dataset", f"{laid_out[0][0]} and {name} differ in columns or tags; one run has one template"
+            )
+    sources = [source for _, source, _ in found["dataset"]]
+    if (draft.given("mix_strategy", text) or "concat") != "concat":
+        shares = names(draft.given("interleave_probs") or [])
+        for source, share in zip(sources, shares, strict=False):
+            source["weight"] = float(draft.top.converted("interleave_probs", number, share))
+        if not shares:
+            draft.drop("mix_strategy", "write data.sources.weight")
+    put_sources(draft, kind, sources)
+    put_eval_sets(draft, {name: source for name, source, _ in found["eval_dataset"]})
+    return laid_out[0][1] if laid_out else None
+
+
+def _data(draft: Draft, kind: str, rows: Rows | None) -> None:
+    length, packs, neat = (
+        draft.given("cutoff_len", whole),
+        draft.given("packing"),
+        draft.given("neat_packing"),
+    )
+    tell_of_long_rows(draft, "cutoff_len")
+    if kind == "text":
+        draft.put("data.sequence_length", length)
+        draft.put("data.packing", "none" if packs is False else "concatenate")
+        draft.put("data.separate_documents", False, "one stream, as there")
+        del draft.not_taken["cutoff_len of longer rows"]
+        if draft.given("template", text) == "llama3":
+            draft.drop(
+                "template", "it ends each text with <|end_of_text|>, here the tokenizer's own token does"
+            )
+        return
+    if kind == "preference":
+        put_preferences(draft, length)
+    else:
+        draft.put("data.sequence_length", length)
+        draft.put("data.packing", "best_fit" if packs or neat else "none")
+        draft.put("data.too_long", "drop")
+        draft.put("data.learn_from", "all" if draft.given("train_on_prompt", flag) else "assistant")
+        if packs and not neat:
+            draft.drop(
+                "packing", "conversations of a row see each other there, and do not here (neat_packing)"
+            )
+    _template(draft, kind, rows)
+
+
+def _template(draft: Draft, kind: str, rows: Rows | None) -> None:
+    name = draft.given("template", text)
+    slots, system = SLOTS.get(name or ""), draft.given("default_system", text)
+    given = [draft.given(key, flag) for key in ("mask_history", "enable_thinking")]
+    if slots is None:
+        draft.drop("template", "its text is not in the import's table")
+        draft.put("data.chat_template", f"{FILL_IN}.jinja")
+        draft.fill_in.append(f"data.chat_template: a Jinja file that writes as the template {name} does")
+    elif rows is not None:
+        slots = replace(slots, default_system=system) if system else slots
+        thinks = True if "enable_thinking" not in draft.file.tree else given[1]
+        text_of_rows = row_template(slots, rows, kind, masks_history=bool(given[0]), thinks=thinks)
+        put_row_template(draft, text_of_rows, f"LLaMA-Factory's template {name}")
+    else:
+        draft.put("data.chat_template", f"{FILL_IN}.jinja")
+
+
+def _dataset_info(draft: Draft) -> tuple[Path, dict[str, Any]]:
+    folder = Path(draft.given("dataset_dir", text))
+    places = [folder, draft.file.path.parent / folder, draft.file.path.parent]
+    path = next(
+        (place / "dataset_info.json" for place in places if (place / "dataset_info.json").is_file()), None
+    )
+    if path is None:
+        return folder, {}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(table, dict) or not all(isinstance(each, dict) for each in table.values()):
+            raise ValueError("expected an object of data sets")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return path.parent, table
+
+
+def _dataset(
+    draft: Draft, key: str, name: str, table: tuple[Path, dict[str, Any]], kind: str
+) -> tuple[Source, Rows | None]:
+    """Return the source of a data set, and how its rows are laid out."""
+    folder, entries = table
+    if name not in entries:
+        draft.fill_in.append(
+            f"data.paths: {name} is not in {folder}/dataset_info.json; put it there and import again"
+        )
+        return {"paths": [f"{source_name(name)}.jsonl"]}, None
+    where = ConfigFile(folder / "dataset_info.json", entries[name])
+    entry = Section(where, entries[name], f"{key} {name}: ", draft.not_taken)
+    draft.top.below.append(entry)
+    hub = entry.given("hf_hub_url", text)
+    if hub is not None:
+        given = {"dataset": hub, "subset": entry.given("subset", text), "split": entry.given("split", text)}
+        source: Source = {key: value for key, value in given.items() if value and value != "train"}
+        for other in ("ms_hub_url", "om_hub_url"):
+            entry.drop(other, "the one of Hugging Face is read")
+    elif (file := entry.given("file_name", text)) is not None:
+        source = {"paths": [str(local(draft, folder / file))]}
+    else:
+        raise draft.top.refused(key, f"{name}: expected file_name or hf_hub_url in {where.path}")
+    return source, _rows(draft, key, name, entry, source, kind)
+
+
+def _rows(draft: Draft, key: str, name: str, entry: Section, source: Source, kind: str) -> Rows | None:
+    formatting = entry.given("formatting", text) or "alpaca"
+    entry.given("ranking")
+    columns, tags = entry.given("columns"), entry.given("tags")
+    columns = COLUMNS if columns is None else columns
+    tags = TAGS if tags is None else tags
+    if kind == "text":
+        if (field := columns.get("prompt", "text")) != "text":
+            source["text_field"] = field
+        return None
+    for of_what, known in (("columns", COLUMN_NAMES), ("tags", TAGS)):
+        given = columns if of_what == "columns" else tags
+        if not isinstance(given, dict) or set(given) - set(known):
+            raise draft.top.refused(key, f"{name}: {of_what} of which the import knows {', '.join(known)}")
+    missing = [tag for tag in NEEDED_TAGS if tag not in tags]
+    if formatting != "alpaca" and missing:
+        usual = ", ".join(f"{tag}: {TAGS[tag]}" for tag in missing)
+        why = "LLaMA-Factory has no default for a tag beside others"
+        raise draft.top.refused(key, f"{name}: tags without {', '.join(missing)}; {why}; usual are {usual}")
+    if (label := columns.get("kto_tag")) not in (None, "label", "kto_tag"):
+        raise draft.top.refused(key, f"{name}: the column {label} as kto_tag; rename it to label")
+    if any(_has_calls(row, columns, tags) for row in rows_of(source)):
+        raise draft.top.refused(key, f"{name}: {TOOLS}; write the rows as `messages` (docs/data.md, Tools)")
+    return Rows(formatting != "alpaca", columns, tags)
+
+
+def _has_calls(row: dict[str, Any], columns: dict[str, str], tags: dict[str, str]) -> bool:
+    turns = row.get(columns.get("messages", ""))
+    roles = (
+        [each.get(tags.get("role_tag")) for each in turns if isinstance(each, dict)]
+        if isinstance(turns, list)
+        else []
+    )
+    calling = {tags.get("function_tag"), tags.get("observation_tag")} - {None}
+    return bool(row.get(columns.get("tools", ""))) or any(role in calling for role in roles)
+
+
+COLUMN_NAMES = (*COLUMNS, "history", "system", "tools", "chosen", "rejected", "kto_tag")

@@ -23,7 +23,6 @@ from pipeline.foreign_configs.mapping import (
     text,
     whole,
 )
-from pipeline.foreign_configs.row_templates import choose, column, learned, of_row, put_row_template, refusal
 from pipeline.foreign_configs.settle import (
     settle_adapter,
     settle_bits,
@@ -33,11 +32,17 @@ from pipeline.foreign_configs.settle import (
 )
 from pipeline.foreign_configs.sources import (
     Source,
+    choose,
+    column,
     find_source,
     held_out,
+    learned,
+    of_row,
     put_eval_sets,
     put_preferences,
+    put_row_template,
     put_sources,
+    refusal,
     rows_of,
     tell_of_long_rows,
 )

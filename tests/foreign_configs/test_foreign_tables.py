@@ -10,9 +10,8 @@ import pytest
 from pipeline.config.deepspeed_check import rules
 from pipeline.config.loading import ConfigFile
 from pipeline.errors import ConfigError
-from pipeline.foreign_configs.deepspeed_file import make_json
 from pipeline.foreign_configs.mapping import Draft, as_markdown
-from pipeline.foreign_configs.writing import TOOLS, recipe_text
+from pipeline.foreign_configs.writing import TOOLS, make_json, recipe_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 BASES = {
