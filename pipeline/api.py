@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.config.settings import Resolved, Settings
-from pipeline.distributed.orphans import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks
+from pipeline.distributed.signals import stop_with_launcher
 from pipeline.errors import DataError, ModelError
 from pipeline.files import replace_file
 from pipeline.logs import log_to_file

@@ -20,7 +20,7 @@ from pipeline.config.recipe import OPTION
 from pipeline.config.schema import LogLevel
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
-from pipeline.distributed.orphans import stop_with_launcher
+from pipeline.distributed.signals import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks, write_exit_code
 from pipeline.distributed.signals import Terminated, reports_own_exit, terminable
 from pipeline.errors import (

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.distributed.accelerator import device_id
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.distributed.resident import process_peak
+from pipeline.distributed.machine import process_peak
 from pipeline.files import GIB
 
 KWH = 3.6e6  # joules

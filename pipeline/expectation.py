@@ -16,8 +16,8 @@ from torch import nn
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.data.bundle import DataBundle
+from pipeline.distributed.machine import process_peak
 from pipeline.distributed.process_group import Job, describe_device
-from pipeline.distributed.resident import process_peak
 from pipeline.errors import ModelError, PipelineError, one_line
 from pipeline.events import PLAN, Event
 from pipeline.files import GIB

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.phases import NO_STEP, Phases, Spent, columns
-from pipeline.distributed.span import Moment
+from pipeline.distributed.phases import NO_STEP, Moment, Phases, Spent, columns
 from pipeline.events import TIME, Event
 from pipeline.files import format_duration
 from pipeline.sinks.jsonl import newest

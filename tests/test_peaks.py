@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.distributed.resident import resident_now
+from pipeline.distributed.machine import resident_now
 from pipeline.optim import at_rest
 from pipeline.peaks import OfHost, as_if_stepped
 

@@ -1,5 +1,5 @@
-"""This machine: which one it is, what became of its processes, and how much memory and how many files this
-one may take.
+"""This machine: which one it is, what became of its processes, whom the kernel killed for memory; what this
+process holds, and how much memory and how many files it may take.
 
 The only reader of cgroups. Limits of version 1 and 2 count, this process's own and those of the groups around
 it: Slurm and Kubernetes set them on a job, not on the machine's root. Imports no torch.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import resource
 import sys
 import time
@@ -27,6 +28,16 @@ ROOT = Path("/")
 MOST_FILES = 1 << 20  # beyond, programs that walk through all numbers of files take seconds
 FILES_ALONE = 400  # libraries, the data's maps, batches from workers, the files of a checkpoint
 FILES_PER_RANK = 5  # connections of gloo's and NCCL's groups to each other rank
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+FORGET_PEAK = "5"  # proc(5), clear_refs: resets the mark of the peak, and touches nothing else
+KERNEL_LOG = Path("/dev/kmsg")
+_KILLED = re.compile(
+    r"Killed process (\d+) \(.*\).* anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?"
+)
+_WRITTEN = re.compile(r"\d+,\d+,(\d+),")  # priority, number, microseconds since the machine started
+CLOCKS_DIFFER = 1.0  # seconds by which the two clocks may differ
+_RECORD = 8192  # bytes; the kernel's records are smaller
 log = logging.getLogger(__name__)
 
 
@@ -197,3 +208,77 @@ def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
             world_size,
             needed,
         )
+
+
+def resident_now() -> int:
+    """Bytes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def resident_peak() -> int:
+    """Bytes, the most since `forget_peak`.
+
+    Raises:
+        OSError: not Linux.
+    """
+    for line in STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{STATUS} has no VmHWM")
+
+
+def process_peak() -> int:
+    """Bytes, the most since the process began or `forget_peak`, as far as the system knows.
+
+    `ru_maxrss` has also what the process held that started this one: asked where there is nothing better.
+    """
+    try:
+        return resident_peak()
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_peak() -> None:
+    """The mark of the peak starts again at what there is now.
+
+    Raises:
+        OSError: not Linux, or /proc cannot be written.
+    """
+    CLEAR.write_text(FORGET_PEAK)
+
+
+def killed_for_memory(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:
+    """Process id -> bytes that it had resident, as the kernel numbers processes: a container may not.
+
+    Empty where nothing was killed, or the log is not to be read (another user's, most containers).
+
+    Args:
+        since: Seconds of `time.monotonic()`: older numbers may have been another process's.
+    """
+    found: dict[int, int] = {}
+    try:
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return found
+    try:
+        while text := _next_record(log):
+            written = _WRITTEN.match(text)
+            if written is None or int(written[1]) / 1e6 < since - CLOCKS_DIFFER:
+                continue
+            for pid, *parts in _KILLED.findall(text):
+                found[int(pid)] = sum(int(part or 0) for part in parts) * 1024
+    finally:
+        os.close(log)
+    return found
+
+
+def _next_record(log: int) -> str:
+    """The next record; empty: there is none yet."""
+    while True:
+        try:
+            return os.read(log, _RECORD).decode(errors="replace")
+        except BrokenPipeError:  # what stood here was overwritten meanwhile: the next is read
+            continue
+        except OSError:
+            return ""

@@ -25,8 +25,7 @@ from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
 from pipeline.distributed.rendezvous import rendezvous
-from pipeline.distributed.watchdog import Watchdog
-from pipeline.distributed.watchdog_store import Failure, claim
+from pipeline.distributed.watchdog import Failure, Watchdog, claim
 from pipeline.errors import PipelineError
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
 from pipeline.distributed.machine import machine_id
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.waiting import DOCTOR, Wait, wait_for_port
-from pipeline.distributed.watchdog_store import FAILURE, NOBODY, present
+from pipeline.distributed.watchdog import FAILURE, NOBODY, present
 from pipeline.errors import LaunchError
 from pipeline.shipped import LAUNCH
 

@@ -1,4 +1,7 @@
-"""Signals that come before a run can save, and which ranks report on stderr that they end.
+"""Signals that come before a run can save, a launcher that is gone, and which ranks report that they end.
+
+The launchers end their ranks when they are told to end; killed, they cannot. A rank whose launcher is gone
+asks itself to stop: it saves and leaves, where it would train on unseen.
 
 Imports no torch: the first seconds of a process are those in which it is imported.
 """
@@ -6,19 +9,27 @@ Imports no torch: the first seconds of a process are those in which it is import
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import platform
 import select
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI, PMI
+import psutil
+
+from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI, PMI, Ranks
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks for a stop, beside Ctrl-C."""
 STDOUT, STDERR = 1, 2
+LAUNCHER_PERIOD = 1.0  # seconds between two looks for the launcher
+log = logging.getLogger(__name__)
 
 
 class Terminated(BaseException):
@@ -106,3 +117,47 @@ def _has_own_stderr() -> bool:
     except OSError:
         return True
     return (own.st_dev, own.st_ino) != (launchers.st_dev, launchers.st_ino)
+
+
+def stop_with_launcher(ranks: Ranks, period: float = LAUNCHER_PERIOD) -> None:
+    """Watches the processes above this one from now on; when one ends, SIGTERM comes to this process.
+
+    Above a rank of the deepspeed launcher there are two: launch.py, and `deepspeed` which started that. Any
+    other launcher is its ranks' parent. Does nothing where a process was not started by a launcher.
+    """
+    if "LOCAL_RANK" not in os.environ and ranks.world_size == 1:  # srun and mpirun have other names for it
+        return
+    parent = os.getppid()
+    above = None
+    if "deepspeed.launcher.launch" in _words(parent):
+        above = _parent_of(parent)
+        # Started without it, launch.py may outlive the shell above it, and be meant to.
+        if above is not None and not any(word.endswith("deepspeed") for word in _words(above)[:3]):
+            above = None
+
+    def watch() -> None:
+        # None: not to be told just now, by a process out of file descriptors.
+        while os.getppid() == parent and (above is None or _parent_of(parent) in (above, None)):
+            time.sleep(period)
+        line = f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()}): its launcher is gone; it stops"
+        detach_closed_terminal()
+        log.warning("%s", line)
+        if not ranks.is_main_process:  # whose console shows warnings
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return psutil.Process(pid).ppid()
+    except (psutil.Error, OSError):  # gone, or not to be told
+        return None
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except (psutil.Error, OSError):
+        return []

@@ -2,37 +2,404 @@
 
 Two threads a rank: one talks to the job's store, the other waits for nothing and ends the process where even
 the store does not answer. Neither waits for the training thread, a collective or a device.
+
+Ranks tell each other through the store: heartbeats, the failure that one of them claims, where each one is.
+Whatever uses the store may raise RuntimeError: the store, or the link to it, is gone.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import json
+import multiprocessing
+import os
 import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
+from traceback import FrameSummary
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from pipeline.config.schema import DistributedConfig
-from pipeline.distributed.diagnosis import LostRank, RankProcess, describe_lost
-from pipeline.distributed.heartbeats import Heartbeats
-from pipeline.distributed.machine import memory_now
+from pipeline.distributed.diagnosis import (
+    LostRank,
+    RankProcess,
+    RankReport,
+    advise,
+    describe_hang,
+    describe_lost,
+)
+from pipeline.distributed.machine import Memory, kills, memory_now, process_state
 from pipeline.distributed.progress import Progress
-from pipeline.distributed.shutdown import DEADLINE, PERIOD, SILENCE, SOON, Shutdown
-from pipeline.distributed.watchdog_store import HANG_EXIT_CODE, Failure, Heartbeat, WatchdogStore
+from pipeline.distributed.ranks import write_exit_code
+from pipeline.distributed.signals import STDERR, reports_own_exit
+from pipeline.distributed.stacks import in_flight_now, main_frames, thread_position, write_stacks
 
+HANG_EXIT_CODE = 124
+"""Of every rank of a job that hung or lost a rank; `timeout` ends with it too."""
+FAILURE = "pipeline/failure"
+NOBODY = "-"
+
+# Seconds.
+PERIOD = 1.0  # between two heartbeats
+SILENCE = 15.0  # without a heartbeat, after which a rank, or the store, counts as lost
+SOON = 3.0  # the same once a collective has failed
+ANSWER = 6.0  # for every rank to report where it is, also on a busy machine
+DEADLINE = 20.0  # after which a rank leaves, whatever is still to be said
+LONGEST_END = 30.0  # within which a watchdog has ended its process after a failure
 # What gloo, NCCL and torch's store say when it is another rank that failed, or when they gave up waiting.
 _OF_PEERS = re.compile(
     r"gloo/|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out|[Tt]imed? ?out after|DistStore|recv"
 )
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout")
 
-LONGEST_END = 30.0
-"""Seconds within which a watchdog has ended its process after a failure."""
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the job ends: claimed once, by the first rank that knows."""
+
+    rank: int
+    why: str
+    """`raised`: the rank shows its own error. `hang`, `lost`: a rank must be found out."""
+    code: int
+    seconds: float = 0.0
+    """Without progress, of a hang."""
+    what: str = ""
+    """Of `lost`: the rank whose heartbeats stopped, as it was known then."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Sent about once a second."""
+
+    count: int
+    step: int
+    memory: Memory
+
+
+def claim(store: Store, failure: Failure) -> Failure:
+    """The job's failure: this one, or the one that was claimed before.
+
+    Raises:
+        RuntimeError: the store is gone.
+    """
+    # Where the key is not there yet, the first call makes it; two that do so at once still agree below.
+    store.compare_set(FAILURE, "", NOBODY)
+    return _failure(store.compare_set(FAILURE, NOBODY, json.dumps(asdict(failure))))
+
+
+class WatchdogStore:
+    """A connection of the watchdog's own: the training thread may be stuck in the other one."""
+
+    def __init__(self, store: Store, rank: int, patience: float):
+        """`patience`: seconds that the store may take to answer."""
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=patience))
+        self._rank = rank
+
+    def send_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Tells the others that this rank is alive."""
+        self._store.set(f"pipeline/heartbeat/{self._rank}", json.dumps(asdict(heartbeat)))
+
+    def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+        """The newest heartbeats of those that sent any."""
+        return {rank: _heartbeat(value) for rank, value in present(self._store, "heartbeat", ranks).items()}
+
+    def failure(self) -> Failure | None:
+        """What the job ends of, if it does."""
+        value = self._store.get(FAILURE).decode()
+        return None if value == NOBODY else _failure(value.encode())
+
+    def claim(self, failure: Failure) -> Failure:
+        """See claim."""
+        return claim(self._store, failure)
+
+    def send_report(self, report: RankReport) -> None:
+        """Says where this rank stands."""
+        self._store.set(f"pipeline/report/{self._rank}", json.dumps(asdict(report)))
+
+    def reports(self, ranks: Sequence[int]) -> list[RankReport]:
+        """Of those that have sent one."""
+        found = [json.loads(value) for value in present(self._store, "report", ranks).values()]
+        return [RankReport(**values | {"process": RankProcess(**values["process"])}) for values in found]
+
+    def publish_diagnosis(self, sentence: str) -> None:
+        """Says what the job ends of, for all that ask."""
+        self._store.set("pipeline/diagnosis", sentence)
+
+    def diagnosis(self) -> str | None:
+        """What was published, if anything was."""
+        key = "pipeline/diagnosis"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def count(self, what: str) -> None:
+        """Something is done on this rank, once."""
+        self._store.add(f"pipeline/{what}", 1)
+
+    def counted(self, what: str) -> int:
+        """How many ranks have counted it."""
+        return int(self._store.add(f"pipeline/{what}", 0))
+
+
+def present(store: Store, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
+    """What those of the ranks wrote that wrote anything, by rank."""
+    keys = {rank: f"pipeline/{what}/{rank}" for rank in ranks}
+    if keys and not store.check(list(keys.values())):
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
+
+
+def _failure(value: bytes) -> Failure:
+    return Failure(**json.loads(value))
+
+
+def _heartbeat(value: bytes) -> Heartbeat:
+    values: dict[str, Any] = json.loads(value)
+    return Heartbeat(values["count"], values["step"], Memory(**values["memory"]))
+
+
+@dataclass
+class _Last:
+    heartbeat: Heartbeat | None = None
+    age: float = 0.0
+    checks_without_process: int = 0
+
+
+class Heartbeats:
+    """What one rank sees of the others.
+
+    Args:
+        everyone: All ranks, in order.
+        rank: The one that looks.
+    """
+
+    def __init__(self, everyone: Sequence[RankProcess], rank: int):
+        self._everyone = everyone
+        self._heartbeats = {each.rank: _Last() for each in everyone if each.rank != rank}
+        here = everyone[rank].machine
+        self.neighbours = [other for other in self._heartbeats if everyone[other].machine == here]
+
+    def update(self, watched: Iterable[int], heartbeats: Mapping[int, Heartbeat], seconds: float) -> None:
+        """Takes the newest heartbeats of the ranks that are watched now.
+
+        Args:
+            seconds: Since it was called last: so much older is a heartbeat that has not changed.
+                Time in which this rank itself stood still must not be in it.
+        """
+        for rank in watched:
+            last = self._heartbeats.get(rank)
+            if last is None:
+                continue
+            last.age += seconds
+            heartbeat = heartbeats.get(rank)
+            if heartbeat is not None and (last.heartbeat is None or heartbeat.count != last.heartbeat.count):
+                last.heartbeat, last.age = heartbeat, 0.0
+
+    def check_processes(self) -> None:
+        """Checks the processes on this machine."""
+        for rank in self.neighbours:
+            is_gone = process_state(self._everyone[rank].pid) == "gone"
+            last = self._heartbeats[rank]
+            last.checks_without_process = last.checks_without_process + 1 if is_gone else 0
+
+    def lost(self, silence: float, among: Iterable[int], checks: int = 2) -> list[LostRank]:
+        """Those of `among` that were silent for `silence` seconds, or gone at `checks` checks in a row."""
+        found = []
+        for rank in sorted(among):
+            last = self._heartbeats.get(rank)
+            if last is not None and (last.age > silence or last.checks_without_process >= checks):
+                found.append(self.describe(rank))
+        return found
+
+    def describe(self, rank: int, silent: float | None = None) -> LostRank:
+        """What is known of a rank that counts as lost.
+
+        Args:
+            silent: Seconds, where another clock knows better.
+        """
+        process, last = self._everyone[rank], self._heartbeats[rank]
+        is_near = rank in self.neighbours
+        heartbeat = last.heartbeat
+        return LostRank(
+            process,
+            last.age if silent is None else silent,
+            None if heartbeat is None else heartbeat.step,
+            process_state(process.pid) if is_near else None,
+            None if heartbeat is None else heartbeat.memory,
+            max(0, kills() - heartbeat.memory.num_kills) if is_near and heartbeat is not None else 0,
+            sum(each.machine == process.machine for each in self._everyone),
+        )
+
+
+def _tell_nobody(step: int, sentence: str) -> None:
+    pass
+
+
+class Shutdown:
+    """Never waits for the training thread; for other ranks only so long."""
+
+    def __init__(
+        self,
+        store: WatchdogStore,
+        heartbeats: Heartbeats,
+        everyone: Sequence[RankProcess],
+        rank: int,
+        progress: Progress,
+    ):
+        self.folder: Path | None = None
+        """Where stacks are written; None: nowhere yet."""
+        self.before_leaving: Callable[[], object] = lambda: None
+        """What a process still does that is rank 0 or tells why the job ends; raises nothing."""
+        self.frames: list[FrameSummary] = []
+        """Where the training thread was, if it has left there by an exception."""
+        self.tell: Callable[[int, str], None] = _tell_nobody
+        """Is given the step and what is told, by the rank that tells; takes seconds at the most."""
+        self.advise: Callable[[], str] = advise
+        """What helps where a rank was killed for memory."""
+        self._store, self._heartbeats = store, heartbeats
+        self._everyone, self._rank = everyone, rank
+        self._progress = progress
+        self._tells = rank == 0
+
+    def together(self, failure: Failure) -> None:
+        """With the others, over the store.
+
+        Raises:
+            RuntimeError: it is gone.
+        """
+        if failure.why == "raised":
+            # Its rank shows what it was; what this rank's training thread makes of it belongs in its log.
+            self._report_exit(failure, f"{self._everyone[failure.rank]} failed, and says why")
+            self._store.count("left")
+            time.sleep(SOON)
+            return
+        self._last_resort()
+        self._store.send_report(self._own_report(failure.why))
+        if failure.rank == self._rank:
+            sentence = self._sentence(failure)
+            self._publish(sentence)
+            self._store.publish_diagnosis(sentence)
+            self.tell(self._progress.activity.step, sentence)
+        else:
+            self._until(lambda: self._store.diagnosis() is not None, 2 * ANSWER)
+            self._report_exit(failure, self._store.diagnosis() or "it hung, or lost a rank")
+        self._store.count("left")
+        if self._rank == 0:  # the others read all this in its store
+            self._until(lambda: self._store.counted("left") >= len(self._everyone), SOON)
+
+    def alone(self, silent: float) -> None:
+        """Without the store, which has not answered for so many seconds. Does not return."""
+        self._last_resort()
+        with suppress(RuntimeError):
+            self._own_report("lost")
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if by_launcher or self._rank == 0:
+            line = (
+                f"the launcher on {os.environ.get('MASTER_ADDR')} is gone, or the link to it: its store gave "
+                f"no answer for {silent:.1f} s"
+            )
+        else:
+            line = describe_lost([self._heartbeats.describe(0, silent)], self.advise)
+        if self._is_reporter():
+            self._publish(line)
+            self.tell(self._progress.activity.step, line)
+        elif reports_own_exit(self._is_head):
+            self._write(line)
+        self.leave(HANG_EXIT_CODE)
+
+    def _last_resort(self) -> None:
+        # A thread of C: it needs no lock of Python's, should even this thread get stuck.
+        faulthandler.dump_traceback_later(DEADLINE + 5, exit=True, file=STDERR)
+
+    def _own_report(self, why: str) -> RankReport:
+        """Where this rank stands; its stacks are written."""
+        activity = self._progress.activity
+        in_flight = in_flight_now()
+        now = thread_position(self.frames or main_frames(), in_flight)
+        own = self._everyone[self._rank]
+        number = in_flight[0].number if in_flight and in_flight[0].name == now.collective else None
+        if self.folder is not None:
+            with suppress(OSError):
+                write_stacks(self.folder, own.rank, f"{why}: {own}, {activity.doing}, step {activity.step}")
+        return RankReport(own, activity.doing, activity.step, now.place, now.collective, number)
+
+    def _sentence(self, failure: Failure) -> str:
+        ranks = range(len(self._everyone))
+        began = last = time.monotonic()
+        while True:
+            self._heartbeats.update(ranks, self._store.heartbeats(ranks), time.monotonic() - last)
+            last = time.monotonic()
+            self._heartbeats.check_processes()
+            reports = self._store.reports(ranks)
+            heard = {w.process.rank for w in reports}
+            lost = self._heartbeats.lost(ANSWER, set(ranks) - heard, checks=1)
+            if len(heard) + len(lost) == len(ranks) or last - began > ANSWER:
+                break
+            time.sleep(PERIOD / 5)
+        known = heard | {each.process.rank for each in lost}
+        lost += [self._heartbeats.describe(rank) for rank in ranks if rank not in known]
+        if failure.why == "lost":
+            return describe_lost(lost, self.advise) if lost else f"{failure.what}; by now all ranks answer"
+        return describe_hang(reports, failure.seconds, lost, self.advise)
+
+    def _publish(self, line: str) -> None:
+        self._tells = True
+        # Not through logging or rich: the training thread may be stuck with their locks.
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / "diagnosis.txt").write_text(line + "\n")
+            line += f"; stacks: {self.folder}"
+        self._write(line)
+
+    def _report_exit(self, failure: Failure, sentence: str) -> None:
+        """The same on this rank's own console, where it is another one's failure and nobody says it there."""
+        own, teller = self._everyone[self._rank], self._everyone[failure.rank]
+        if own.rank != teller.rank and reports_own_exit(self._is_head and own.machine != teller.machine):
+            self._write(f"{own}: ends with {failure.code}: {sentence}")
+
+    @property
+    def _is_head(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self._rank == min([self._rank, *self._heartbeats.neighbours])
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError):
+            os.write(STDERR, f"{os.linesep if os.isatty(STDERR) else ''}{line}\n".encode())
+
+    def _is_reporter(self) -> bool:
+        """Whether this rank is the one that reports where no store agrees on it: one a file system."""
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    (self.folder / f".told-{self._everyone[0].pid}").touch(exist_ok=False)
+                except FileExistsError:
+                    return False
+                return True
+        return self._rank == min({self._rank, *self._heartbeats.neighbours} - {0}, default=0)
+
+    def _until(self, is_so: Callable[[], bool], seconds: float) -> None:
+        began = time.monotonic()
+        while not is_so() and time.monotonic() - began < seconds:
+            time.sleep(PERIOD / 10)
+
+    def leave(self, code: int) -> None:
+        """Ends this process and its data workers at once; no destructor and no other thread is waited for."""
+        if self._tells:
+            self.before_leaving()  # takes seconds at the most
+        write_exit_code(self._rank, len(self._everyone), code)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(code)
 
 
 def is_from_peers(error: BaseException) -> bool:

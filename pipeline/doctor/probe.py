@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypedDict
 
 from pipeline.distributed.machine import available_memory
-from pipeline.doctor import driver, facts, network
+from pipeline.doctor import facts, network
 from pipeline.doctor.collective import STEPS
 from pipeline.doctor.session import (
     Session,
@@ -38,7 +38,7 @@ class Answered(TypedDict, total=False):
     project: facts.Project
     versions: dict[str, str | None]
     devices: facts.Devices
-    driver: driver.Driver
+    driver: facts.Driver
     memory: int
     disks: list[facts.Disk]
     folders: list[facts.Folder]
@@ -97,7 +97,7 @@ class Probe:
             "project": facts.read_project,
             "versions": facts.read_versions,
             "devices": facts.read_devices,
-            "driver": driver.read_driver,
+            "driver": facts.read_driver,
             "memory": available_memory,
             "disks": lambda: facts.read_disks(folders),
             "folders": lambda: facts.read_folders(folders, marker(asked["token"], asked["name"])),

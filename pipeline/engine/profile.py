@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from pipeline.distributed.phases import Phases
-from pipeline.distributed.span import Span
+from pipeline.distributed.phases import Phases, Span
 from pipeline.files import MIB
 
 log = logging.getLogger(__name__)

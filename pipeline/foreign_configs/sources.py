@@ -1,7 +1,7 @@
 """Data sets of a foreign configuration -> the recipe's data section, and templates that write their rows.
 
-The templates are Jinja, and give another trainer's own text (`data.layout: row`), token by token. A literal is
-written as a Jinja string, so that no block trims the white space around it.
+The templates are Jinja, and give another trainer's own text (`data.layout: row`), token by token. A literal
+is written as a Jinja string, so that no block trims the white space around it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from typing import Any
 import psutil
 
 from pipeline.distributed.diagnosis import ADVICE, NEARLY_FULL
-from pipeline.distributed.kernel_log import killed_for_memory
-from pipeline.distributed.machine import kills, memory_now
+from pipeline.distributed.machine import killed_for_memory, kills, memory_now
 from pipeline.files import GIB
 
 SEARCH = 10  # looks between two searches for new ranks, which read all of /proc

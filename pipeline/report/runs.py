@@ -20,8 +20,7 @@ from typing import Any
 
 from pipeline.config.loading import read_yaml
 from pipeline.distributed.diagnosis import NEARLY_FULL, RankProcess
-from pipeline.distributed.kernel_log import killed_for_memory
-from pipeline.distributed.machine import machine_id, memory_now
+from pipeline.distributed.machine import killed_for_memory, machine_id, memory_now
 from pipeline.errors import ConfigError, PipelineError, listed, printable
 from pipeline.events import PLAN, RUN_FAILED, TIME
 from pipeline.files import CONFIGURATION_LIMIT, GIB, format_duration, open_plain, read_plain, replace_file

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.rendezvous import rendezvous
-from pipeline.distributed.watchdog_store import Failure, claim
+from pipeline.distributed.watchdog import Failure, claim
 from pipeline.errors import LaunchError
 
 HERE = platform.node()

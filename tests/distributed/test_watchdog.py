@@ -12,7 +12,7 @@ from support.forked import Program
 from support.launch import ROOT, environment, launch, write_recipe
 from support.ranks import free_port
 
-from pipeline.distributed.watchdog_store import HANG_EXIT_CODE
+from pipeline.distributed.watchdog import HANG_EXIT_CODE
 
 pytestmark = pytest.mark.slow
 FAULTS = {"PYTHONPATH": str(ROOT / "tests")}

@@ -8,7 +8,7 @@ import pytest
 from doctor.machines import bad, here, seen, well
 
 from pipeline.doctor.checks import check_machines
-from pipeline.doctor.driver import read_driver
+from pipeline.doctor.facts import read_driver
 
 GOOD = {"index": "0", "persistence": "Enabled", "uncorrected": "0", "pending": "No"}
 NEW = {"given": True, "nvidia": "580.65.06", "cuda": "13.0", "health": [GOOD]}
