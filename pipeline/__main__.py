@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides.append(argument)  # an override after an option
     raise_open_files_limit()
     command = COMMANDS[arguments.command]
-    return report_errors(lambda: _run(command, arguments), getattr(command, "INTERRUPTED", None))
+    return report_errors(lambda: _run(command, arguments), getattr(command, "AFTER_INTERRUPT", None))
 
 
 def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:

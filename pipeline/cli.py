@@ -20,12 +20,14 @@ from pipeline.config.recipe import OPTION
 from pipeline.config.schema import LogLevel
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
 from pipeline.config.split import Device
-from pipeline.distributed.signals import stop_with_launcher
 from pipeline.distributed.ranks import Ranks, read_ranks, write_exit_code
-from pipeline.distributed.signals import Terminated, reports_own_exit, terminable
+from pipeline.distributed.signals import reports_own_exit, stop_with_launcher, terminable
 from pipeline.errors import (
+    INTERRUPTS,
+    NO_CHECKPOINT,
     CommandLine,
     PipelineError,
+    explain_interrupt,
     hide_secrets_in_tracebacks,
     shown,
     too_long_a_name,
@@ -157,10 +159,11 @@ def _run(settings: Settings, ranks: Ranks, planned: Resolved) -> int:
             from pipeline.running import run  # torch comes in here
 
             return run(settings, ranks, planned.deepspeed)
-        except (KeyboardInterrupt, Terminated) as signal:
+        except INTERRUPTS as interrupt:  # while torch is imported: a run ends with its own
+            message, code = explain_interrupt(interrupt, NO_CHECKPOINT)
             if ranks.local_rank == 0 or reports_own_exit(False):
-                print("stopped at once, without a checkpoint", file=sys.stderr, flush=True)
-            return signal.exit_code if isinstance(signal, Terminated) else 130
+                print(message, file=sys.stderr, flush=True)
+            return code
 
 
 def _refuse(error: PipelineError, ranks: Ranks) -> int:

@@ -111,6 +111,28 @@ class DeviceFailedError(PipelineError):
     exit_code = 14
 
 
+class Terminated(BaseException):
+    """A signal asked for a stop before training or after it. SIGTERM also comes if another rank has ended."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+INTERRUPTS = (KeyboardInterrupt, Terminated)
+NO_CHECKPOINT = "no further checkpoint is saved"
+
+
+def explain_interrupt(interrupt: BaseException, afterwards: str = "") -> tuple[str, int]:
+    """Return what is said of an interrupt, one of INTERRUPTS, and the exit code.
+
+    Args:
+        afterwards: What becomes of the work that was done; empty: there is nothing to say.
+    """
+    code = interrupt.exit_code if isinstance(interrupt, Terminated) else 130
+    return "; ".join(["stopped", *filter(None, [afterwards])]), code
+
+
 def too_long_a_name(error: OSError) -> PipelineError | None:
     """For a path that no file can have, wherever it was used; None where something else is wrong."""
     if error.errno != errno.ENAMETOOLONG:
@@ -129,8 +151,12 @@ def hide_secrets_in_tracebacks() -> None:
     threading.excepthook = lambda ended: show(ended.exc_type, ended.exc_value, ended.exc_traceback)
 
 
-def report_errors(work: Callable[[], int | None], interrupted: str | None = None) -> int:
-    """What a command ends with: what `work` returns or 0, 2 bad input, 130 Ctrl-C (`interrupted` is said)."""
+def report_errors(work: Callable[[], int | None], afterwards: str | None = None) -> int:
+    """Do a command's work, and return its exit code: what `work` returns or 0, 2 bad input, 130 Ctrl-C.
+
+    Args:
+        afterwards: See `explain_interrupt`; None: an interrupt is not told.
+    """
     hide_secrets_in_tracebacks()
     try:
         return work() or 0
@@ -140,10 +166,11 @@ def report_errors(work: Callable[[], int | None], interrupted: str | None = None
             raise
         print(f"error: {mistake}", file=sys.stderr, flush=True)
         return mistake.exit_code
-    except KeyboardInterrupt:
-        if interrupted is not None:
-            print(interrupted, file=sys.stderr, flush=True)
-        return 130
+    except INTERRUPTS as interrupt:
+        message, code = explain_interrupt(interrupt, afterwards or "")
+        if afterwards is not None:
+            print(message, file=sys.stderr, flush=True)
+        return code
 
 
 class CommandLine(argparse.ArgumentParser):

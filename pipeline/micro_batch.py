@@ -25,10 +25,9 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.device_failures import explain
 from pipeline.distributed.machine import memory_now
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.signals import Terminated
 from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, Limits
-from pipeline.errors import ConfigError, DeviceMemoryError
+from pipeline.errors import ConfigError, DeviceMemoryError, Terminated
 from pipeline.files import GIB
 from pipeline.kept_sizes import KeptSize
 from pipeline.models.regional_compile import compile_again

@@ -17,9 +17,11 @@ from pipeline.checkpoint.catalog import steps_in
 from pipeline.config.settings import Settings
 from pipeline.device_failures import explain, of_training
 from pipeline.distributed.ranks import Ranks, write_exit_code
-from pipeline.distributed.signals import STDOUT, Terminated, ignore_stop_signals, reports_own_exit
+from pipeline.distributed.signals import STDOUT, ignore_stop_signals, reports_own_exit
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
 from pipeline.errors import (
+    INTERRUPTS,
+    NO_CHECKPOINT,
     CheckpointError,
     ConfigError,
     DataError,
@@ -28,6 +30,8 @@ from pipeline.errors import (
     LaunchError,
     ModelError,
     PipelineError,
+    Terminated,
+    explain_interrupt,
     printable,
     too_long_a_name,
 )
@@ -59,10 +63,8 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         if isinstance(error, (DeviceMemoryError, DeviceFailedError)):
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
         return _end(begun, ranks, f"error: {error}", error.exit_code)
-    except KeyboardInterrupt:
-        return _end(begun, ranks, "stopped at once, without a further checkpoint", 130)
-    except Terminated as error:
-        return _end(begun, ranks, "stopped at once, without a further checkpoint", error.exit_code, error)
+    except INTERRUPTS as interrupt:
+        return _end(begun, ranks, *explain_interrupt(interrupt, NO_CHECKPOINT), interrupt)
     except Exception as error:  # a programmer's mistake keeps its traceback
         mistake = too_long_a_name(error) if isinstance(error, OSError) else None
         job = begun.job if begun is not None else None

@@ -28,7 +28,7 @@ DESCRIPTION = """\
 Prepares the data of a recipe where that was not done, and shows it. Text: documents, lengths, exact copies,
 padding, and rows with the tokens marked that count in the loss. Images: classes, sizes, and a picture of
 some."""
-INTERRUPTED = "stopped"
+AFTER_INTERRUPT = ""
 SHEET = 32  # images
 
 

@@ -20,7 +20,7 @@ On many machines that share data.cache_dir, each makes its share of the parts, a
   sbatch --array=0-15 --wrap '%(prog)s --config R.yaml \\
       --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT'
 """
-INTERRUPTED = "stopped; what is finished is kept, and the same command goes on"
+AFTER_INTERRUPT = "what is finished is kept, and the same command goes on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,20 +24,13 @@ from types import FrameType
 import psutil
 
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI, PMI, Ranks
+from pipeline.errors import Terminated
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks for a stop, beside Ctrl-C."""
 STDOUT, STDERR = 1, 2
 LAUNCHER_PERIOD = 1.0  # seconds between two looks for the launcher
 log = logging.getLogger(__name__)
-
-
-class Terminated(BaseException):
-    """One of STOP_SIGNALS before training or after it. SIGTERM comes where another rank has ended, too."""
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.exit_code = 128 + number
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import pytest
 from support.launch import ROOT, TRAIN, environment, start, write_recipe
 from support.ranks import free_port
 
-from pipeline.distributed.signals import STOP_SIGNALS, Terminated, terminable
+from pipeline.distributed.signals import STOP_SIGNALS, terminable
+from pipeline.errors import Terminated
 
 PATIENCE = 200
 
