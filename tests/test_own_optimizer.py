@@ -8,8 +8,7 @@ from torch import nn
 
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
-from pipeline.engine.parameter_state import ParameterState, whole_parameters
-from pipeline.engine.state import restore
+from pipeline.engine.state import ParameterState, restore, whole_parameters
 from pipeline.errors import ConfigError
 from pipeline.optim import SeveralOptimizers, build_torch_optimizer, parameter_groups, set_learning_rate
 

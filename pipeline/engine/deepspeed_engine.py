@@ -40,9 +40,8 @@ from pipeline.engine.interface import (
 )
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.parallel_state import forget_parameter_groups, parallel_state
-from pipeline.engine.parameter_state import kept_buffers, names_of, whole_parameters
 from pipeline.engine.sequence_parallel import SequenceParallel
-from pipeline.engine.state import State
+from pipeline.engine.state import State, kept_buffers, names_of, whole_parameters
 from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts
 from pipeline.engine.tensor_sharding import TensorSharding
 from pipeline.engine.unused import GradientWatch, warn_of_unused

@@ -16,15 +16,20 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from pipeline.engine.optimizer_state import (
+from pipeline.engine.state import (
+    ParameterState,
+    Place,
+    Places,
     SavedState,
+    State,
+    buffer_shards,
     flat_numbers,
     flat_tensors,
+    frozen,
     set_numbers,
+    shared_out,
     take_steps_again,
 )
-from pipeline.engine.parameter_state import ParameterState, Places, buffer_shards, frozen
-from pipeline.engine.state import Place, State, shared_out
 from pipeline.shards import GRADIENT, WEIGHT, Scalars, Shard, ShardSource
 
 

@@ -29,10 +29,9 @@ from pipeline.engine.documents import with_bounds
 from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import Limits, StepResult, count_and_flags, to_device
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.parameter_state import kept_buffers
 from pipeline.engine.profile import measured_instructions
 from pipeline.engine.stages import Stages, named, stage_groups
-from pipeline.engine.state import Place, State
+from pipeline.engine.state import Place, State, kept_buffers
 from pipeline.errors import DataError
 from pipeline.models.adapters import is_base
 from pipeline.models.document_attention import BOUNDS

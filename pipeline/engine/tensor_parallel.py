@@ -21,8 +21,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from pipeline.engine.parameter_state import Places, whole_parameters
-from pipeline.engine.state import WHOLE, Place
+from pipeline.engine.state import WHOLE, Place, Places, whole_parameters
 from pipeline.errors import ModelError
 from pipeline.models.of_transformers import is_model
 from pipeline.objectives import VocabularyPart, note_part

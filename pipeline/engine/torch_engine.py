@@ -35,10 +35,9 @@ from pipeline.engine.interface import (
     to_device,
 )
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.parameter_state import ParameterState, kept_buffers, names_of, whole_parameters
 from pipeline.engine.refusal import Refusal
 from pipeline.engine.replicas import Replicas
-from pipeline.engine.state import restore
+from pipeline.engine.state import ParameterState, kept_buffers, names_of, restore, whole_parameters
 from pipeline.engine.step_gate import StepGate
 from pipeline.engine.unused import warn_of_unused, without_gradient
 from pipeline.errors import ModelError, listed

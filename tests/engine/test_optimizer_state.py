@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.engine.optimizer_state import flat_tensors, named_by_us, whole_tensors
-from pipeline.engine.parameter_state import ParameterState, whole_parameters
-from pipeline.engine.state import Place, restore
+from pipeline.engine.state import (
+    ParameterState,
+    Place,
+    flat_tensors,
+    named_by_us,
+    restore,
+    whole_parameters,
+    whole_tensors,
+)
 from pipeline.errors import CheckpointError
 from pipeline.shards import Region, Shard
 

@@ -18,7 +18,7 @@ from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.normalize import mean_loss
-from pipeline.engine.parameter_state import kept_buffers
+from pipeline.engine.state import kept_buffers
 from pipeline.evaluation import evaluate
 from pipeline.objectives import build_objective
 
