@@ -51,7 +51,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
     choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed, which would choose itself
     if deepspeed is not None:
-        from pipeline.engine.validation import check_configuration
+        from pipeline.engine.deepspeed_patches import check_configuration
 
         check_configuration(deepspeed)
     if ranks.is_main_process:

@@ -6,10 +6,16 @@ pipeline.engine.deepspeed_patches` prints the digests of the installed one.
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import importlib
+import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import deepspeed
@@ -17,15 +23,38 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 
 from pipeline.config.loading import get_dotted
-from pipeline.engine.source_digest import at, digest, undecorated
 from pipeline.errors import ConfigError
 from pipeline.optim import at_rest
+
+
+def digest(place: str) -> str:
+    """Of the source of module:object without comments and blank lines; "absent" where there is none."""
+    try:
+        lines = inspect.getsource(undecorated(at(place))).splitlines()
+    except (ImportError, AttributeError, OSError):
+        return "absent"
+    code = (line for line in lines if line.strip() and not line.strip().startswith("#"))
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
+
+
+def at(place: str) -> Any:
+    """What module:object names."""
+    module, _, name = place.partition(":")
+    return attrgetter(name)(importlib.import_module(module))
+
+
+def undecorated(source: Any) -> Any:
+    """What DeepSpeed's tracing decorator, which names nothing, was put around."""
+    held = inspect.getclosurevars(source).nonlocals if inspect.isfunction(source) else {}
+    return held.get("func", source)
+
 
 SEEN_IN = "0.19.8"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -392,3 +421,20 @@ if __name__ == "__main__":
     for each in PATCHES:
         for where in chain.from_iterable(each.sources.values()):
             print(f'"{where}": "{digest(where)}",')
+
+
+def check_configuration(config: dict[str, Any]) -> None:
+    """Lets the installed DeepSpeed look at every value; a newer one may refuse what config/ knows nothing of.
+
+    Raises:
+        ConfigError: DeepSpeed refuses one, or differs from the version that deepspeed_patches knows where
+            this configuration uses it.
+    """
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    check_patches(config)
+    config = copy.deepcopy(config)
+    config.pop("train_batch_size", None)  # it would be held to the ranks, who may not have met yet
+    try:
+        DeepSpeedConfig(config)
+    except (ValueError, AssertionError, DeepSpeedConfigError) as error:  # pydantic's error is a ValueError
+        raise ConfigError(f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}") from None

@@ -20,7 +20,7 @@ from pipeline.data.bundle import collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine import deepspeed_patches as patches
-from pipeline.engine.validation import check_configuration
+from pipeline.engine.deepspeed_patches import check_configuration
 from pipeline.errors import ConfigError
 from pipeline.objectives import CausalLM, LossSum
 
