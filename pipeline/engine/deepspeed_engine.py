@@ -20,7 +20,13 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.engine import guard
 from pipeline.engine.changing_buffers import ChangingBuffers
-from pipeline.engine.deepspeed_base import DeepSpeedBase, build_optimizer, fit_bucket
+from pipeline.engine.deepspeed_base import (
+    DeepSpeedBase,
+    build_optimizer,
+    fit_bucket,
+    forget_parameter_groups,
+    parallel_state,
+)
 from pipeline.engine.deepspeed_patches import (
     average_over_all_ranks,
     keep_autocast,
@@ -39,7 +45,6 @@ from pipeline.engine.interface import (
     to_device,
 )
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.parallel_state import forget_parameter_groups, parallel_state
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import State, kept_buffers, names_of, whole_parameters
 from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts

@@ -22,7 +22,7 @@ from deepspeed.runtime.tensor_parallel.config import get_tensor_parallel_config
 from torch import Tensor, nn
 
 from pipeline.config.split import Split
-from pipeline.engine.parallel_state import parallel_state
+from pipeline.engine.deepspeed_base import parallel_state
 from pipeline.engine.state import WHOLE, Place
 from pipeline.engine.tensor_parallel import complete_tensor_section, cut_parameters, share_vocabulary
 from pipeline.errors import ModelError, one_line

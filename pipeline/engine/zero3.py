@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from pipeline.distributed.machine import available_memory
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
+from pipeline.engine.deepspeed_base import forget_parameter_groups
 from pipeline.engine.deepspeed_patches import without_hooks
-from pipeline.engine.parallel_state import forget_parameter_groups
 from pipeline.errors import ModelError
 from pipeline.models.blocks import sharded_as_one
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from support.forked import context
 
 if TYPE_CHECKING:
-    from pipeline.engine.parallel_state import EngineGroups
+    from pipeline.engine.deepspeed_base import EngineGroups
 
 
 def free_port() -> int:
@@ -116,8 +116,7 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
 
     from pipeline.distributed.process_group import start_job
     from pipeline.distributed.ranks import read_ranks
-    from pipeline.engine.deepspeed_base import start_deepspeed
-    from pipeline.engine.parallel_state import EngineGroups
+    from pipeline.engine.deepspeed_base import EngineGroups, start_deepspeed
 
     endings = _endings_of_engines()
     job = start_job(read_ranks(os.environ), distributed=True)
@@ -159,8 +158,8 @@ def _close_engines(groups: EngineGroups, endings: list[ExitStack]) -> None:
     """Those that a function left open: the threads of their groups wake a hundred times a second each."""
     from deepspeed import DeepSpeedEngine
 
+    from pipeline.engine.deepspeed_base import EngineGroups
     from pipeline.engine.deepspeed_patches import forget_model
-    from pipeline.engine.parallel_state import EngineGroups
 
     while endings:
         endings.pop().close()
