@@ -19,7 +19,6 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.engine import guard
-from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.deepspeed_base import (
     DeepSpeedBase,
     build_optimizer,
@@ -45,6 +44,7 @@ from pipeline.engine.interface import (
     to_device,
 )
 from pipeline.engine.normalize import backward_scale
+from pipeline.engine.replicas import ChangingBuffers
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import State, kept_buffers, names_of, whole_parameters
 from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts

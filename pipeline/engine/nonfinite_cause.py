@@ -18,7 +18,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, Limits
 from pipeline.models.batch_norm import is_synchronised
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
-from pipeline.objectives.wrapped import WrappedObjective
+from pipeline.objectives.interface import WrappedObjective
 
 SHOWN = 8  # samples that a line names
 INPUT, FORWARD, BACKWARD = range(3)

@@ -22,7 +22,6 @@ from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.changing_buffers import ChangingBuffers
 from pipeline.engine.documents import with_bounds
 from pipeline.engine.gradients import gradients_shown
 from pipeline.engine.guard import clip_and_guard
@@ -36,7 +35,7 @@ from pipeline.engine.interface import (
 )
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.refusal import Refusal
-from pipeline.engine.replicas import Replicas
+from pipeline.engine.replicas import ChangingBuffers, Replicas
 from pipeline.engine.state import ParameterState, kept_buffers, names_of, restore, whole_parameters
 from pipeline.engine.step_gate import StepGate
 from pipeline.engine.unused import warn_of_unused, without_gradient

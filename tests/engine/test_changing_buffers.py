@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipeline.distributed.process_group import Job
-from pipeline.engine.changing_buffers import ChangingBuffers
+from pipeline.engine.replicas import ChangingBuffers
 
 
 def shared(job: Job, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
