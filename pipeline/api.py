@@ -39,7 +39,7 @@ from pipeline.data.digest import check_same_data
 from pipeline.device_failures import explained, of_killed, of_training
 from pipeline.distributed.machine import memory_now, process_age
 from pipeline.distributed.process_group import Job, describe_device, start_job
-from pipeline.engine.held import states
+from pipeline.engine.memory import states
 from pipeline.expectation import planned
 from pipeline.joining import Joined, join
 from pipeline.long_lived import LongLived

@@ -26,8 +26,8 @@ from pipeline.data.curriculum import build_order, check_same_curriculum
 from pipeline.data.loader import BatchSource, TrainLoader
 from pipeline.data.reference import with_reference
 from pipeline.distributed.process_group import Job
-from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import Engine
+from pipeline.engine.memory import freed_at_once
 from pipeline.errors import ConfigError
 from pipeline.evaluation import build_eval_loader
 from pipeline.expectation import expect, guessed

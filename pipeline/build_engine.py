@@ -16,8 +16,8 @@ from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job, allow_tf32
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import DTYPES, Engine, count_parameters
+from pipeline.engine.memory import freed_at_once
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.models import build_model
 from pipeline.models.frozen_base import HalfBase

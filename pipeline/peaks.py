@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipeline.distributed.machine import available_memory, forget_peak, resident_now, resident_peak
-from pipeline.engine.host_memory import give_back
+from pipeline.engine.memory import give_back
 
 PAGE = 4096
 

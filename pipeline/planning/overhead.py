@@ -20,7 +20,7 @@ NCCL = 300 * MIB  # of a rank on a GPU that has peers
 # second: with which none of those that ran out of memory would have fitted; then of runs that are cut by
 # tensors or stages, and the share of a GPU that these may take.
 RESERVED, FRAGMENTS, CUT_FRAGMENTS, CUT_SHARE = 0.11, 0.165, 0.25, 0.91
-MAPPED = 32 * MIB  # from this size on glibc maps a block of its own: engine/host_memory.py
+MAPPED = 32 * MIB  # from this size on glibc maps a block of its own: engine/memory.py
 # What its heap holds more, of what comes and goes in pieces below that: of activations kept, of what blocks
 # need that recompute, and of gradients, which are added to others where micro-batches accumulate.
 HOLES, RECOMPUTED_HOLES, GRADIENT_HOLES = 0.23, 0.36, 0.52

@@ -15,8 +15,8 @@ from pipeline.config.loading import get_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.distributed.process_group import Job
-from pipeline.engine.host_memory import freed_at_once
 from pipeline.engine.interface import Engine
+from pipeline.engine.memory import freed_at_once
 from pipeline.events import NO_TARGETS
 from pipeline.spike_detector import SpikeDetector
 from pipeline.watchers import Watcher, restore

@@ -8,7 +8,7 @@ import pytest
 from parity.test_memory import TREE, start, zero
 from support.memory import held_bytes
 
-from pipeline.engine.held import states
+from pipeline.engine.memory import states
 from pipeline.objectives import CausalLM
 
 # Bytes a parameter of weights, gradients and the optimizer on each of N ranks, in half precision.

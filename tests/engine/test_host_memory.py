@@ -15,7 +15,7 @@ from support.tiny import make_engine, recipe, token_bundle
 from support.weights import SIZES
 
 from pipeline.distributed.process_group import Job
-from pipeline.engine.host_memory import chosen_by_user
+from pipeline.engine.memory import chosen_by_user
 
 pytestmark = pytest.mark.slow
 

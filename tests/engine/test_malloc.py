@@ -12,7 +12,7 @@ import pytest
 # after which glibc left alone takes 2 MiB from its heap.
 PROGRAM = """
 import ctypes
-from pipeline.engine.host_memory import freed_at_once
+from pipeline.engine.memory import freed_at_once
 
 class Counts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks a b c d e f".split()]

@@ -77,7 +77,7 @@ PROGRAM = """
 import gc, torch
 from pathlib import Path
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.engine.host_memory import freed_at_once
+from pipeline.engine.memory import freed_at_once
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Placed
 
