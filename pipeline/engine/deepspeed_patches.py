@@ -1,7 +1,8 @@
-"""Every change to DeepSpeed's internals: what is wrong there, the version it was seen in, and what is done.
+"""Every change to DeepSpeed's internals: what is wrong there, the version it was seen in, what is done.
 
 `check_patches` compares the sources that a run's split uses with that version's; `python -m
-pipeline.engine.deepspeed_patches` prints the digests of the installed one.
+pipeline.engine.deepspeed_patches` prints the digests of the installed one. `check_configuration` is
+DeepSpeed's own validation of a configuration, without a process group.
 """
 
 from __future__ import annotations
@@ -417,14 +418,8 @@ def forget_model(engine: Any) -> None:
     engine.loss = engine.pipe_buffers = None  # autograd's graph leads to the model
 
 
-if __name__ == "__main__":
-    for each in PATCHES:
-        for where in chain.from_iterable(each.sources.values()):
-            print(f'"{where}": "{digest(where)}",')
-
-
 def check_configuration(config: dict[str, Any]) -> None:
-    """Lets the installed DeepSpeed look at every value; a newer one may refuse what config/ knows nothing of.
+    """Have the installed DeepSpeed look at every value: a newer one may refuse what config/ does not know.
 
     Raises:
         ConfigError: DeepSpeed refuses one, or differs from the version that deepspeed_patches knows where
@@ -438,3 +433,9 @@ def check_configuration(config: dict[str, Any]) -> None:
         DeepSpeedConfig(config)
     except (ValueError, AssertionError, DeepSpeedConfigError) as error:  # pydantic's error is a ValueError
         raise ConfigError(f"DeepSpeed refuses the configuration: {' '.join(str(error).split())}") from None
+
+
+if __name__ == "__main__":
+    for each in PATCHES:
+        for where in chain.from_iterable(each.sources.values()):
+            print(f'"{where}": "{digest(where)}",')

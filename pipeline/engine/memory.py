@@ -1,4 +1,8 @@
-"""Memory: what an engine holds on a device, by what it is, and what glibc keeps of tensors that were freed."""
+"""Memory: what an engine holds on a device, by what it is, and what glibc keeps of freed tensors.
+
+An engine's memory is counted in its tensors, without a new one. Of glibc, this answers for the allocator's
+settings alone: who allocates what is not its concern.
+"""
 
 from __future__ import annotations
 

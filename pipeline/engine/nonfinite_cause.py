@@ -1,4 +1,4 @@
-"""Finds what was infinite or NaN first in a step, and in which sample, by doing the step again."""
+"""Finds what was infinite or NaN first in a step, and in which sample, by doing the step again with hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a rank holds of the whole model and of its optimizer, whoever divided it, and how it is filled again."""
+"""What a rank holds of the whole model and its optimizer, whoever divided it, and how it is filled again.
+
+Here is what all engines share and what holds where the optimizer steps whole parameters: plain PyTorch, and
+ZeRO 0. What an optimizer keeps of a tensor, `optimizer.state[p]`, has the optimizer's own names.
+"""
 
 from __future__ import annotations
 
