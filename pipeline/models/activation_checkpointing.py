@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.attention.varlen  # its operator
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,6 +24,139 @@ from pipeline.errors import ModelError
 from pipeline.files import GIB
 from pipeline.models.activation_budget import ActivationBudget
 from pipeline.models.activation_offload import InputsOnHost
+from pipeline.units import GIB
+
+log = logging.getLogger(__name__)
+
+
+class ActivationBudget:
+    """Decides in the first training forward, after one block, which of the blocks recompute."""
+
+    def __init__(self, blocks: Sequence[nn.Module], budget: float):
+        """
+        Args:
+            blocks: They recompute where their `gradient_checkpointing` says so, which is set here.
+            budget: Bytes that a rank's blocks may keep of one micro-batch.
+        """
+        self._blocks, self._budget = blocks, budget
+        self._passed: dict[int, int] = {}
+        """Storage -> bytes of what the measured block is given: others hold it as well."""
+        self._kept: dict[int, int] = {}
+        """The same of what it keeps for backward besides."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        self._measured: nn.Module | None = None
+        self._handles = []
+        for block in blocks:
+            block.gradient_checkpointing = False  # type: ignore[assignment]
+            self._handles += [
+                block.register_forward_pre_hook(self._before, with_kwargs=True),
+                block.register_forward_hook(self._after, always_call=True),
+            ]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (block.training and torch.is_grad_enabled()) or self._measured is not None:
+            return
+        self._measured = block
+        self._passed = _storages(tree_leaves((args, kwargs)))
+        self._input = next(each for each in tree_leaves((args, kwargs)) if torch.is_tensor(each))
+        self._hooks.__enter__()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        assert self._measured is not None
+        there = self._passed | _storages(list(self._measured.parameters()))  # ZeRO 3's come and go
+        self._kept |= {at: size for at, size in _storages([tensor]).items() if at not in there}
+        return tensor
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, block: nn.Module, _: Any, output: Any) -> None:
+        if block is not self._measured:
+            return
+        self._hooks.__exit__(None, None, None)
+        for handle in self._handles:
+            handle.remove()
+        if output is not None:  # else the forward has failed
+            self._decide(block)
+
+    def _decide(self, measured: nn.Module) -> None:
+        own = sum(self._kept.values())
+        taken = self._input.nbytes  # which every block keeps, recomputed or not
+        blocks = [b for b in self._blocks if not any(p.is_meta for p in b.parameters())]  # this stage's
+        room = self._budget - len(blocks) * taken
+        keeping = min(len(blocks), max(0, int(room / max(own, 1))))
+        if dist.is_initialized() and any(hasattr(p, "ds_id") for p in measured.parameters()):
+            # A recomputed block of ZeRO 3 gathers its parameters once more, on all ranks or on none.
+            number = torch.tensor(keeping, device=self._input.device)
+            dist.all_reduce(number, dist.ReduceOp.MIN)
+            keeping = int(number)
+        # The last ones keep theirs: backward begins with them, and has freed them when others recompute.
+        for index, block in enumerate(blocks):
+            block.gradient_checkpointing = index < len(blocks) - keeping  # type: ignore[assignment]
+        log.info(
+            "model.activation_budget_gib: %d of %d blocks recompute; one keeps %.3f GiB, its input %.3f GiB",
+            len(blocks) - keeping,
+            len(blocks),
+            own / GIB,
+            taken / GIB,
+        )
+        self._passed, self._kept = {}, {}
+        del self._input
+
+
+def _storages(tensors: list[Any]) -> dict[int, int]:
+    held = [each.untyped_storage() for each in tensors if torch.is_tensor(each)]
+    return {storage.data_ptr(): storage.nbytes() for storage in held}
+
+
+@dataclass
+class _Offloaded:
+    host: Tensor
+    device: torch.device
+    arrived: torch.cuda.Event | None
+
+
+class InputsOnHost:
+    """Wraps what recomputes blocks. From CUDA values go beside the forward, on a stream of their own."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None  # no CUDA context before there is a tensor on it
+
+    def wrap(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
+        """`recompute(function, *args)` as before, its args kept on the host.
+
+        torch's non-reentrant checkpoint saves its args as operations do, and all else by hooks of its own.
+        """
+
+        def offloading(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(self._to_host, _to_device):
+                return recompute(*args, **kwargs)
+
+        return offloading
+
+    def _to_host(self, tensor: Tensor) -> Tensor | _Offloaded:
+        if not tensor.is_floating_point() or not tensor.numel():
+            return tensor
+        if tensor.device.type != "cuda":
+            return _Offloaded(tensor.clone(), tensor.device, None)
+        # Pinned memory comes from torch's cache, which waits for the copies that use it.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            arrived = self._stream.record_event()
+        tensor.record_stream(self._stream)
+        return _Offloaded(host, tensor.device, arrived)
+
+
+def _to_device(kept: Tensor | _Offloaded) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    if kept.arrived is not None:
+        torch.cuda.current_stream(kept.device).wait_event(kept.arrived)
+    return kept.host.to(kept.device, non_blocking=True)
+
 
 # What `selective` keeps: matrix products and attention are most of a block's time, and the rest of it is
 # most of its memory.

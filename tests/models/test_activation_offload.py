@@ -8,7 +8,7 @@ from support.tiny import deepspeed_json, recipe, train_curve
 from torch import nn
 
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.models import activation_offload, build_model
+from pipeline.models import activation_checkpointing, build_model
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
@@ -28,7 +28,7 @@ def gradients(device="cpu", **keys) -> tuple[nn.Module, list[torch.Tensor]]:
 @pytest.mark.parametrize("mode", ["full", 2, "selective"])
 def test_what_waits_elsewhere_is_the_input_of_each_block_that_recomputes(monkeypatch, mode):
     waiting, asked_for = [], []
-    there, back = activation_offload.InputsOnHost._to_host, activation_offload._to_device
+    there, back = activation_checkpointing.InputsOnHost._to_host, activation_checkpointing._to_device
 
     def to_host(self, tensor):
         kept = there(self, tensor)
@@ -41,8 +41,8 @@ def test_what_waits_elsewhere_is_the_input_of_each_block_that_recomputes(monkeyp
         asked_for.append(kept)
         return back(kept)
 
-    monkeypatch.setattr(activation_offload.InputsOnHost, "_to_host", to_host)
-    monkeypatch.setattr(activation_offload, "_to_device", to_device)
+    monkeypatch.setattr(activation_checkpointing.InputsOnHost, "_to_host", to_host)
+    monkeypatch.setattr(activation_checkpointing, "_to_device", to_device)
     _, expected = gradients(activation_checkpointing=mode)
     assert not waiting
     _, found = gradients(activation_checkpointing=mode, activation_offload=True)
