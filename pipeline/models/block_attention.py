@@ -7,11 +7,13 @@ Shapes as in document_attention, and Q: queries of a block, K: keys that one of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pipeline.planning.chunks import QUERIES
 
@@ -192,3 +194,92 @@ def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
+
+
+BLOCK = 64  # tokens of short documents that share one small mask on a CPU
+
+Runs = list[tuple[int, Tensor | None]]
+"""Tokens of one call on a CPU, and the mask of its documents; None: it is one document."""
+
+
+def is_served(query: Tensor, value: Tensor, longest: int, sinks: Tensor | None, scores: Scores) -> bool:
+    """Whether torch's kernel on a CPU takes documents of up to `longest` tokens and makes no T x T scores."""
+    if scores.softcap is not None or sinks is not None or longest > (scores.window or longest):
+        return False
+    return longest <= QUERIES or (scores.dropout == 0 and query.shape[-1] == value.shape[-1])
+
+
+def runs_of(bounds: list[int], rows: int) -> Runs | None:
+    """The calls that serve these documents; None: each row is one document."""
+    sizes = [end - start for start, end in pairwise(bounds) if end > start]
+    if len(sizes) == rows:
+        return None
+    runs: list[list[int]] = []
+    filled = BLOCK
+    for size in sizes:
+        if filled + size > BLOCK:
+            runs.append([])
+            filled = 0
+        runs[-1].append(size)
+        filled += size
+    return [(sum(run), _mask(run) if len(run) > 1 else None) for run in runs]
+
+
+def _mask(sizes: list[int]) -> Tensor:
+    """(n, n), 0 where one attends, else -inf: a boolean one would be made into that by every layer."""
+    document = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    is_seen = (document[:, None] == document).tril_()
+    return torch.zeros(is_seen.shape, dtype=torch.float32).masked_fill_(~is_seen, -torch.inf)
+
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """-> (B, heads, T, width). Causal, or as the mask says.
+
+    Args:
+        mask: (T, T), fp32: what is added to the scores.
+        scores: Scaling and dropout count.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.dtype == torch.bfloat16 and scores.dropout == 0 and query.shape[-1] == value.shape[-1]:
+        output: Tensor = _InFp32.apply(query, key, value, mask, scores.scaling)
+        return output
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if mask is None else mask.to(query.dtype),
+        dropout_p=scores.dropout,
+        is_causal=mask is None,
+        scale=scores.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+class _InFp32(torch.autograd.Function):
+    """Keeps what came, and no copy of it: these are made again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+    ) -> Tensor:
+        wide, of_rows = _forward(
+            query.float(), key.float(), value.float(), 0.0, mask is None, attn_mask=mask, scale=scaling
+        )
+        output: Tensor = wide.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, output, of_rows)
+        ctx.scaling = scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, output, of_rows = ctx.saved_tensors
+        wide = [t.float() for t in (of_output, query, key, value, output)]
+        found = _backward(*wide, of_rows, 0.0, mask is None, attn_mask=mask, scale=ctx.scaling)
+        return *(t.to(query.dtype) for t in found), None, None

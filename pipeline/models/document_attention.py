@@ -18,9 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from pipeline.errors import ModelError
-from pipeline.models.block_attention import Scores, attend_in_blocks
-from pipeline.models.cpu_attention import attend_on_cpu
-from pipeline.models.document_runs import Runs, is_served, runs_of
+from pipeline.models.block_attention import Runs, Scores, attend_in_blocks, attend_on_cpu, is_served, runs_of
 
 NAME = "documents"
 BOUNDS = "cu_seq_lens_q"  # as transformers' models hand it on to attention

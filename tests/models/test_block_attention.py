@@ -9,7 +9,7 @@ from test_packed_attention import each_alone, gradients, make, packed_rows
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.models import block_attention, document_runs
+from pipeline.models import block_attention
 from pipeline.models.activation_checkpointing import checkpoint_activations
 from pipeline.models.block_attention import Scores, attend_in_blocks
 from pipeline.models.document_attention import BOUNDS, DocumentAttention, document_bounds
@@ -38,7 +38,7 @@ MODELS = {
 @pytest.fixture
 def small_blocks(monkeypatch):
     """So that short rows are several."""
-    for module in (block_attention, document_runs):
+    for module in (block_attention, block_attention):
         monkeypatch.setattr(module, "QUERIES", 8)
 
 
@@ -117,7 +117,7 @@ def test_backward_drops_what_forward_dropped():
     ids=str,
 )
 def test_memory_grows_with_the_row_and_not_with_its_square(asked, size, monkeypatch):
-    for module in (block_attention, document_runs):
+    for module in (block_attention, block_attention):
         monkeypatch.setattr(module, "QUERIES", 32)
     found = []
     for length in (512, 1024):
