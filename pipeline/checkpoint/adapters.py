@@ -29,8 +29,7 @@ from pipeline.data.documents.digests import SETTLED_NANOSECONDS
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
-from pipeline.models.adapter_files import of_peft
-from pipeline.models.adapters import NAME, adapted
+from pipeline.models.adapters import NAME, adapted, of_peft
 from pipeline.models.transformers_folder import auto_class_for
 from pipeline.models.weight_files import Entry, OpenCheckpoint, WeightFile, open_hub, open_weights
 from pipeline.models.weights import matched

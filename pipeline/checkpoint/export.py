@@ -30,7 +30,7 @@ from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, 
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import CONFIGURATION_LIMIT, DESCRIPTION_LIMIT, format_bytes, publish_folder, read_plain
-from pipeline.models import adapter_files
+from pipeline.models import adapters
 from pipeline.models.transformers_folder import auto_class_for
 from pipeline.redaction import redact_text
 from pipeline.shards import WEIGHT, Region
@@ -270,7 +270,7 @@ def write_export(
                 for name in OF_A_MODEL:
                     (partial / name).unlink(missing_ok=True)
                 adapters.write_peft_config(manifest, partial)
-            single = adapter_files.WEIGHTS if is_adapter else SINGLE
+            single = adapters.WEIGHTS if is_adapter else SINGLE
             files = write_weights(source, partial, DTYPES[dtype], most, advance, single)
             off = source.rounding_error
         sizes = [(partial / file).stat().st_size for file in files]
