@@ -23,8 +23,15 @@ from pipeline import foreign
 from pipeline.config.adapter_schema import ALPHA, RANK, AdapterConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, ModelError, listed
-from pipeline.models.adapter_targets import is_transposed, linears, targets_of, trained_whole
-from pipeline.models.frozen_base import FrozenBase, HalfBase, hold_in_half
+from pipeline.models.frozen_base import (
+    FrozenBase,
+    HalfBase,
+    hold_in_half,
+    is_transposed,
+    linears,
+    targets_of,
+    trained_whole,
+)
 from pipeline.models.sharding import Sharding, number_of
 from pipeline.models.vocabulary import vocabulary_parameters
 from pipeline.models.weight_files import Safetensors

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import ModelSection
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.adapter_targets import is_transposed
-from pipeline.models.frozen_base import FrozenBase
+from pipeline.models.frozen_base import FrozenBase, is_transposed
 from pipeline.models.sharding import Placed, Sharding, let_go
 
 BLOCK = 64  # values that share a scale: bitsandbytes' own number, and transformers'

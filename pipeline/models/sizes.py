@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.models.adapter_targets import is_transposed, linears
+from pipeline.models.frozen_base import is_transposed, linears
 from pipeline.models.of_transformers import is_config
 from pipeline.planning.model import Dimensions, Model, Parameter
 
