@@ -16,14 +16,14 @@ from pipeline.checkpoint.catalog import named_in, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader, check_content, check_sizes, look, weights_of
 from pipeline.errors import CheckpointError, ModelError
-from pipeline.models.weight_files import Entry, WeightFile, refusal
+from pipeline.models.weights import Entry, WeightFile, refusal
 from pipeline.shards import Region
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointWeights:
-    """See pipeline.models.weight_files.WeightFile."""
+    """See pipeline.models.weights.WeightFile."""
 
     files: Sequence[Path] = ()
 

@@ -34,8 +34,7 @@ from pipeline.models.frozen_base import (
 )
 from pipeline.models.sharding import Sharding, number_of
 from pipeline.models.vocabulary import vocabulary_parameters
-from pipeline.models.weight_files import Safetensors
-from pipeline.models.weights import fill
+from pipeline.models.weights import Safetensors, fill
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."

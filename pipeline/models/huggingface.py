@@ -35,8 +35,7 @@ from pipeline.models.sharding import ModelRequest
 from pipeline.models.tensorwise import filled_tensorwise
 from pipeline.models.transformers_folder import folder_or_hub_name
 from pipeline.models.vocabulary import grow_vocabulary
-from pipeline.models.weight_files import method_of
-from pipeline.models.weights import draw
+from pipeline.models.weights import draw, method_of
 
 log = logging.getLogger(__name__)
 

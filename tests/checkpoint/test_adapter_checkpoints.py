@@ -23,7 +23,7 @@ from pipeline.checkpoint import adapters
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import read_manifest
 from pipeline.errors import CheckpointError, ConfigError, ModelError
-from pipeline.models.weight_files import open_weights
+from pipeline.models.weights import open_weights
 
 IDS = torch.arange(1, 25)[None]
 TEXT = "The sky is blue and the grass is green, snow is white. " * 40
