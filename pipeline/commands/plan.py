@@ -122,7 +122,7 @@ def _with_a_micro_batch(settings: Settings, model: Model, place: Place, history:
 def _model(settings: Settings) -> Model:
     model = model_of(settings.config)
     if model is None:  # it has to be built
-        from pipeline.models.counted import count
+        from pipeline.models.sizes import count
 
         model = count(settings.config)
     return model

@@ -110,7 +110,7 @@ class Job:
         return mean_keys(self.length, self.window or self.length)
 
     def flops_per_token(self, causal: bool = False) -> float:
-        """Forward and backward as models/flops.py counts them: 6N + 12 L d T, 4N where no matrix is trained.
+        """Forward and backward as models/sizes.py counts them: 6N + 12 L d T, 4N where no matrix is trained.
 
         Args:
             causal: Count the keys that a token sees in place of the whole row.

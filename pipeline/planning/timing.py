@@ -45,7 +45,7 @@ class StepTime:
     """Of all GPUs."""
     gpus: int
     model_flops: float
-    """Of the whole step, as models/flops.py counts."""
+    """Of the whole step, as models/sizes.py counts."""
     causal_flops: float
     """The same, of attention the keys that a token sees."""
 

@@ -77,7 +77,7 @@ def test_nothing_else_imports_what_a_recipe_names():
         "data/curriculum.py",
         "data/custom.py",
         "models/custom.py",
-        "models/counted.py",
+        "models/sizes.py",
         "data/documents/iterable.py",
         "objectives/__init__.py",
         "own_optimizer.py",

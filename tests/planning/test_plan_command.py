@@ -16,7 +16,7 @@ from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.schema import cache_folder
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
-from pipeline.models.counted import count
+from pipeline.models.sizes import count
 from pipeline.planning.history import History, Kind, Measured
 from pipeline.planning.place import place_of
 from pipeline.planning.proposals import proposals

@@ -155,7 +155,7 @@ def test_a_launch_bound_model_takes_what_the_host_takes():
 def test_flops_are_those_that_the_trainer_counts(family):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pipeline.models.flops import flops_per_token
+    from pipeline.models.sizes import flops_per_token
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 96, "tie_word_embeddings": False}
