@@ -20,8 +20,8 @@ from pipeline.engine.interface import DTYPES, Engine, count_parameters
 from pipeline.engine.memory import freed_at_once
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.models import build_model
+from pipeline.models.blocks import compile_blocks
 from pipeline.models.frozen_base import HalfBase
-from pipeline.models.regional_compile import compile_blocks
 from pipeline.models.sharding import Placed, Sharding, model_request
 from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.models.weights import load_weights

@@ -30,7 +30,7 @@ from pipeline.engine.interface import Engine, Limits
 from pipeline.errors import ConfigError, DeviceMemoryError, Terminated
 from pipeline.files import GIB
 from pipeline.kept_sizes import KeptSize
-from pipeline.models.regional_compile import compile_again
+from pipeline.models.blocks import compile_again
 from pipeline.objectives import Objective
 from pipeline.objectives.interface import TimedObjective
 from pipeline.peaks import Peaks, as_if_stepped, peaks_on

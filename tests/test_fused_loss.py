@@ -17,7 +17,7 @@ from pipeline.assemble import assemble
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.models.regional_compile import compile_blocks
+from pipeline.models.blocks import compile_blocks
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum, linear_token_losses
 from pipeline.planning import chunks

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
+import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._functorch import config as functorch
 
+from pipeline.errors import one_line
+from pipeline.models.batch_norm import is_synchronised
 from pipeline.models.of_transformers import is_model
 
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -63,3 +74,189 @@ def sharded_as_one(model: nn.Module) -> Iterator[list[nn.Module]]:
             is_theirs = type(blocks[0]).__module__.startswith("transformers.")
             if is_theirs and all(uses[id(p)] == 1 for block in blocks for p in block.parameters()):
                 yield blocks
+
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 16  # bytes, of addresses that Inductor's kernels read several values at a time from
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Has the repeated blocks compute by one compiled function each kind, from their next call on.
+
+    Blocks of a mixture of experts stay as they are: what an expert is given differs in size from batch to
+    batch. So do those whose batch normalisation asks other ranks, and those that ZeRO 3 gathers in parts.
+    """
+    # DDP's buckets lie between blocks, none inside; and a backward that cannot be compiled has to be known in
+    # the forward, where the block can still run as it is written.
+    dynamo.optimize_ddp = False
+    if hasattr(functorch, "force_non_lazy_backward_lowering"):
+        functorch.force_non_lazy_backward_lowering = True
+    wholes = sharded_as_one(model) if is_sharded(model) else repeated_blocks(model)
+    kinds = [blocks for blocks in wholes if _is_compilable(model, blocks)]
+    for blocks in kinds:
+        forward = _Shared(blocks, backend).forward
+        for block in blocks:
+            block.forward = types.MethodType(forward, block)
+    if not kinds:
+        log.info("compile: no blocks of the model are alike and can be compiled; it runs as it is written")
+
+
+def compile_again(model: nn.Module) -> None:
+    """As if nothing had been compiled: what follows is compiled for what comes next, and not for what differs
+    from that to what was there before, with other kernels and other last digits.
+    """
+    torch._dynamo.reset()
+    for block in model.modules():
+        shared = getattr(getattr(vars(block).get("forward"), "__func__", None), "of_blocks", None)
+        if isinstance(shared, _Shared):
+            shared.forget()
+
+
+def _is_compilable(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    is_wrapped = any("forward" in vars(block) for block in blocks)
+    talks = any(is_synchronised(layer) for layer in blocks[0].modules())
+    return not (is_wrapped or talks or has_experts(model))
+
+
+class _Shared:
+    """The forward of blocks that differ in their values alone."""
+
+    def __init__(self, blocks: Sequence[nn.Module], backend: str | Callable[..., Any]):
+        kind = type(blocks[0])
+        self._name = f"the {len(blocks)} {kind.__name__} blocks"
+        self._kind = kind.__name__
+        self._backend = backend
+        self._as_written = _forward(blocks)
+        self._compiled = self._compile()
+        self._is_aligned = True
+        # By (training, with gradients): the blocks that were called, and may cause no compilation any more.
+        self._called: dict[tuple[bool, bool], set[int]] = {}
+
+        @functools.wraps(self._as_written)
+        def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
+            return self._call(block, args, named)
+
+        forward.of_blocks = self  # type: ignore[attr-defined]
+        self.forward = forward
+
+    def _compile(self, options: dict[str, Any] | None = None) -> dict[bool, Callable[..., Any]]:
+        """Return the function for training and the one for evaluation.
+
+        They are two, so that what evaluation brings (a last, smaller batch) changes nothing for training.
+        """
+        return {
+            is_training: torch.compile(
+                _copied(self._as_written, f"{self._kind}_{word}"), backend=self._backend, options=options
+            )
+            for is_training, word in ((True, "training"), (False, "evaluation"))
+        }
+
+    def _assume_no_alignment(self) -> None:
+        """Compile anew for parameters at any address.
+
+        Inductor looks at the addresses of the parameters once, when it compiles: a kernel for aligned ones
+        fails at another block's ("misaligned address"). ZeRO 3 on one GPU has parameters in one piece of
+        memory, one behind the other.
+        """
+        self._is_aligned = False
+        self.forget()
+        self._compiled = self._compile({"triton.divisible_by_16": False})
+        log.info(
+            "compile: not all parameters of %s begin at a multiple of %d bytes; compiled for any address",
+            self._name,
+            ALIGNMENT,
+        )
+
+    def forget(self) -> None:
+        """That any block was called."""
+        self._called.clear()
+
+    def _call(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not self._compiled:
+            return self._as_written(block, *args, **named)
+        mode = (block.training, torch.is_grad_enabled())
+        if self._is_aligned and id(block) not in self._called.get(mode, ()) and not is_aligned(block):
+            self._assume_no_alignment()
+        called = self._called.setdefault(mode, set())
+        if not mode[1]:  # transformers makes the first block's input require a gradient even here
+            args = tuple(each.detach() if isinstance(each, Tensor) else each for each in args)
+        frames, breaks, start = counters["frames"]["total"], _breaks(), time.perf_counter()
+        try:
+            result = self._compiled[block.training](block, *args, **named)
+        except TorchDynamoException as error:
+            self._compiled.clear()
+            log.warning("compile: %s run as they are written: %s", self._name, reason(error))
+            return self._as_written(block, *args, **named)
+        if counters["frames"]["total"] != frames:
+            word = "training" if block.training else "evaluation"
+            how = f"for {word} ({time.perf_counter() - start:.0f} s)"
+            if id(block) in called:
+                log.warning("compile: %s are compiled again %s: %s", self._name, how, _cause())
+            elif not called:
+                why = "".join(f", in pieces: {_short(each)}" for each in list(_breaks() - breaks)[:1])
+                log.info("compile: %s are compiled once %s%s", self._name, how, why)
+        called.add(id(block))
+        return result
+
+
+def is_aligned(block: nn.Module) -> bool:
+    """Return whether each parameter begins at an address that Inductor's kernels may assume."""
+    return all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in block.parameters())
+
+
+def _forward(blocks: Sequence[nn.Module]) -> Callable[..., Any]:
+    """What a block computes between its hooks, with what it recomputes.
+
+    Older transformers recompute in `__call__`, hooks and all: what was compiled is one operation there, so
+    `selective` would keep nothing of it. These blocks recompute in their forward, as newer ones do.
+    """
+    kind = type(blocks[0])
+    forward: Callable[..., Any] = kind.forward
+    if kind.__call__ is nn.Module.__call__ or not hasattr(blocks[0], "_gradient_checkpointing_func"):
+        return forward
+    for block in blocks:
+        block._recompute = block._gradient_checkpointing_func
+        block._gradient_checkpointing_func = _called  # type: ignore[assignment]
+
+    @functools.wraps(forward)
+    def recomputing(block: Any, *args: Any, **named: Any) -> Any:
+        if block.gradient_checkpointing and block.training:
+            return block._recompute(functools.partial(forward, block, **named), *args)
+        return forward(block, *args, **named)
+
+    return recomputing
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _copied(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Calls `forward`, by code of its own: torch keeps what it compiled, and limits how often, by code."""
+
+    def run(block: nn.Module, *args: Any, **named: Any) -> Any:
+        return forward(block, *args, **named)
+
+    return types.FunctionType(run.__code__.replace(co_name=name), globals(), name, None, run.__closure__)
+
+
+def _breaks() -> Counter[str]:
+    """Why torch did not compile something as one piece, and how often; of the whole process."""
+    return Counter(counters["graph_break"])
+
+
+def _cause() -> str:
+    """What the last compilation found changed."""
+    told = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
+    return _short(told[-1].partition(": ")[2]) if told else "torch does not say why"
+
+
+def reason(error: TorchDynamoException) -> str:
+    """Why something could not be compiled, in one line."""
+    inner = getattr(error, "inner_exception", None) or error.__cause__ or error
+    return f"{type(inner).__name__}: {one_line(inner)}"
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:200]

@@ -22,7 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
-from pipeline.models.regional_compile import reason
+from pipeline.models.blocks import reason
 from pipeline.planning.chunks import block_of_rows
 
 _NAME = "vocabulary_part"

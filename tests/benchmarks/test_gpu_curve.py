@@ -16,7 +16,7 @@ from support.benchmarks import FOLDER, imported
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.models.regional_compile import compile_blocks
+from pipeline.models.blocks import compile_blocks
 
 gpu_curve = imported("gpu_curve")
 host_waits = imported("host_waits")

@@ -16,8 +16,7 @@ from pipeline import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.engine.zero3 import _learning
 from pipeline.errors import ModelError
-from pipeline.models.blocks import sharded_as_one
-from pipeline.models.regional_compile import compile_blocks
+from pipeline.models.blocks import compile_blocks, sharded_as_one
 
 MODEL = recipe()["model"] | {"num_layers": 4}
 SPLITS = {

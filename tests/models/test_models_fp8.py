@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.regional_compile import compile_blocks
+from pipeline.models.blocks import compile_blocks
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.sizes import flops_per_token, fp8_share
 from pipeline.models.transforms import Placement, transform

@@ -13,8 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import DataError
 from pipeline.models import build_model
-from pipeline.models.blocks import repeated_blocks
-from pipeline.models.regional_compile import compile_blocks
+from pipeline.models.blocks import compile_blocks, repeated_blocks
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives.model_call import ModelCall

@@ -24,8 +24,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.documents import with_bounds
 from pipeline.models import build_model
-from pipeline.models.blocks import repeated_blocks
-from pipeline.models.regional_compile import compile_blocks
+from pipeline.models.blocks import compile_blocks, repeated_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
 from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.planning.activations import Sizes
