@@ -30,7 +30,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
 from pipeline.models.adapters import NAME, adapted, of_peft
-from pipeline.models.transformers_folder import auto_class_for
+from pipeline.models.of_transformers import auto_class_for
 from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, open_hub, open_weights
 from pipeline.optional_packages import require
 from pipeline.planning.cutting import EMBEDDINGS, WORDS

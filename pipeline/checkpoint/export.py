@@ -31,7 +31,7 @@ from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import CONFIGURATION_LIMIT, DESCRIPTION_LIMIT, format_bytes, publish_folder, read_plain
 from pipeline.models import adapters
-from pipeline.models.transformers_folder import auto_class_for
+from pipeline.models.of_transformers import auto_class_for
 from pipeline.redaction import redact_text
 from pipeline.shards import WEIGHT, Region
 

@@ -21,7 +21,7 @@ from pipeline.assemble import build_eval_loader
 from pipeline.checkpoint.adapters import described
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.evaluation import evaluate
-from pipeline.models.transformers_folder import write_description
+from pipeline.models.of_transformers import write_description
 from pipeline.objectives import CausalLM
 
 IDS = torch.arange(1, 25)[None]

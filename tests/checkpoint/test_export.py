@@ -30,7 +30,7 @@ from pipeline.checkpoint.export import write_export
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import CheckpointError
 from pipeline.evaluation import evaluate
-from pipeline.models.transformers_folder import write_description
+from pipeline.models.of_transformers import write_description
 from pipeline.objectives import CausalLM
 from pipeline.shards import Region, Shard
 
