@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from pipeline.models.half_precision import prepare_for_half_precision
+from pipeline.models.transforms import prepare_for_half_precision
 
 CPU = torch.device("cpu")
 HALF = (torch.bfloat16, torch.float16)
