@@ -34,8 +34,8 @@ from pipeline.expectation import expect, guessed
 from pipeline.histograms import HistogramMeter
 from pipeline.micro_batch import Search, settle
 from pipeline.models.adapters import learning_rate_for
+from pipeline.models.embeddings import num_words
 from pipeline.models.of_transformers import write_description
-from pipeline.models.vocabulary import num_words
 from pipeline.objectives import BySegment, Objective, build_objective
 from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.plan import tell_of_choices

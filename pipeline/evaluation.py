@@ -17,7 +17,7 @@ from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluates
 from pipeline.engine.normalize import further_means, whole_loss
 from pipeline.errors import ConfigError
-from pipeline.models.vocabulary import num_words
+from pipeline.models.embeddings import num_words
 from pipeline.objectives import Objective
 from pipeline.objectives.interface import TwoPassObjective, further_sums
 

@@ -24,7 +24,7 @@ from pipeline.engine.interface import StepResult
 from pipeline.engine.nonfinite_cause import CauseSearch
 from pipeline.errors import DeviceFailedError, StoppedError
 from pipeline.events import NO_TARGETS, Event
-from pipeline.models.neftune import KEYS
+from pipeline.models.embeddings import KEYS
 from pipeline.parts import Parts, TrainState
 from pipeline.profiler import Profiled
 from pipeline.safeguard import GoBack

@@ -35,8 +35,8 @@ from pipeline.engine.state import Place, State, kept_buffers
 from pipeline.errors import DataError
 from pipeline.models.adapters import is_base
 from pipeline.models.document_attention import BOUNDS
+from pipeline.models.embeddings import KEYS, expect
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.models.neftune import KEYS, expect
 from pipeline.models.staging import Layer, LayeredModel, model_output
 from pipeline.objectives import Batch, GlobalBatch, HeadAlone, LossSum, Objective, added, refuse_router
 from pipeline.optim import build_torch_optimizer, set_learning_rate

@@ -23,6 +23,7 @@ from pipeline import foreign
 from pipeline.config.adapter_schema import ALPHA, RANK, AdapterConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, ModelError, listed
+from pipeline.models.embeddings import vocabulary_parameters
 from pipeline.models.frozen_base import (
     FrozenBase,
     HalfBase,
@@ -33,7 +34,6 @@ from pipeline.models.frozen_base import (
     trained_whole,
 )
 from pipeline.models.sharding import Sharding, number_of
-from pipeline.models.vocabulary import vocabulary_parameters
 from pipeline.models.weights import Safetensors, fill
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

@@ -13,8 +13,8 @@ from torch.func import functional_call
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.patterns import matching_parts
 from pipeline.errors import ConfigError, ModelError
+from pipeline.models.embeddings import vocabulary_parameters
 from pipeline.models.sharding import Placed
-from pipeline.models.vocabulary import vocabulary_parameters
 
 
 def is_transposed(layer: nn.Module) -> bool:

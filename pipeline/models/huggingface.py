@@ -29,12 +29,12 @@ from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError, one_line
 from pipeline.hub import hub_or_cache
 from pipeline.models.attention import CAUSAL_FIELDS, transformers_name
+from pipeline.models.embeddings import grow_vocabulary
 from pipeline.models.initialising import draw_weights
 from pipeline.models.of_transformers import folder_or_hub_name
 from pipeline.models.reward_model import model_class, reward_model_class
 from pipeline.models.sharding import ModelRequest
 from pipeline.models.tensorwise import filled_tensorwise
-from pipeline.models.vocabulary import grow_vocabulary
 from pipeline.models.weights import draw, method_of
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
 from pipeline.models.attention import choose_attention, refuse_leaks, refuse_lookahead
 from pipeline.models.batch_norm import synchronise_batch_norm
-from pipeline.models.neftune import add_noise
+from pipeline.models.embeddings import add_noise
 from pipeline.models.of_transformers import is_model
 from pipeline.models.sharding import Sharding
 

@@ -31,8 +31,8 @@ from pipeline.config.model_schema import ModelSection
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError, listed, one_line
+from pipeline.models.embeddings import fill_rows, vocabulary_parameters
 from pipeline.models.sharding import Sharding
-from pipeline.models.vocabulary import fill_rows, vocabulary_parameters
 
 # In this order: as transformers looks for them.
 IN_FOLDERS = (

@@ -29,7 +29,7 @@ from pipeline.data.batches import FURTHER, IGNORE_INDEX, shown, tensors
 from pipeline.data.extents import first_wrong
 from pipeline.errors import DataError, ModelError
 from pipeline.models.document_attention import BOUNDS
-from pipeline.models.neftune import KEYS
+from pipeline.models.embeddings import KEYS
 from pipeline.models.of_transformers import is_model
 from pipeline.objectives.given_logits import part_of_vocabulary
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch

@@ -21,7 +21,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DataError, ModelError
 from pipeline.models import build_model
-from pipeline.models.neftune import noise_for
+from pipeline.models.embeddings import noise_for
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
