@@ -36,7 +36,7 @@ from pipeline.data import prepare_data
 from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
 from pipeline.models import huggingface
-from pipeline.models.initialising import draw_weights
+from pipeline.models.huggingface import draw_weights
 from pipeline.models.sharding import Sharding
 from pipeline.models.sizes import flops_per_token
 from pipeline.objectives import CausalLM

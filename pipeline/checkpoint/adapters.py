@@ -302,8 +302,7 @@ class _Drawn:
     files: Sequence[Path] = ()
 
     def __init__(self, run: Path, base: Mapping[str, Any]):
-        from pipeline.models.huggingface import build_described
-        from pipeline.models.initialising import draw_weights
+        from pipeline.models.huggingface import build_described, draw_weights
         from pipeline.models.sharding import Whole
 
         model = build_described(run / "model", CausalLMConfig(architecture="described"))

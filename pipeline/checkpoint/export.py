@@ -31,6 +31,7 @@ from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import CONFIGURATION_LIMIT, DESCRIPTION_LIMIT, format_bytes, publish_folder, read_plain
 from pipeline.models import adapters
+from pipeline.models.adapters import WEIGHTS as ADAPTER_FILE
 from pipeline.models.of_transformers import auto_class_for
 from pipeline.redaction import redact_text
 from pipeline.shards import WEIGHT, Region
@@ -270,7 +271,7 @@ def write_export(
                 for name in OF_A_MODEL:
                     (partial / name).unlink(missing_ok=True)
                 adapters.write_peft_config(manifest, partial)
-            single = adapters.WEIGHTS if is_adapter else SINGLE
+            single = ADAPTER_FILE if is_adapter else SINGLE
             files = write_weights(source, partial, DTYPES[dtype], most, advance, single)
             off = source.rounding_error
         sizes = [(partial / file).stat().st_size for file in files]

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import xxhash
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +29,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 from transformers.utils import logging as transformers_logging
 
 from pipeline.config.loading import did_you_mean
@@ -30,12 +42,193 @@ from pipeline.errors import ModelError, one_line
 from pipeline.hub import hub_or_cache
 from pipeline.models.attention import CAUSAL_FIELDS, transformers_name
 from pipeline.models.embeddings import grow_vocabulary
-from pipeline.models.initialising import draw_weights
 from pipeline.models.of_transformers import folder_or_hub_name
-from pipeline.models.reward_model import model_class, reward_model_class
-from pipeline.models.sharding import ModelRequest
-from pipeline.models.tensorwise import filled_tensorwise
+from pipeline.models.sharding import ModelRequest, Sharding
 from pipeline.models.weights import draw, method_of
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) -> None:
+    """transformers' own initialisation, children before parents, each on whole fp32 CPU parameters.
+
+    Args:
+        draws: False: only modules with buffers are initialised, since no checkpoint has all buffers.
+    """
+    torch.manual_seed(torch.initial_seed())
+
+    def is_due(module: nn.Module) -> bool:
+        return draws or next(module.buffers(recurse=False), None) is not None
+
+    def visit(module: nn.Module, how: Any) -> None:
+        children = [
+            (child, child._init_weights if isinstance(child, PreTrainedModel) else how)
+            for child in module.children()
+        ]
+        # A module may change what its children have drawn. Where these are leaves, all are whole once.
+        together = all(next(child.children(), None) is None for child, _ in children)
+        if not together:
+            for child, its in children:
+                visit(child, its)
+        due = [(each, its) for each, its in [*(children if together else ()), (module, how)] if is_due(each)]
+        own = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
+        with sharding.whole(own) if own and due else nullcontext():
+            for each, its in due:
+                its(each)
+
+    visit(model, model._init_weights)
+    model.tie_weights()
+
+
+# transformers reads ahead in threads, as many tensors as they get done.
+NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+# What it marks those parameters with that it is not to draw.
+READ = "_is_hf_initialized"
+
+
+@contextmanager
+def filled_tensorwise(sharding: Sharding) -> Iterator[None]:
+    """Inside it `from_pretrained` may be called once; the model is `made` before its first values come.
+
+    Raises:
+        ModelError: see Sharding.made; the files have two tensors for one that the model ties.
+    """
+    filling = _Filling(sharding)
+    before = os.environ.get(NO_THREADS)
+    os.environ[NO_THREADS] = "1"
+    hooks = (
+        register_module_module_registration_hook(filling.note_parent),
+        register_module_parameter_registration_hook(filling.fill),  # type: ignore[arg-type]
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        os.environ.pop(NO_THREADS)
+        if before is not None:
+            os.environ[NO_THREADS] = before
+
+
+class _Filling:
+    """What torch calls where a module gets a part."""
+
+    def __init__(self, sharding: Sharding):
+        self._sharding = sharding
+        self._parents: dict[nn.Module, nn.Module] = {}
+        self._tied: dict[nn.Parameter, str | None] | None = None
+        """Those with several names, and the checksum of what they were filled with; None: nothing was yet."""
+
+    def note_parent(self, module: nn.Module, _: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self._parents[child] = module
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, name: str, values: nn.Parameter | None) -> nn.Parameter | None:
+        """What is registered in the place of `values`; None: they are."""
+        if values is None or values.is_meta or not hasattr(values, READ):
+            return None
+        if module._parameters.get(name) is None:
+            return None
+        if self._tied is None:
+            self._tied = self._make(module)
+        parameter = module._parameters[name]  # what it was tied to just now, if it was
+        assert parameter is not None
+        if parameter is values:
+            return None
+        if parameter in self._tied:
+            self._refuse_two(parameter, name, values)
+        with self._sharding.whole([parameter]):
+            parameter.data.copy_(values)
+        setattr(parameter, READ, True)
+        return parameter
+
+    def _make(self, model: nn.Module) -> dict[nn.Parameter, str | None]:
+        while model in self._parents:
+            model = self._parents[model]
+        assert isinstance(model, PreTrainedModel)
+        model.tie_weights(recompute_mapping=False)  # transformers does so after it has read them
+        self._sharding.made(model)
+        times = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+        return {parameter: None for parameter, number in times.items() if number > 1}
+
+    def _refuse_two(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
+        assert self._tied is not None
+        found = xxhash.xxh3_64_hexdigest(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        if self._tied[parameter] not in (None, found):
+            raise ModelError(
+                f"model.pretrained: the model has one {name} for input and output, the files have two, which "
+                'differ; write "tie_word_embeddings": false into its config.json'
+            )
+        self._tied[parameter] = found
+
+
+SCORE = "score.weight"
+
+
+def is_reward_model(config: PretrainedConfig) -> bool:
+    """Whether a folder's configuration is that of a model that scores."""
+    names = getattr(config, "architectures", None) or [""]
+    return str(names[0]).endswith("ForSequenceClassification") and config.num_labels == 1
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """Of a configuration that says what the model is: has `from_config` and `from_pretrained`."""
+    return reward_model_class(config) if is_reward_model(config) else AutoModelForCausalLM
+
+
+def reward_model_class(config: PretrainedConfig) -> Any:
+    """The class for this configuration, which is made one of a model that scores; it has the auto classes'
+    `from_config` and `from_pretrained`.
+
+    Raises:
+        ModelError: transformers has none.
+    """
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    named = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if causal is None or named is None:
+        raise ModelError(
+            f"objective.kind: reward: transformers has no model of type {config.model_type} for sequence "
+            "classification, as which it is exported; use another model"
+        )
+    config.num_labels = 1
+    config.tie_word_embeddings = False
+    return _scoring(causal, named.__name__)
+
+
+@cache
+def _scoring(causal: Any, name: str) -> Any:
+    ignored = list(getattr(causal, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+    class Scoring(causal):
+        # The output layer is neither tied nor cut.
+        _tied_weights_keys: ClassVar[dict[str, str]] = {}
+        _tp_plan: ClassVar[dict[str, str]] = {}
+        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [*ignored, r"^(lm_head|embed_out)\."]
+        drawn_beside_weights = (SCORE,)
+
+        def __init__(self, config: Any, *given: Any, **named: Any):
+            super().__init__(config, *given, **named)
+            head = self.get_output_embeddings()
+            self._head_name = next(name for name, child in self.named_children() if child is head)
+            del self._modules[self._head_name]
+            self.score = nn.Linear(head.in_features, 1, bias=False)
+
+        @property
+        def generate(self) -> Any:
+            raise AttributeError("it writes no text")
+
+        @classmethod
+        def from_config(cls, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
+            """As AutoModelForCausalLM has it. The class is there, so no code is fetched."""
+            return cls._from_config(config, **how)
+
+        def __getattr__(self, name: str) -> Any:
+            is_head = name == self.__dict__.get("_head_name")
+            return super().__getattr__("score" if is_head else name)
+
+    Scoring.__name__ = Scoring.__qualname__ = name
+    return Scoring
+
 
 log = logging.getLogger(__name__)
 

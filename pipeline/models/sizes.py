@@ -198,8 +198,7 @@ def _make(config: RunConfig) -> nn.Module:
             raise ModelError(f"model.kind: {asked.kind} returned a {type(module).__name__}, not an nn.Module")
         return module
     if isinstance(asked, CausalLMConfig) and asked.pretrained is not None:
-        from pipeline.models.huggingface import read_config
-        from pipeline.models.reward_model import model_class, reward_model_class
+        from pipeline.models.huggingface import model_class, read_config, reward_model_class
 
         _, theirs = read_config(asked)
         if asked.grow_vocabulary:
@@ -303,7 +302,7 @@ def fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
 
 def _without_values(config: Any) -> Any:
     """The whole model."""
-    from pipeline.models.reward_model import model_class
+    from pipeline.models.huggingface import model_class
 
     with torch.device("meta"):
         return model_class(config).from_config(config)

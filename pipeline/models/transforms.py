@@ -189,7 +189,7 @@ def choose_who_attends(model: nn.Module, config: ModelConfig, placement: Placeme
 def keep_later_tokens_unseen(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
     """Refuse a language model that sees the tokens it predicts; one that gives scores may see them all."""
     if config.language_model is not None and is_model(model):
-        from pipeline.models.reward_model import is_reward_model  # imports transformers
+        from pipeline.models.huggingface import is_reward_model  # imports transformers
 
         if not is_reward_model(model.config):
             refuse_lookahead(model, placement.device, placement.dtype)

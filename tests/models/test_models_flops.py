@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from pipeline.models.activation_checkpointing import checkpoint_activations, share_recomputed
-from pipeline.models.reward_model import reward_model_class
+from pipeline.models.huggingface import reward_model_class
 from pipeline.models.sizes import block_flops_per_token, flops_per_token
 
 T = 96
