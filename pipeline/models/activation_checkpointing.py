@@ -1,4 +1,9 @@
-"""Which blocks of a transformers model recompute their activations in backward instead of keeping them."""
+"""Which blocks of a transformers model recompute their activations in backward instead of keeping them.
+
+How many do follows from a budget for what the others keep. It is measured once, of the first block that
+trains; no number of a run depends on it. The input of a block that recomputes may lie in host memory until
+backward asks for it.
+"""
 
 from __future__ import annotations
 

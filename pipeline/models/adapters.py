@@ -2,6 +2,9 @@
 
 The model itself, the base, is frozen, and no checkpoint holds it. First values depend on the seed and a
 parameter's name alone, so that they are the same under every split.
+
+An adapter's folder is as peft has it: adapter_config.json, and safetensors under peft's names. Rank 0 reads
+it for all, and a pickle (adapter_model.bin) is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
-"""Causal attention in blocks of queries, on any device, for what no fused kernel of torch's computes there.
+"""Causal attention where no fused kernel of torch's computes it, and what its kernel on a CPU is given.
 
-Scores are those of one block at a time and made again in backward, so memory grows with T and not with T^2.
-Shapes as in document_attention, and Q: queries of a block, K: keys that one of them may attend to.
+In blocks of queries, on any device, scores are those of one block at a time and made again in backward, so
+memory grows with T and not with T^2. Shapes as in document_attention, and Q: queries of a block, K: keys
+that one of them may attend to.
+
+On a CPU torch's kernel computes in fp32 also where bf16 comes and goes: in bf16 it multiplies small blocks
+by a general product of half precision, and forward and backward together take 1.6 to 2.2 times as long as
+in fp32, copies included.
 """
 
 from __future__ import annotations

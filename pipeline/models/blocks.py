@@ -1,4 +1,8 @@
-"""The blocks that a model is built of: what is computed, and gathered, one like the other."""
+"""The repeated blocks of a model, and their compilation: once for all of them; the rest stays as it is.
+
+What hangs on modules (DeepSpeed's hooks, DistributedDataParallel's buckets) stays outside of what is
+compiled and is called block by block. What cannot be compiled runs as it is written, with one line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A vocabulary that grows: rows for new tokens in the input embedding, the output embedding and its bias."""
+"""Embeddings: rows for the new tokens of a vocabulary that grows, and noise on those that are trained on.
+
+NEFTune (Jain et al. 2023, arXiv 2310.05914) adds uniform noise. A token's noise is a function of its key
+and the column alone (see data/token_keys.py), so it is the same under every split. A batch that brings no
+keys, as in evaluation, gets none. Shapes: B rows, T tokens, N = B * T, D the embeddings' width.
+"""
 
 from __future__ import annotations
 

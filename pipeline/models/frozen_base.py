@@ -1,4 +1,4 @@
-"""How the frozen base under an adapter is held, where each rank has all of it."""
+"""Which of a model's layers an adapter's section names, and how the frozen base under it is held."""
 
 from __future__ import annotations
 

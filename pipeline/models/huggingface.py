@@ -1,4 +1,15 @@
-"""Causal language models from transformers: new ones from a config, or with weights from safetensors."""
+"""Causal language models from transformers: new ones from a config, or with weights from safetensors.
+
+First weights are drawn by transformers' own code, in one order, a few modules at a time: the random stream
+is the same for a whole and for a divided model, on every rank and device.
+
+Pretrained weights go into a model of which a rank keeps parts one tensor at a time: transformers'
+from_pretrained puts each tensor that it has read, converted and cast in the place of one without values,
+and the sharding takes it from there.
+
+A reward model's output layer gives one number, a score, in the place of logits. Its weights have the names
+of transformers' sequence classification, which opens what is exported.
+"""
 
 from __future__ import annotations
 

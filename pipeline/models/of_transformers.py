@@ -1,4 +1,8 @@
-"""What is transformers', without importing it: that takes longer than torch, and not every model needs it."""
+"""What is transformers', without importing it: that takes longer than torch, and not every model needs it.
+
+A transformers folder: what it says of a model beside its weights, and whether one that somebody else made
+holds what a library may read.
+"""
 
 from __future__ import annotations
 
