@@ -18,9 +18,7 @@ from pipeline.engine.interface import Engine
 from pipeline.engine.profile import profile_asked_for
 from pipeline.metrics import Meters, Workload
 from pipeline.models.batch_norm import is_synchronised
-from pipeline.models.flops import block_flops_per_token, flops_per_token, fp8_share
 from pipeline.models.sizes import block_flops_per_token, flops_per_token, fp8_share
-from pipeline.node_meter import NodeMeter
 from pipeline.objectives import Objective
 from pipeline.peak_flops import peak_flops
 from pipeline.sinks.jsonl import METRICS_FILE

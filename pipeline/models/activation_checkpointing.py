@@ -27,9 +27,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.errors import ModelError
 from pipeline.files import GIB
-from pipeline.models.activation_budget import ActivationBudget
-from pipeline.models.activation_offload import InputsOnHost
-from pipeline.units import GIB
 
 log = logging.getLogger(__name__)
 

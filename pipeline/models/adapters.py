@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline import foreign
 from pipeline.config.adapter_schema import ALPHA, RANK, AdapterConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, ModelError, listed
+from pipeline.files import CONFIGURATION_LIMIT, read_plain, unsafe_files
 from pipeline.models.embeddings import vocabulary_parameters
 from pipeline.models.frozen_base import (
     FrozenBase,
@@ -168,10 +168,10 @@ def _read(path: Path) -> PeftFolder:
     start = f"adapter.weights: {path}"
     if not path.is_dir():
         raise ModelError(f"{start}: there is no such folder")
-    if problem := next(foreign.unsafe_files(path), None):
+    if problem := next(unsafe_files(path), None):
         raise ModelError(f"{start}: {problem}; remove or replace it")
     try:
-        described = json.loads(foreign.read_plain(path / CONFIG, foreign.CONFIGURATION))
+        described = json.loads(read_plain(path / CONFIG, CONFIGURATION_LIMIT))
         kind = str(described["peft_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(f"{start} is no adapter of peft's: it has no {CONFIG} that can be read") from None

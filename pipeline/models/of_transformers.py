@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline.command_lines import installed_program, own_command, shell_line
 from pipeline.errors import ModelError
-from pipeline.foreign import inside, is_path, unsafe_files, weight_map
+from pipeline.files import inside, is_path, unsafe_files, weight_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

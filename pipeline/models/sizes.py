@@ -13,8 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.config.data_schema import DigitsDataConfig, ImagesDataConfig
-from pipeline.config.model_schema import CausalLMConfig, CustomModelConfig
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, PipelineError, one_line
 from pipeline.importing import import_object
@@ -93,7 +91,6 @@ def _dimensions(config: Any) -> Dimensions | None:
 
 log = logging.getLogger(__name__)
 
-DIGITS = (1, 8, 8)
 FEW, MORE = 4, 12
 """Rows of the two trials: what grows with rows, and what does not."""
 
@@ -102,12 +99,8 @@ def trial_of(config: RunConfig, module: nn.Module) -> Trial | None:
     """Bytes of forward and backward on `meta`, in fp32; None: the data's shape is not known, or the module
     does not run without values.
     """
-    data = config.data
-    if isinstance(data, DigitsDataConfig):
-        shape = DIGITS
-    elif isinstance(data, ImagesDataConfig):
-        shape = (data.channels, data.image_size, data.image_size)
-    else:
+    shape = config.data.image_shape
+    if shape is None:
         return None
     try:
         few, more = (_most(module, rows, shape) for rows in (FEW, MORE))
@@ -183,7 +176,8 @@ def count(config: RunConfig) -> Model:
             f"model: it cannot be counted without values ({type(error).__name__}: {one_line(error)}); a run "
             "says what it takes before its first step"
         ) from None
-    name = getattr(asked, "pretrained", None) or getattr(asked, "architecture", None) or asked.kind
+    language = asked.language_model
+    name = asked.kind if language is None else language.pretrained or language.architecture or asked.kind
     model = model_of(module)
     model = replace(model, name=name, trial=None if model.dimensions else trial_of(config, module))
     return trained_parts(model, asked.freeze, config.adapter)
@@ -191,17 +185,18 @@ def count(config: RunConfig) -> Model:
 
 def _make(config: RunConfig) -> nn.Module:
     asked, words = config.model, needed_words(config)
-    if isinstance(asked, CustomModelConfig):
+    if asked.custom is not None:
         with torch.device("meta"):
-            module = import_object(asked.kind, ModelError)(**asked.args)
+            module = import_object(asked.kind, ModelError)(**asked.custom.args)
         if not isinstance(module, nn.Module):
             raise ModelError(f"model.kind: {asked.kind} returned a {type(module).__name__}, not an nn.Module")
         return module
-    if isinstance(asked, CausalLMConfig) and asked.pretrained is not None:
+    language = asked.language_model
+    if language is not None and language.pretrained is not None:
         from pipeline.models.huggingface import model_class, read_config, reward_model_class
 
-        _, theirs = read_config(asked)
-        if asked.grow_vocabulary:
+        _, theirs = read_config(language)
+        if language.grow_vocabulary:
             text = theirs.get_text_config()
             text.vocab_size = max(words or 0, text.vocab_size)
         is_reward = config.objective.kind == "reward"
@@ -209,13 +204,15 @@ def _make(config: RunConfig) -> nn.Module:
         with torch.device("meta"):
             made = (reward_model_class if is_reward else model_class)(theirs).from_config(theirs)
         return made
+    cnn = asked.cnn
+    images = config.data.images
     request = ModelRequest(
         Unfilled(),
         vocab_size=words,
-        sequence_length=getattr(config.data, "sequence_length", None),
+        sequence_length=config.data.tokens_per_row,
         longest=1 if config.data.kind == "preference" else None,  # known once the answers are prepared
-        num_classes=getattr(asked, "num_classes", None) or CLASSES.get(config.data.kind, 1000),
-        num_channels=getattr(config.data, "channels", None),
+        num_classes=(cnn.num_classes if cnn is not None else None) or CLASSES.get(config.data.kind, 1000),
+        num_channels=images.channels if images is not None else None,
         gives_scores=config.objective.kind == "reward",
         draws=False,
     )

@@ -26,11 +26,11 @@ from safetensors.torch import _TYPES
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from pipeline import foreign
 from pipeline.config.model_schema import ModelSection
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError, listed, one_line
+from pipeline.files import DESCRIPTION_LIMIT, inside, read_plain, weight_map
 from pipeline.models.embeddings import fill_rows, vocabulary_parameters
 from pipeline.models.sharding import Sharding
 
@@ -252,7 +252,7 @@ def _open_folder(folder: Path) -> WeightFile:
 
 def _refuse_quantised(folder: Path) -> None:
     try:
-        config = json.loads(foreign.read_plain(folder / "config.json", foreign.DESCRIPTION))
+        config = json.loads(read_plain(folder / "config.json", DESCRIPTION_LIMIT))
         given = config.get("quantization_config")
     except (OSError, ValueError, AttributeError, RecursionError):
         return
@@ -278,7 +278,7 @@ def _of_deepspeed(path: Path, folder: Path) -> ModelError:
 
 def _inside(folder: Path, name: str) -> Path:
     """The file of that name, which must lie in the folder: names and links may lead anywhere."""
-    path = foreign.inside(folder, name)
+    path = inside(folder, name)
     if path is None:
         raise refusal(folder, f"points outside of itself: {name[:100]!r}")
     try:
@@ -293,7 +293,7 @@ def _inside(folder: Path, name: str) -> Path:
 def _listed(folder: Path, index: str) -> dict[Path, list[str] | None]:
     """file -> the names of its tensors, of an index of several files."""
     try:
-        places = foreign.weight_map(_inside(folder, index))
+        places = weight_map(_inside(folder, index))
     except (OSError, ValueError):
         raise refusal(folder / index, "cannot be read as an index of weights") from None
     files = {place: _inside(folder, place) for place in dict.fromkeys(places.values())}

@@ -15,8 +15,8 @@ from torch import Tensor
 from trl_values.model import margin_of, small_model
 
 from pipeline.config.objective_schema import ObjectiveConfig
-from pipeline.objectives import OBJECTIVES, GlobalBatch, Recorded
 from pipeline.models.huggingface import reward_model_class
+from pipeline.objectives import OBJECTIVES, GlobalBatch, Recorded
 
 TRL = json.loads(Path(__file__).with_name("values.json").read_text())
 SECTIONS: dict[str, dict[str, Any]] = {
