@@ -108,11 +108,6 @@ class Segments:
     group: SequenceGroup
     """Ranks that compute the same of them."""
 
-    @property
-    def per_token_BS(self) -> Tensor:
-        """The mean log-probability of a label."""
-        return self.logps_BS / self.tokens_BS.clamp(min=1)
-
 
 class BySegment(OverVocabulary):
     """What objectives on the log-probabilities of answers have in common.
