@@ -1,4 +1,4 @@
-"""A module's parameters as the planner's formulas take them: names and shapes, wherever the values lie."""
+"""What the planner and perf/mfu know of a module: names and shapes, a trial without values, its operations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A new run's weights from elsewhere: which tensor of the files goes where in the model, and into it.
+"""A new run's weights from elsewhere: the files, found behind a path, and which tensor goes where.
 
-Rank 0 reads, one tensor at a time; every rank ends up with its values, whole or in ZeRO-3's shards.
+Rank 0 reads, one tensor at a time; every rank ends up with its values, whole or in ZeRO-3's shards. Nothing
+in the files is run: pickles are read by torch's restricted reader. What lies outside the folder that was
+named is not read.
 """
 
 from __future__ import annotations
