@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from pipeline.data.batches import Batch, LoadedBatch
-from pipeline.data.random_numbers import seed_step
-from pipeline.data.token_keys import token_keys
+from pipeline.data.random_numbers import seed_step, token_keys
 from pipeline.distributed.stopping import (
     END_FLAG,
     EVALUATE_FLAG,

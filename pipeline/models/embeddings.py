@@ -1,7 +1,7 @@
 """Embeddings: rows for the new tokens of a vocabulary that grows, and noise on those that are trained on.
 
 NEFTune (Jain et al. 2023, arXiv 2310.05914) adds uniform noise. A token's noise is a function of its key
-and the column alone (see data/token_keys.py), so it is the same under every split. A batch that brings no
+and the column alone (see data/random_numbers.py), so it is the same under every split. A batch that brings no
 keys, as in evaluation, gets none. Shapes: B rows, T tokens, N = B * T, D the embeddings' width.
 """
 

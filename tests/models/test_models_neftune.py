@@ -16,7 +16,7 @@ from support.token_store import Part, Store
 from pipeline.assemble import assemble
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
 from pipeline.data.packing import pack
-from pipeline.data.token_keys import token_keys
+from pipeline.data.random_numbers import token_keys
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DataError, ModelError
