@@ -10,6 +10,7 @@ import re
 import pytest
 
 from pipeline.config.data_schema import ChatDataConfig, PreferenceDataConfig
+from pipeline.data.chat_layouts import unwritten_fields
 from pipeline.data.chat_template import BUILT_IN
 from pipeline.data.documents.records import Tally
 from pipeline.data.prepared import chat_encoder, preference_encoder
@@ -17,7 +18,6 @@ from pipeline.data.prepared.chat_encoder import ChatEncoder
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.prepared.preference_encoder import PreferenceEncoder
 from pipeline.data.tokenizer import token_ids_end, train_tokenizer
-from pipeline.data.unwritten import unwritten_fields
 
 TURNS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}TURN{{ '<|im_end|>\n' }}{% endfor %}"

@@ -6,10 +6,11 @@ An answer is kept whole or left out, and counted.
 from __future__ import annotations
 
 from pipeline.data.chat_layouts import Conversation, read_conversation
+from pipeline.config.data_schema import ChatDataConfig
+from pipeline.data.chat_layouts import Conversation, read_conversation, unwritten_fields
 from pipeline.data.documents.records import Record, Tally
 from pipeline.data.prepared.chat_writer import ConversationWriter, Written
 from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
-from pipeline.data.unwritten import unwritten_fields
 from pipeline.errors import ConfigError
 
 SHORTENED = "conversations shortened"

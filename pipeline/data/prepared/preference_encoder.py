@@ -11,6 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
+from pipeline.config.data_schema import PreferenceDataConfig
+from pipeline.data.chat_layouts import unwritten_fields
 from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import (
     KIND_NAMES,
@@ -23,7 +25,6 @@ from pipeline.data.preference_layouts import (
 )
 from pipeline.data.prepared.chat_writer import ConversationWriter, Tokens
 from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
-from pipeline.data.unwritten import unwritten_fields
 from pipeline.errors import ConfigError, DataError
 
 TOO_LONG = "examples dropped: longer than data.sequence_length together, or than data.answer_length alone"
