@@ -15,11 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.data.documents.records import Tally
-from pipeline.data.long_documents import CONTRACTIONS, LOWER, UPPER, cut_text, find_places
 from pipeline.data.prepared import encoder
 from pipeline.data.prepared.encoder import EncoderSettings, TextEncoder
 from pipeline.data.prepared.fast import NASTY
-from pipeline.data.tokenizer import train_tokenizer
+from pipeline.data.tokenizer import CONTRACTIONS, LOWER, UPPER, cut_text, find_places, train_tokenizer
 
 ALPHABET = [
     *"abzAZ 09.,;:!?'\"()-_#\n\r\t",

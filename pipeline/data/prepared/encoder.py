@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from pipeline.config.data_schema import DocumentsConfig
 from pipeline.data.documents.records import Record, Tally
-from pipeline.data.long_documents import PIECE, cut_text, find_places
 from pipeline.data.prepared.fast import FastTokeniser
+from pipeline.data.tokenizer import PIECE, cut_text, find_places
 
 Records = list[tuple[str, Record]]  # where it stands, and what is there
 LONG = 1_000_000  # characters: longer texts are cut, and no more of their pieces encoded at once
