@@ -14,10 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.data.best_fit import Ints, Pieces
 from pipeline.data.bundle import Batch
-from pipeline.data.packed import offsets
-from pipeline.data.piece_rows import PieceRows
+from pipeline.data.packing import Ints, PieceRows, Pieces, offsets
 from pipeline.data.preference_layouts import MISMATCHED
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, Prefere
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.curriculum import build_weights
 from pipeline.data.mixture import SourceShare
-from pipeline.data.packed import PackedDataset
-from pipeline.data.packing import join, pack
+from pipeline.data.packing import PackedDataset, join, pack
 from pipeline.data.prepared import prepare_documents
 from pipeline.data.segments import SegmentRows, agree
 from pipeline.errors import DataError

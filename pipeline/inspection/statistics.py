@@ -18,7 +18,7 @@ from pipeline.data.batches import IGNORE_INDEX
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pipeline.data.packed import PackedDataset
+    from pipeline.data.packing import PackedDataset
     from pipeline.data.prepared.part_files import TokenStore
 
 

@@ -34,7 +34,7 @@ from pipeline.inspection.statistics import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.data.packed import PackedDataset
+    from pipeline.data.packing import PackedDataset
     from pipeline.data.prepared.prepare import PreparedSource
 
 IN_LOSS, CONTEXT, MARK = "bold green", "dim", "cyan"

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.token_store import Part, Store
 
-from pipeline.data.best_fit import best_fit
 from pipeline.data.bundle import JoinedDataset
-from pipeline.data.packing import join, pack
+from pipeline.data.packing import best_fit, join, pack
 
 END = 0
 DOCUMENTS = st.lists(st.lists(st.integers(1, 60_000), max_size=20), max_size=6)  # their end token is added
