@@ -26,8 +26,8 @@ from rich.table import Table
 
 from pipeline.data.bundle import collate_items
 from pipeline.data.loader import TrainLoader
-from pipeline.data.mixture import MixtureOrder, SourceShare
 from pipeline.data.packing import Stream, join
+from pipeline.data.sampler import MixtureOrder, SourceShare
 
 Read = Callable[[], Any]
 DOCUMENT = 1000  # tokens of one, end included

@@ -16,7 +16,7 @@ from test_training import ALONE, ended
 from pipeline.cli import main
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.data.curriculum import build_weights
-from pipeline.data.mixture import SourceShare
+from pipeline.data.sampler import SourceShare
 
 STEPS = 12
 SHARES = (SourceShare("easy", 40), SourceShare("hard", 24))

@@ -18,7 +18,7 @@ from pipeline.data.batches import LoadedBatch, as_batch, moved, num_samples, on_
 from pipeline.data.bundle import collate_items
 from pipeline.data.extents import first_wrong, note_extents
 from pipeline.data.loader import TrainLoader
-from pipeline.data.mixture import MixtureOrder, SourceShare
+from pipeline.data.sampler import MixtureOrder, SourceShare
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives import CausalLM, Classification, Custom, ModelCall, ModelLoss
 

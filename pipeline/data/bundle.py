@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from pipeline.data.batches import Batch as Batch
 from pipeline.data.batches import stacked
-from pipeline.data.mixture import SourceShare
+from pipeline.data.sampler import SourceShare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from pipeline.config.data_schema import DocumentsConfig, weight_at
 from pipeline.data.bundle import DataBundle
-from pipeline.data.mixture import MixtureOrder, SourceShare
 from pipeline.data.random_numbers import derive_seed
-from pipeline.data.sampler import GlobalOrder
+from pipeline.data.sampler import GlobalOrder, MixtureOrder, SourceShare
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 from pipeline.importing import import_object, told_in_one_line

@@ -22,6 +22,7 @@ from pipeline.data.fetch import Fetch, read_batches
 from pipeline.data.mixture import MixtureOrder, SourceCounts
 from pipeline.data.sampler import LeftOut, training_draws
 from pipeline.distributed.progress import Phase, phase
+from pipeline.data.sampler import LeftOut, MixtureOrder, SourceCounts, training_draws
 
 SHOWN = 8  # samples that a line names
 

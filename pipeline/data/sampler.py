@@ -6,13 +6,16 @@ The order is computed by index, without a shuffled list: no memory, no warm-up, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.random_numbers import scrambled
+from pipeline.data.random_numbers import derive_seed, scrambled
+from pipeline.errors import DataError
 
 ROUNDS = 6
 BLOCK = 4096  # samples ordered at once: numpy calls cost the same for one micro-batch as for hundreds
@@ -159,3 +162,163 @@ class EvalSampler:
             for first in range(self._first, self._first + size, self._stride):
                 indices = list(range(first, min(first + self._micro_batch_size, size)))
                 yield Draw(dataset, first, indices or [0])
+
+
+COUNTED_AT_ONCE = 1 << 16  # positions: a few MB of temporary arrays
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """One source's part of the training data, and of what is drawn from it."""
+
+    name: str
+    num_samples: int
+    """Its samples; those of all sources lie one behind the other in the data set."""
+    weight: float | None = None
+    """Share of the samples drawn, relative to the other sources' weights. All have one, or none."""
+    epochs: float = 1.0
+    """How often it is gone through in an epoch of the mixture, without weights."""
+
+
+class MixtureOrder:
+    """The samples of all sources, each in its share, in an order that differs from epoch to epoch.
+
+    A permutation sends a position of epoch e to a slot. Slots are divided among the sources: slot k of a
+    source is its own position e * share + k, and its own order maps that to a sample. So a source is gone
+    through whole before it repeats, over as many epochs of the mixture as that takes. A lone source keeps its
+    own order, that of GlobalOrder. Memory and start-up are O(number of sources).
+
+    Args:
+        sources: In the order they have in the data set.
+        seed: Fixes the order.
+
+    Raises:
+        DataError: there is nothing to draw, or nothing in a source that has a weight.
+    """
+
+    def __init__(self, sources: Sequence[SourceShare], seed: int) -> None:
+        drawn = drawn_per_epoch(sources)
+        self._describe(sources, sum(drawn))
+        self._drawn = np.array(drawn, dtype=np.int64)  # (sources,) in an epoch
+        self._slots = np.cumsum([0, *drawn])  # where each source's slots begin; the last one ends them
+        self._active = [number for number, count in enumerate(drawn) if count]
+        alone = len(self._active) == 1
+        self._slot_order = None if alone else GlobalOrder(self.samples_per_epoch, seed)
+        self._orders = {  # a key for each source: two of equal size would otherwise go in step
+            number: GlobalOrder(sources[number].num_samples, seed if alone else derive_seed(seed, number))
+            for number in self._active
+        }
+
+    def _describe(self, sources: Sequence[SourceShare], samples_per_epoch: int) -> None:
+        """Set what depends on the sources alone."""
+        self.names = tuple(source.name for source in sources)
+        self.sources = tuple((source.name, source.num_samples) for source in sources)
+        self.num_samples = sum(source.num_samples for source in sources)
+        self.samples_per_epoch = samples_per_epoch
+        self._offsets = np.cumsum([0] + [source.num_samples for source in sources])
+
+    def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices into the data set of all sources, at `positions` (any shape) of the run."""
+        if self._slot_order is None:
+            (number,) = self._active
+            return self._orders[number].samples_at(positions) + self._offsets[number]
+        flat = positions.reshape(-1)
+        sources, own = self._places(flat)
+        by_source = np.argsort(sources, kind="stable")
+        ends = np.cumsum(np.bincount(sources, minlength=len(self.names)))
+        samples = np.empty_like(flat)
+        for number in self._orders:
+            chosen = by_source[ends[number - 1] if number else 0 : ends[number]]
+            if len(chosen):
+                samples[chosen] = self._orders[number].samples_at(own[chosen]) + self._offsets[number]
+        return samples.reshape(positions.shape)
+
+    def count(self, first: int, last: int) -> NDArray[np.int64]:
+        """How many of the positions in [first, last) draw from each source: (sources,).
+
+        Whole epochs are known; the rest is looked at, some 10 million positions a second.
+        """
+        counts = np.zeros_like(self._drawn)
+        if self._slot_order is None:
+            counts[self._active] = last - first
+            return counts
+        while first < last:
+            left = self.samples_per_epoch - first % self.samples_per_epoch
+            if left == self.samples_per_epoch <= last - first:
+                epochs = (last - first) // self.samples_per_epoch
+                counts += epochs * self._drawn
+                first += epochs * self.samples_per_epoch
+                continue
+            stop = min(last, first + left, first + COUNTED_AT_ONCE)
+            sources, _ = self._places(np.arange(first, stop))
+            counts += np.bincount(sources, minlength=len(counts))
+            first = stop
+        return counts
+
+    def check_counts(self, samples_seen: int, counts: Mapping[str, int]) -> None:
+        """Compare what a checkpoint says of the first samples of each source, where that is not certain."""
+
+    def _places(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the number of the source, and the position in its own order, of each position (N,)."""
+        assert self._slot_order is not None
+        slots = self._slot_order.samples_at(flat)
+        sources = np.searchsorted(self._slots, slots, side="right") - 1
+        return sources, flat // self.samples_per_epoch * self._drawn[sources] + slots - self._slots[sources]
+
+
+def drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
+    """Samples each source gives to an epoch: as its `epochs` say, or of all samples together as its weight.
+
+    Shares of a weighted mixture are rounded by largest remainder: they add up, and weight 0 draws nothing.
+
+    Raises:
+        DataError: there is nothing to draw, or nothing in a source that has a weight.
+    """
+    total = sum(source.num_samples for source in sources)
+    if total == 0:
+        raise DataError("the training data is empty: expected at least one sample")
+    weights = [source.weight for source in sources]
+    if all(weight is None for weight in weights):
+        return [
+            max(1, round(source.epochs * source.num_samples)) if source.num_samples else 0
+            for source in sources
+        ]
+    for source in sources:
+        if source.weight and not source.num_samples:
+            raise DataError(
+                f"data.sources: {source.name} has weight {source.weight:g} and not one training sample; "
+                "add to it, or take it out"
+            )
+    exact = [Fraction(weight or 0.0) for weight in weights]  # 10**12 samples times a float would round
+    whole = sum(exact)
+    if whole == 0:
+        raise DataError("data.sources: the weights sum to 0; give at least one source a weight above 0")
+    shares = [total * weight / whole for weight in exact]
+    drawn = [int(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda number: drawn[number] - shares[number])
+    for number in by_remainder[: total - sum(drawn)]:
+        drawn[number] += 1
+    return drawn
+
+
+class SourceCounts:
+    """How many samples each source has given so far, over all ranks: exact, counted on every rank alike."""
+
+    def __init__(self, order: MixtureOrder) -> None:
+        self._order = order
+        self.seek(0, None)
+
+    def seek(self, samples_seen: int, counts: Mapping[str, int] | None) -> None:
+        """Start from what a checkpoint remembers. Without `counts` the next `up_to` counts from the start."""
+        self._counted = 0  # positions
+        self._counts = np.zeros(len(self._order.names), dtype=np.int64)
+        if counts and set(counts) == set(self._order.names) and sum(counts.values()) == samples_seen:
+            self._order.check_counts(samples_seen, counts)
+            self._counted = samples_seen
+            self._counts = np.array([counts[name] for name in self._order.names], dtype=np.int64)
+
+    def up_to(self, samples_seen: int) -> dict[str, int]:
+        """By name, of the first `samples_seen` samples of the run; never fewer than at the last call."""
+        self._counts = self._counts + self._order.count(self._counted, samples_seen)
+        self._counted = samples_seen
+        return dict(zip(self._order.names, self._counts.tolist(), strict=True))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, PreferenceDataConfig, TextDataConfig
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.curriculum import build_weights
-from pipeline.data.mixture import SourceShare
 from pipeline.data.packing import PackedDataset, join, pack
 from pipeline.data.prepared import prepare_documents
+from pipeline.data.sampler import SourceShare
 from pipeline.data.segments import SegmentRows, agree
 from pipeline.errors import DataError
 

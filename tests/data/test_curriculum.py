@@ -12,7 +12,7 @@ from support.steps import steps_of
 from pipeline.config.data_schema import SourceConfig, TextDataConfig, weight_at
 from pipeline.data.bundle import DataBundle
 from pipeline.data.curriculum import CurriculumOrder, build_weights, check_same_curriculum
-from pipeline.data.mixture import SourceCounts, SourceShare
+from pipeline.data.sampler import SourceCounts, SourceShare
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DataError

@@ -11,7 +11,7 @@ import torch
 from pipeline.config.data_schema import CustomDataConfig, DigitsDataConfig
 from pipeline.data import prepare_data
 from pipeline.data.loader import TrainLoader
-from pipeline.data.mixture import MixtureOrder
+from pipeline.data.sampler import MixtureOrder
 from pipeline.errors import DataError, ModelError
 from pipeline.importing import import_object
 

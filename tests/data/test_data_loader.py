@@ -16,9 +16,8 @@ from pipeline.data.bundle import JoinedDataset, collate_items
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.fetch import Fetch, read_batches
 from pipeline.data.loader import TrainLoader
-from pipeline.data.mixture import MixtureOrder, SourceShare
 from pipeline.data.packing import pack
-from pipeline.data.sampler import Draw
+from pipeline.data.sampler import Draw, MixtureOrder, SourceShare
 from pipeline.errors import DataError
 
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.steps import steps_of
 
-from pipeline.data.mixture import MixtureOrder, SourceCounts, SourceShare, drawn_per_epoch
-from pipeline.data.sampler import GlobalOrder
+from pipeline.data.sampler import GlobalOrder, MixtureOrder, SourceCounts, SourceShare, drawn_per_epoch
 from pipeline.errors import DataError
 
 WORLDS = (1, 2, 3, 4, 8)

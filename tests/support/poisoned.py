@@ -13,7 +13,7 @@ from support.tiny import MaskedTokens, deepspeed_json, recipe, resolve, token_bu
 
 from pipeline.assemble import assemble
 from pipeline.data.bundle import DataBundle
-from pipeline.data.mixture import MixtureOrder
+from pipeline.data.sampler import MixtureOrder
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import CausalLM, LossSum
