@@ -37,6 +37,7 @@ from pipeline.data.prepared.plan import (
 )
 from pipeline.data.prepared.pool import prepare_here, prepare_in_pool
 from pipeline.data.prepared.progress_bar import PrepareProgress
+from pipeline.data.prepared.pool import PrepareProgress, format_bytes, prepare_here, prepare_in_pool
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
 from pipeline.files import format_bytes
 
