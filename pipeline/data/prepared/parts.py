@@ -14,8 +14,7 @@ from typing import Any
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.documents.records import BAD_RECORDS, Record, Tally
 from pipeline.data.prepared.encoder import Document, Encoder, EncoderSettings, Records
-from pipeline.data.prepared.folders import held_lock, writing_to
-from pipeline.data.prepared.part_files import PartWriter, is_prepared
+from pipeline.data.prepared.part_files import PartWriter, held_lock, is_prepared, writing_to
 from pipeline.errors import DataError
 
 BATCH_CHARACTERS = 1_000_000  # encoded at once: enough for every thread, little enough for memory

@@ -33,8 +33,16 @@ from pipeline.data.documents.part import Part, find_parts, no_text, read_texts
 from pipeline.data.documents.records import Tally
 from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
 from pipeline.data.prepared.fast import SAMPLE_DOCUMENTS, is_faithful
-from pipeline.data.prepared.folders import CHECKED, held_lock, replace_json
-from pipeline.data.prepared.part_files import FORMAT_VERSION, TokenStore, damage_of, is_prepared, read_index
+from pipeline.data.prepared.part_files import (
+    CHECKED,
+    FORMAT_VERSION,
+    TokenStore,
+    damage_of,
+    held_lock,
+    is_prepared,
+    read_index,
+    replace_json,
+)
 from pipeline.data.prepared.parts import PartTask
 from pipeline.data.prepared.plan import (
     FoundSource,

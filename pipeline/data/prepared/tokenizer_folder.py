@@ -19,17 +19,18 @@ from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import Example, read_example
-from pipeline.data.prepared.folders import (
+from pipeline.data.prepared.part_files import (
     abandon_folder,
     begin_folder,
     checksum_of,
     find_damage,
     finish_folder,
+    hash_keys,
     held_lock,
+    is_held_out,
     write_json,
     writing_to,
 )
-from pipeline.data.prepared.part_files import hash_keys, is_held_out
 from pipeline.data.tokenizer import (
     digest_tokenizer,
     load_pretrained,

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.prepared.encoder import Document
-from pipeline.data.prepared.folders import held_lock, writing_to
 from pipeline.data.prepared.part_files import (
     FORMAT_VERSION,
     PartWriter,
     TokenStore,
     hash_keys,
+    held_lock,
     is_held_out,
+    writing_to,
 )
 from pipeline.errors import DataError
 
