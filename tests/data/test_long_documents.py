@@ -16,8 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.data.documents.records import Tally
 from pipeline.data.prepared import encoder
-from pipeline.data.prepared.encoder import EncoderSettings, TextEncoder
-from pipeline.data.prepared.fast import NASTY
+from pipeline.data.prepared.encoder import NASTY, EncoderSettings, TextEncoder
 from pipeline.data.tokenizer import CONTRACTIONS, LOWER, UPPER, cut_text, find_places, train_tokenizer
 
 ALPHABET = [

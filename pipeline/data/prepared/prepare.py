@@ -31,8 +31,12 @@ from pipeline.config.data_schema import (
 from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.part import Part, find_parts, no_text, read_texts
 from pipeline.data.documents.records import Tally
-from pipeline.data.prepared.encoder import EncoderSettings, plain_text_tokenizer
-from pipeline.data.prepared.fast import SAMPLE_DOCUMENTS, is_faithful
+from pipeline.data.prepared.encoder import (
+    SAMPLE_DOCUMENTS,
+    EncoderSettings,
+    is_faithful,
+    plain_text_tokenizer,
+)
 from pipeline.data.prepared.part_files import (
     CHECKED,
     FORMAT_VERSION,
