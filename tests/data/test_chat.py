@@ -17,8 +17,7 @@ from pipeline.data.chat_template import BUILT_IN
 from pipeline.data.documents.records import Tally
 from pipeline.data.packing import pack
 from pipeline.data.prepared import prepare_documents
-from pipeline.data.prepared.chat_encoder import UNWRITTEN, ChatEncoder
-from pipeline.data.prepared.chat_writer import CALLS_UNWRITTEN
+from pipeline.data.prepared.chat_encoder import CALLS_UNWRITTEN, UNWRITTEN, ChatEncoder
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.tokenizer import token_ids_end, train_tokenizer
 from pipeline.errors import ConfigError, DataError

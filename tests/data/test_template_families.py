@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.documents.records import Tally
-from pipeline.data.prepared.chat_encoder import ChatEncoder
-from pipeline.data.prepared.chat_writer import CALLS_UNWRITTEN
+from pipeline.data.prepared.chat_encoder import CALLS_UNWRITTEN, ChatEncoder
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.tokenizer import token_ids_end, train_tokenizer
 from pipeline.errors import DataError

@@ -8,10 +8,309 @@ from __future__ import annotations
 from pipeline.data.chat_layouts import Conversation, read_conversation
 from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.chat_layouts import Conversation, read_conversation, unwritten_fields
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.config.data_schema import ChatDataConfig, ConversationsConfig
+from pipeline.data.chat_layouts import DETAIL, Conversation, Spans, Turn, read_conversation, unwritten_fields
+from pipeline.data.chat_template import BEGIN, DIVIDE, END, REASONING_FIELDS, find_template
 from pipeline.data.documents.records import Record, Tally
-from pipeline.data.prepared.chat_writer import ConversationWriter, Written
-from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
-from pipeline.errors import ConfigError
+from pipeline.data.prepared.encoder import Document, EncoderSettings, Records, plain_text_tokenizer
+from pipeline.data.template_process import TemplateProcess
+from pipeline.errors import ConfigError, DataError
+
+MARKS = re.compile(f"[{BEGIN}{END}{DIVIDE}]")
+MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|{MARKS.pattern}")
+Tokens = tuple[NDArray[Any], NDArray[np.bool_] | None]  # (n,) ids, and which of them count; None: all
+
+
+CALLS_UNWRITTEN = "answers not learned: they are tool calls, which the chat template does not write"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A conversation as its template writes it, and the tokens of that.
+
+    Attributes:
+        conversation: With special tokens in it marked.
+        text: n characters.
+        ids: (m,) of the text alone.
+        offsets: (m,) pairs: which of its characters each token stands for.
+    """
+
+    where: str
+    conversation: Conversation
+    text: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+    @property
+    def said(self) -> str:
+        """The text without marks."""
+        return MARKS.sub("", self.text)
+
+    @property
+    def is_escaped(self) -> bool:
+        """Whether somebody wrote a special token."""
+        return BEGIN in self.text
+
+
+def _are_written(calls: list[Any], text: str) -> bool:
+    names = [call["function"].get("name") for call in calls if isinstance(call.get("function"), dict)]
+    return all(name is None or str(name) in text for name in names)
+
+
+def _without(written: Written, content: str, spans: Spans, left_out: Spans) -> Spans:
+    """Return the stretches of an answer without some of the characters of its content."""
+    start, end = spans[0][0], spans[-1][1]
+    place = written.text.find(content, start, end)
+    if place < 0:
+        raise DataError(
+            f"{written.where}: a part of an answer is not to be learned ({DETAIL}), and the chat template "
+            "does not write the answer as it is"
+        )
+    # Marks around special tokens count in the text, and not in what the row says.
+    places = [at for at, letter in enumerate(content, start=place) if letter not in (BEGIN, END)]
+    kept = spans
+    for first, last in left_out:
+        if not 0 <= first < last <= len(places):
+            raise DataError(f"{written.where}: {DETAIL} is outside of its answer of {len(places)} characters")
+        low, high = places[first], places[last - 1] + 1
+        pieces = [[(a, min(b, low)), (max(a, high), b)] for a, b in kept]
+        kept = [piece for each in pieces for piece in each if piece[0] < piece[1]]
+    return kept
+
+
+class ConversationWriter:
+    """Writes conversations as tokens: the template's, and the end-of-document token where they do not end so.
+
+    Args:
+        settings: Of data with conversations.
+    """
+
+    def __init__(self, settings: EncoderSettings) -> None:
+        assert isinstance(settings.config, ConversationsConfig)
+        self._settings = settings
+        self._config = settings.config
+        self._learns_content = settings.config.learn_from == "content"
+        self._core = plain_text_tokenizer(settings.tokenizer)
+        self._core.encode_special_tokens = False  # unlike plain text, a template writes them as tokens
+        self._core.post_processor = None  # it adds no special tokens here, but may cut spaces off the offsets
+        added = self._core.get_added_tokens_decoder().values()
+        special = (token.content for token in added if token.special)
+        self._special_tokens = sorted(special, key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+
+    @cached_property
+    def template(self) -> TemplateProcess:
+        """Raises DataError where there is no chat template, or it is no Jinja."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
+        template = find_template(self._config, tokenizer.chat_template)
+        starts_with_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        variables = {
+            **tokenizer.special_tokens_map,
+            "divide": DIVIDE,
+            "text_start": tokenizer.bos_token if starts_with_bos else "",
+        }
+        return TemplateProcess(template, variables, self._special_tokens)
+
+    def escape(self, conversation: Conversation) -> Conversation:
+        """With marks around the special tokens that somebody wrote."""
+
+        def escape(value: Any) -> Any:
+            if isinstance(value, str):
+                return self.special.sub(f"{BEGIN}\\g<0>{END}", value)
+            if isinstance(value, dict):
+                return {key: escape(each) for key, each in value.items()}
+            return [escape(each) for each in value] if isinstance(value, list) else value
+
+        turns, tools = escape(conversation.turns), escape(conversation.tools)
+        escaped = replace(conversation, turns=turns, tools=tools)
+        return conversation if escaped == conversation else escaped
+
+    @cached_property
+    def plain(self) -> Any:
+        """The tokenizer that knows no special tokens; most conversations need none."""
+        core = plain_text_tokenizer(self._settings.tokenizer)
+        core.post_processor = None
+        return core
+
+    def find_answers(self, written: Sequence[Written], tally: Tally) -> list[list[Spans]]:
+        """Return for each of the conversations where in its text the answers are that are learned.
+
+        An answer of tool calls alone, which the template does not write, is not learned, and counted.
+
+        Returns:
+            For each of the conversation's answers its stretches of the text; none where it is context.
+
+        Raises:
+            ConfigError: The template does not show it.
+            DataError: A part of an answer is not to be learned, and the template does not write it as it is.
+        """
+        found = self.template.find_answers([(each.where, each.conversation, each.text) for each in written])
+        return [self._learned(each, answers, tally) for each, answers in zip(written, found, strict=True)]
+
+    def _learned(self, written: Written, answers: list[Spans], tally: Tally) -> list[Spans]:
+        conversation = written.conversation
+        learned: list[Spans] = []
+        for number, spans in zip(conversation.answers, answers, strict=True):
+            turn = conversation.turns[number]
+            left_out = conversation.unlearned.get(number, [])
+            if left_out is None:
+                learned.append([])
+                continue
+            own = "".join(written.text[start:end] for start, end in spans)
+            if (
+                not turn["content"].strip()
+                and turn.get("tool_calls")
+                and not _are_written(turn["tool_calls"], own)
+            ):
+                tally.note(CALLS_UNWRITTEN, written.where)
+                learned.append([])
+                continue
+            own_spans = self._content(written, turn, spans) if self._learns_content else spans
+            is_whole = not left_out or not own_spans
+            learned.append(own_spans if is_whole else _without(written, turn["content"], own_spans, left_out))
+        return learned
+
+    def _content(self, written: Written, turn: Turn, spans: Spans) -> Spans:
+        """Return where a turn's reasoning and content are, and the end-of-document token behind them."""
+        if not spans:
+            return []
+        start, end = spans[0][0], spans[-1][1]
+        content = next(
+            (each for each in (turn["content"], turn["content"].strip()) if each in written.text), ""
+        )
+        place = written.text.find(content, start, end)
+        reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name)), None)
+        if turn.get("tool_calls"):
+            first, last = start, start + len(written.text[start:end].removesuffix(self._eos).rstrip())
+        elif not content.strip() or place < 0:
+            return []
+        else:
+            thought = -1 if reasoning is None else written.text.find(reasoning.strip(), start, place)
+            first, last = (place if thought < 0 else thought), place + len(content)
+        behind = re.compile(rf"\s*({re.escape(self._eos)})").match(written.text, last)
+        return [(first, last), *([behind.span(1)] if behind else [])]
+
+    @cached_property
+    def _eos(self) -> str:
+        """The end-of-document token as it is written."""
+        return str(self._core.id_to_token(self._settings.end_of_document))
+
+    def write(self, given: Sequence[tuple[str, Conversation]]) -> list[Written]:
+        """Each (where, conversation that `escape` gave) as the template has it.
+
+        Raises:
+            DataError: the template refuses one.
+        """
+        texts = self.template.write(given)
+        clean = [text for text in texts if MARKS.search(text) is None]
+        encodings = iter(self._core.encode_batch(clean, add_special_tokens=False))
+        written = []
+        for (where, conversation), text in zip(given, texts, strict=True):
+            if MARKS.search(text) is not None:
+                ids, offsets = self._encode_marked(text)
+            else:
+                encoding = next(encodings)
+                ids, offsets = encoding.ids, encoding.offsets
+            written.append(Written(where, conversation, text, ids, offsets))
+        return written
+
+    def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids and offsets of a text with marks: what they enclose as plain text, the marks not at all.
+
+        A piece behind DIVIDE is tokenised as if nothing stood before it.
+        """
+        pieces = []
+        done = 0
+        for found in MARKED.finditer(text):
+            pieces.append((self._core, done, found.start()))
+            if found.group(1):
+                pieces.append((self.plain, *found.span(1)))
+            done = found.end()
+        pieces.append((self._core, done, len(text)))
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for core, start, end in pieces:
+            if start < end:
+                lead = (
+                    "\n" if start and text[start - 1] != DIVIDE else ""
+                )  # some tokenizers put a space before the first word of a text
+                encoding = core.encode(lead + text[start:end], add_special_tokens=False)
+                skip = len(self._newline) if lead else 0
+                if encoding.ids[:skip] != self._newline[:skip]:
+                    lead, skip = "", 0
+                    encoding = core.encode(text[start:end], add_special_tokens=False)
+                base = start - len(lead)
+                ids += encoding.ids[skip:]
+                offsets += [(base + first, base + last) for first, last in encoding.offsets[skip:]]
+        return ids, offsets
+
+    @cached_property
+    def _newline(self) -> list[int]:
+        ids: list[int] = self._core.encode("\n", add_special_tokens=False).ids
+        return ids
+
+    def is_ended(self, written: Written) -> bool:
+        """Whether nothing is added: the end of a document stands behind all but white space, or never is."""
+        if not self._config.append_eos:
+            return True
+        for token, (start, end) in zip(reversed(written.ids), reversed(written.offsets), strict=True):
+            if token in (self._settings.end_of_document, self._end):
+                return True
+            if written.text[start:end].strip():
+                return False
+        return False
+
+    @cached_property
+    def _end(self) -> int:
+        """Id of the token that ends a conversation: the document's end, or the one that ends its turns."""
+        stop = self.template.turn_stop
+        return self._settings.end_of_document if stop is None else int(self._core.token_to_id(stop))
+
+    def _is_end(self, ids: NDArray[Any], written: Written, first: int) -> bool:
+        """Whether tokens from `first` on are white space and ends of the document, and nothing else."""
+        ends = (self._settings.end_of_document, self._end)
+        texts = [written.text[start:end] for start, end in written.offsets[first:]]
+        others = [
+            token for token, text in zip(ids, texts, strict=False) if token not in ends and text.strip()
+        ]
+        return not others
+
+    def length(self, written: Written) -> int:
+        """Tokens, the end-of-document token included."""
+        return len(written.ids) + (not self.is_ended(written))
+
+    def tokens(self, written: Written, spans: Spans | None) -> Tokens:
+        """What counts is in `spans` of the text; None: all of it.
+
+        The end counts with the last answer it follows, and so does white space between the two: a model whose
+        turns have no end of their own learns to stop.
+        """
+        is_ended = self.is_ended(written)
+        ids = written.ids if is_ended else [*written.ids, self._end]
+        row = np.array(ids, dtype=self._settings.dtype)
+        if spans is None:
+            return row, None
+        starts, ends = np.array(written.offsets, dtype=np.int64).reshape(-1, 2).T
+        loss_mask = np.zeros(len(row), dtype=np.bool_)
+        behind = 0
+        for start, end in spans:  # a token that is partly in the answer is the answer's
+            first, behind = int(ends.searchsorted(start, "right")), int(starts.searchsorted(end, "left"))
+            loss_mask[first:behind] = True
+        if self._config.append_eos and self._is_end(row[behind:], written, behind):
+            loss_mask[behind:] = True
+        return row, loss_mask
+
 
 SHORTENED = "conversations shortened"
 TOO_LONG = "conversations dropped: longer than a sequence"

@@ -23,7 +23,7 @@ from pipeline.data.preference_layouts import (
     Example,
     read_example,
 )
-from pipeline.data.prepared.chat_writer import ConversationWriter, Tokens
+from pipeline.data.prepared.chat_encoder import ConversationWriter, Tokens
 from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
 from pipeline.errors import ConfigError, DataError
 
