@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from documents_support import write
 
-from pipeline.data.documents.finding import find_files
+from pipeline.data.documents.part import find_files
 from pipeline.errors import DataError
 
 
