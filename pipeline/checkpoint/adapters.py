@@ -25,7 +25,7 @@ from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
-from pipeline.data.documents.digests import SETTLED_NANOSECONDS
+from pipeline.data.documents.streams import SETTLED_NANOSECONDS
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.data_schema import SourceConfig
-from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.hub import dataset_pieces
 from pipeline.data.documents.iterable import iterable_pieces
 from pipeline.data.documents.pieces import FilePiece, file_pieces
@@ -27,7 +26,7 @@ from pipeline.data.documents.records import (
     Tally,
     text_of,
 )
-from pipeline.data.documents.streams import COMPRESSIONS, Span, open_stream, unreadable
+from pipeline.data.documents.streams import COMPRESSIONS, DigestCache, Span, hash_of, open_stream, unreadable
 from pipeline.errors import DataError
 
 PYTHON_STDLIB = "python_stdlib"

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeline.data.documents.digests import DigestCache, Stamp, stamp_of
 from pipeline.data.documents.readers import READERS, row_groups
 from pipeline.data.documents.records import BadRecords, Record
-from pipeline.data.documents.streams import BUFFER_SIZE, Span, open_stream
+from pipeline.data.documents.streams import BUFFER_SIZE, DigestCache, Span, Stamp, open_stream, stamp_of
 from pipeline.errors import DataError
 from pipeline.optional_packages import require
 

@@ -28,9 +28,9 @@ from pipeline.config.data_schema import (
     PreferenceDataConfig,
     SourceConfig,
 )
-from pipeline.data.documents.digests import DigestCache, hash_of
 from pipeline.data.documents.part import Part, find_parts, no_text, read_texts
 from pipeline.data.documents.records import Tally
+from pipeline.data.documents.streams import DigestCache, hash_of
 from pipeline.data.prepared.encoder import (
     SAMPLE_DOCUMENTS,
     EncoderSettings,

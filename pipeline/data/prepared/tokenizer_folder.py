@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig
 from pipeline.data.chat_layouts import Conversation, read_conversation
 from pipeline.data.chat_template import find_template, special_tokens_of
-from pipeline.data.documents.digests import hash_of
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.documents.records import Tally
+from pipeline.data.documents.streams import hash_of
 from pipeline.data.preference_layouts import Example, read_example
 from pipeline.data.prepared.part_files import (
     abandon_folder,

@@ -11,9 +11,9 @@ import pytest
 import zstandard
 
 from pipeline.config.data_schema import SourceConfig
-from pipeline.data.documents.digests import DigestCache
 from pipeline.data.documents.part import Part, find_parts, read_records, read_texts
 from pipeline.data.documents.records import Tally
+from pipeline.data.documents.streams import DigestCache
 from pipeline.errors import DataError
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from documents_support import write
 
-from pipeline.data.documents.digests import FILE_NAME, DigestCache
+from pipeline.data.documents.streams import FILE_NAME, DigestCache
 from pipeline.errors import DataError
 
 

@@ -12,9 +12,9 @@ from documents_support import COMPRESS, one_line, parts_of, read, source, texts,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.documents.digests import DigestCache
 from pipeline.data.documents.part import find_parts, no_text, read_records
 from pipeline.data.documents.records import Tally
+from pipeline.data.documents.streams import DigestCache
 from pipeline.errors import DataError
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
