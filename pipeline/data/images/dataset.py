@@ -19,9 +19,7 @@ from torch.utils.data import Dataset
 from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.data.bundle import Batch, DataBundle, collate_items
 from pipeline.data.images.augmentation import Augmentation
-from pipeline.data.images.folder import find_folder_images
-from pipeline.data.images.stored import LabelledImages
-from pipeline.data.images.table import find_dataset_images
+from pipeline.data.images.stored import LabelledImages, find_dataset_images, find_folder_images
 from pipeline.errors import DataError
 from pipeline.optional_packages import require
 
