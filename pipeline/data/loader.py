@@ -19,10 +19,8 @@ from pipeline.data.batches import Batch, moved, tensors, usable
 from pipeline.data.bundle import Collate
 from pipeline.data.extents import place_of
 from pipeline.data.fetch import Fetch, read_batches
-from pipeline.data.mixture import MixtureOrder, SourceCounts
-from pipeline.data.sampler import LeftOut, training_draws
-from pipeline.distributed.progress import Phase, phase
 from pipeline.data.sampler import LeftOut, MixtureOrder, SourceCounts, training_draws
+from pipeline.distributed.progress import Phase, phase
 
 SHOWN = 8  # samples that a line names
 

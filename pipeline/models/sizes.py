@@ -1,4 +1,4 @@
-"""What the planner and perf/mfu know of a module: names and shapes, a trial without values, its operations."""
+"""Sizes of a module for the planner and perf/mfu: names and shapes, a trial without values, operations."""
 
 from __future__ import annotations
 

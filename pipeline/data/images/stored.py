@@ -20,7 +20,7 @@ from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.config.loading import did_you_mean
 from pipeline.data.documents.saved import check_data_files, check_saved, own_split
 from pipeline.errors import DataError, one_line
-from pipeline.foreign import IMAGE, open_plain, read_plain
+from pipeline.files import IMAGE_LIMIT, open_plain, read_plain
 from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class FolderImages(LabelledImages):
         return self.root / os.fsdecode(self.names[index])
 
     def encoded(self, index: int) -> bytes:
-        return read_plain(self.path(index), IMAGE)
+        return read_plain(self.path(index), IMAGE_LIMIT)
 
     def where(self, index: int) -> str:
         return str(self.path(index))
@@ -210,7 +210,7 @@ def _content(value: dict[str, Any] | None) -> bytes:
     if value is None:
         raise OSError("there is no image")
     content: bytes | None = value["bytes"]
-    return read_plain(value["path"], IMAGE) if content is None else content
+    return read_plain(value["path"], IMAGE_LIMIT) if content is None else content
 
 
 def find_dataset_images(

@@ -5,9 +5,6 @@ An answer is kept whole or left out, and counted.
 
 from __future__ import annotations
 
-from pipeline.data.chat_layouts import Conversation, read_conversation
-from pipeline.config.data_schema import ChatDataConfig
-from pipeline.data.chat_layouts import Conversation, read_conversation, unwritten_fields
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.data_schema import ChatDataConfig, ConversationsConfig
 from pipeline.data.chat_layouts import DETAIL, Conversation, Spans, Turn, read_conversation, unwritten_fields
 from pipeline.data.chat_template import BEGIN, DIVIDE, END, REASONING_FIELDS, find_template
 from pipeline.data.documents.records import Record, Tally
@@ -95,10 +91,10 @@ class ConversationWriter:
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
-        assert isinstance(settings.config, ConversationsConfig)
+        assert settings.config.conversations is not None
         self._settings = settings
-        self._config = settings.config
-        self._learns_content = settings.config.learn_from == "content"
+        self._config = settings.config.conversations
+        self._learns_content = self._config.learn_from == "content"
         self._core = plain_text_tokenizer(settings.tokenizer)
         self._core.encode_special_tokens = False  # unlike plain text, a template writes them as tokens
         self._core.post_processor = None  # it adds no special tokens here, but may cut spaces off the offsets

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,8 +23,8 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from pipeline.data.prepared.encoder import Document
-from pipeline.durable import synchronise
 from pipeline.errors import DataError
+from pipeline.files import format_bytes, publish_folder, replace_file
 
 CHECKED = "checked.json"  # times of last change for which the content is known to be right
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -43,7 +42,7 @@ def writing_to(cache_dir: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         try:
-            free = f"{shutil.disk_usage(cache_dir).free / 1e9:.3g} GB free there"
+            free = f"{format_bytes(shutil.disk_usage(cache_dir).free)} free there"
         except OSError:
             free = "the folder is not there"
         todo = "make room, or set" if error.errno in NO_ROOM else "set"
@@ -98,13 +97,9 @@ def finish_folder(temporary: Path, folder: Path, names: Iterable[str]) -> None:
     Notes that the files `names` have the right content as they are now.
     """
     write_json(temporary / CHECKED, {name: (temporary / name).stat().st_mtime_ns for name in names})
-    for file in temporary.iterdir():
-        synchronise(file)
-    synchronise(temporary)
     if folder.exists():  # damaged
         shutil.rmtree(folder)
-    temporary.rename(folder)
-    synchronise(folder.parent)
+    publish_folder(temporary, folder, temporary.iterdir())
 
 
 def abandon_folder(temporary: Path) -> None:
@@ -112,20 +107,20 @@ def abandon_folder(temporary: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    path.write_text(_json(content), "utf-8")
 
 
 def replace_json(path: Path, content: Any) -> None:
-    """As write_json, over a file that others may be reading; does nothing where that cannot be written."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """Replace a file that others may be reading. If it cannot be written, do nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(temporary, content)
-        synchronise(temporary)
-        temporary.replace(path)
+        replace_file(path, _json(content))
     except OSError as error:
         log.debug("%s is not written: %s", path, error)
-        temporary.unlink(missing_ok=True)
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1) + "\n"
 
 
 def find_damage(folder: Path, files: dict[str, dict[str, Any]], verify: bool) -> str | None:

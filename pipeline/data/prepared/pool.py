@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from pipeline.data.prepared.encoder import Encoder, EncoderSettings, TextEncoder
 from pipeline.data.prepared.parts import Advance, PartTask, prepare_part
 from pipeline.errors import DataError, PipelineError
+from pipeline.files import format_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 10.0  # a batch job shows that it lives
 log = logging.getLogger(__name__)
-
-
-def format_bytes(size: int) -> str:
-    """For people: `1.5 MB`, or kB where that is little."""
-    return f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"
 
 
 class PrepareProgress:
@@ -102,8 +98,9 @@ class PrepareProgress:
         return max(time.monotonic() - self._start, 1e-9)
 
     def rates(self) -> str:
-        """MB of text and tokens a second, since the start."""
-        return f"{self.text_bytes / 1e6 / self.seconds:.1f} MB/s, {self.tokens / self.seconds:,.0f} tokens/s"
+        """Return bytes of text and tokens a second, since the start."""
+        size = format_bytes(self.text_bytes / self.seconds)
+        return f"{size}/s, {self.tokens / self.seconds:,.0f} tokens/s"
 
     def _show(self) -> None:
         parts = f"{self._finished_parts} of {self._num_parts} parts"

@@ -11,7 +11,6 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.config.data_schema import PreferenceDataConfig
 from pipeline.data.chat_layouts import unwritten_fields
 from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import (

@@ -18,14 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data_schema import DocumentsConfig
-from pipeline.data.documents.digests import hash_of
-from pipeline.data.documents.part import no_text, read_texts
 from pipeline.config.data_schema import (
-    ChatDataConfig,
-    ConversationsConfig,
     DocumentsConfig,
-    PreferenceDataConfig,
     SourceConfig,
 )
 from pipeline.data.documents.part import Part, find_parts, no_text, read_texts
@@ -48,17 +42,7 @@ from pipeline.data.prepared.part_files import (
     replace_json,
 )
 from pipeline.data.prepared.parts import PartTask
-from pipeline.data.prepared.plan import (
-    FoundSource,
-    find_sources,
-    plan_tasks,
-    record_path,
-    trained_on,
-    unique_tasks,
-)
-from pipeline.data.prepared.pool import prepare_here, prepare_in_pool
-from pipeline.data.prepared.progress_bar import PrepareProgress
-from pipeline.data.prepared.pool import PrepareProgress, format_bytes, prepare_here, prepare_in_pool
+from pipeline.data.prepared.pool import PrepareProgress, prepare_here, prepare_in_pool
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
 from pipeline.files import format_bytes
 
@@ -153,30 +137,30 @@ CONVERSATIONS_VERSION = 2
 
 def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
     """What decides a document's ids besides its record and the tokenizer."""
-    if isinstance(config, PreferenceDataConfig):
+    if (preferences := config.preferences) is not None:
         return {
             "kind": "preference",
             "version": CONVERSATIONS_VERSION,
-            "layout": config.layout,
-            "unpaired": config.is_unpaired,
-            "too_long": config.too_long,
-            "sequence_length": config.sequence_length,
+            "layout": preferences.layout,
+            "unpaired": preferences.is_unpaired,
+            "too_long": preferences.too_long,
+            "sequence_length": preferences.sequence_length,
             "chat_template": hash_of(tokenizer.tokenizer.chat_template),
-            **({} if config.answer_length is None else {"answer_length": config.answer_length}),
-            **({} if config.append_eos else {"append_eos": False}),
-            **({} if config.learn_from == "assistant" else {"learn_from": config.learn_from}),
+            **({} if preferences.answer_length is None else {"answer_length": preferences.answer_length}),
+            **({} if preferences.append_eos else {"append_eos": False}),
+            **({} if preferences.learn_from == "assistant" else {"learn_from": preferences.learn_from}),
         }
-    if not isinstance(config, ChatDataConfig):
+    if (chat := config.chat) is None:
         return {"kind": "text"}
     return {
         "kind": "chat",
         "version": CONVERSATIONS_VERSION,
-        "layout": config.layout,
-        "learn_from": config.learn_from,
-        "too_long": config.too_long,
-        "sequence_length": config.sequence_length,
+        "layout": chat.layout,
+        "learn_from": chat.learn_from,
+        "too_long": chat.too_long,
+        "sequence_length": chat.sequence_length,
         "chat_template": hash_of(tokenizer.tokenizer.chat_template),
-        **({} if config.append_eos else {"append_eos": False}),
+        **({} if chat.append_eos else {"append_eos": False}),
     }
 
 
