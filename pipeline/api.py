@@ -36,7 +36,7 @@ from pipeline import trained
 from pipeline.assemble import assemble
 from pipeline.checkpoint.export import export as export_weights
 from pipeline.data.digest import check_same_data
-from pipeline.device_failures import explained, of_killed, of_training
+from pipeline.device_failures import explained
 from pipeline.distributed.machine import memory_now, process_age
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.engine.memory import states
@@ -46,10 +46,9 @@ from pipeline.long_lived import LongLived
 from pipeline.models.generation import GenerationSettings
 from pipeline.parts import Parts
 from pipeline.plan import announce
-from pipeline.planning.account import Account
 from pipeline.profiler import build_profiler, watch_memory
 from pipeline.redaction import redact
-from pipeline.remedies import of_evaluation, of_files, of_generation
+from pipeline.remedies import TrainingAdvice, of_evaluation, of_files, of_generation
 from pipeline.report.page import report_of_killed
 from pipeline.report.runs import note_processes
 from pipeline.run_directory import agree_on_run_directory, describe_split
@@ -91,10 +90,9 @@ class Run:
                 stack.push(partial(_leave, joined.job))
             self._settings, self._job, self._data = settings, joined.job, joined.data
             self._explained = partial(explained, self._job.device)
-            self._account = Account(memory_now().resident)
-            self._remedies = partial(of_training, settings, self._job, self._account)
-            stack.enter_context(self._explained(self._remedies))
-            self._account.plan = partial(planned, settings, self._job, self._data)
+            self._advice = TrainingAdvice(settings, self._job, memory_now().resident)
+            stack.enter_context(self._explained(self._advice))
+            self._advice.plan = partial(planned, settings, self._job, self._data)
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
             check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
@@ -109,7 +107,7 @@ class Run:
             joined.directory, joined.made = self._directory, made
             if lock is not None:
                 stack.callback(lock.release)
-            advise = partial(of_killed, settings, self._job, self._account)
+            advise = self._advice.of_killed
             killed = report_of_killed(self._directory, advise) if lock is not None else None
             stack.push(self._mark_finished)
             log_to_file(self._directory, self._job.ranks)
@@ -122,7 +120,7 @@ class Run:
             long_lived = stack.enter_context(LongLived())
             stack.enter_context(watch_memory(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
-            self._account.states = partial(states, self._parts.engine)
+            self._advice.states = partial(states, self._parts.engine)
             if resolved.plan.is_open:
                 resolved = self._settled(known)
             self._parts.meters.count_from(began)
@@ -152,11 +150,8 @@ class Run:
         """With the micro-batch that was found, which what is kept of the run then says."""
         resolved = self._parts.resolved
         found = resolved.plan.micro_batch_size
-        settings = self._settings.divided(found)
-        self._account.plan = partial(planned, settings, self._job, self._data)
-        self._remedies = partial(of_training, settings, self._job, self._account)
-        if self._job.watchdog is not None:
-            self._job.watchdog.advised_by(partial(of_killed, settings, self._job, self._account))
+        self._advice.settings = self._settings.divided(found)
+        self._advice.plan = partial(planned, self._advice.settings, self._job, self._data)
         known |= {"deepspeed": resolved.deepspeed, "micro_batch_size": found}
         if self.is_main_process:
             describe_split(self._directory, known)
@@ -203,12 +198,12 @@ class Run:
             NonFiniteLossError: too many steps in a row had an infinite or NaN gradient.
             PipelineError: something else the user gave does not work, as a row of the data.
         """
-        with self._explained(self._remedies):
+        with self._explained(self._advice):
             return self._loop.step()
 
     def train(self) -> None:
         """All steps that are left, or those until a stop is agreed (`stopped_by`). Raises as `step` does."""
-        with self._explained(self._remedies):
+        with self._explained(self._advice):
             self._loop.train()
 
     def evaluate(self) -> dict[str, float] | None:
@@ -225,7 +220,7 @@ class Run:
                 "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
                 "documents"
             )
-        with self._explained(self._remedies):
+        with self._explained(self._advice):
             return self._loop.evaluate()
 
     def generate(
@@ -263,7 +258,7 @@ class Run:
         Raises:
             CheckpointError: it cannot be written, or there was no step yet.
         """
-        with self._explained(self._remedies):
+        with self._explained(self._advice):
             return self._loop.save()
 
     def close(self) -> None:

@@ -6,26 +6,19 @@ Looks at what torch, CUDA, NCCL and the system say; asks a device that failed no
 from __future__ import annotations
 
 import errno
-import logging
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
-from pipeline.config.settings import Settings
-from pipeline.distributed.diagnosis import advise
 from pipeline.distributed.machine import memory_now, own_limit
-from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.progress import Phase, phase_of
 from pipeline.distributed.stacks import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
 from pipeline.files import GIB, format_bytes
-from pipeline.planning.account import Account, HeldMemory, Planned
-from pipeline.remedies import Changing, Remedies, Remedying, Shortage, changes_of, elsewhere
-
-log = logging.getLogger(__name__)
+from pipeline.remedies import Remedies, Shortage
 
 # torch.OutOfMemoryError, and what cuBLAS, cuDNN, NCCL and the CPU's allocator say.
 _MEMORY = re.compile(
@@ -48,7 +41,9 @@ _TOLD = {
 }
 
 
-def explain(error: BaseException, device: torch.device | None, remedies: Remedying) -> PipelineError | None:
+def explain(
+    error: BaseException, device: torch.device | None, remedies: Callable[[Shortage], Remedies]
+) -> PipelineError | None:
     """What to tell of an exception; None where it is not the device's memory, nor the device.
 
     Args:
@@ -70,7 +65,7 @@ def explain(error: BaseException, device: torch.device | None, remedies: Remedyi
 
 
 @contextmanager
-def explained(device: torch.device, remedies: Remedying) -> Iterator[None]:
+def explained(device: torch.device, remedies: Callable[[Shortage], Remedies]) -> Iterator[None]:
     """Around what computes; or a decorator.
 
     Raises:
@@ -100,7 +95,9 @@ def _is_of_memory(error: BaseException) -> bool:
     return is_torchs or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-def _of_memory(error: BaseException, phase: Phase | None, device: torch.device, remedies: Remedying) -> str:
+def _of_memory(
+    error: BaseException, phase: Phase | None, device: torch.device, remedies: Callable[[Shortage], Remedies]
+) -> str:
     # The CPU's allocator counts in bytes.
     text = re.sub(r"(\d+) bytes", lambda found: format_bytes(int(found[1])), str(error))
     if isinstance(error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text:
@@ -123,10 +120,9 @@ def _of_memory(error: BaseException, phase: Phase | None, device: torch.device, 
             "PYTORCH_ALLOC_CONF=expandable_segments:True, where much is reserved and not allocated",
         ]
     where = f"{'' if phase is None else f' {phase}'}{told.doing}, at {thread_position(frames).place}"
-    facts = [", ".join(numbers) or one_line(error), told.held and f"held: {told.held}", told.planned]
+    facts = [", ".join(numbers) or one_line(error), *told.facts]
     return (
-        f"out of memory on {device}{where}: {'; '.join(filter(None, facts))}. What "
-        f"helps, most first: {'; '.join(levers)}"
+        f"out of memory on {device}{where}: {'; '.join(facts)}. What helps, most first: {'; '.join(levers)}"
     )
 
 
@@ -148,59 +144,6 @@ def _peaks(device: torch.device) -> list[str]:
             f"{free / GIB:.2f} of {total / GIB:.2f} GiB free now",
         ]
     return []
-
-
-def of_training(settings: Settings, job: Job | None, account: Account, shortage: Shortage) -> Remedies:
-    """For a run with these settings.
-
-    Args:
-        job: None: it is not joined yet.
-        account: What is known of the rank's memory.
-    """
-    held, resolved = _held(account, shortage), None
-    told, planned = "" if held is None else str(held), _planned(account)
-    if job is not None:
-        device = describe_device(job.device)
-        with suppress(PipelineError):
-            resolved = settings.resolve(job.ranks.world_size, device)
-    is_beside = job is not None and job.device.type == "cuda" and shortage.kind == "cpu"
-    said = "" if planned is None or is_beside else str(planned)
-    if job is None or resolved is None:
-        return Remedies("", [*elsewhere(shortage.kind), "a smaller model"], told, said)
-    changing = Changing(settings, resolved, device, job.ranks.local_world_size, shortage, held)
-    doing = "" if resolved.plan.is_open else f" at micro_batch_size {resolved.plan.micro_batch_size}"
-    return Remedies(doing, changes_of(changing, planned), told, said)
-
-
-def _planned(account: Account) -> Planned | None:
-    """What the plan says: worked out here, where it costs no run a moment."""
-    try:
-        return None if account.plan is None else account.plan()
-    except Exception:  # of a formula, or for want of memory: the plan is not the news
-        log.debug("no plan beside what ran out of memory", exc_info=True)
-        return None
-
-
-def of_killed(settings: Settings, job: Job, account: Account) -> str:
-    """What helps where a rank of the run was killed for the host's memory, as one that is left knows."""
-    with suppress(PipelineError, RuntimeError, MemoryError):  # beside the thread that trains
-        remedies = of_training(settings, job, account, Shortage("cpu"))
-        return f"what helps, most first: {'; '.join(remedies.levers)}"
-    return advise()
-
-
-def _held(account: Account, shortage: Shortage) -> HeldMemory | None:
-    """What the rank's engine holds on what is out of memory; None: there is no engine."""
-    if account.states is None:
-        return None
-    total, before = shortage.allocated, 0
-    if shortage.kind == "cpu":
-        total, before = memory_now().resident, account.before
-    elif total is None:
-        total = torch.cuda.memory_allocated()
-    with suppress(RuntimeError, AttributeError, MemoryError):  # closed meanwhile; not a byte is left
-        return HeldMemory(account.states(shortage.kind), total, before)
-    return None
 
 
 def _of_device(error: RuntimeError, device: torch.device | None) -> str:

@@ -184,7 +184,7 @@ class Trials:
         try:
             yield
         except BaseException as error:
-            is_memory = isinstance(explain(error, job.device, lambda _: Remedies("", [])), DeviceMemoryError)
+            is_memory = isinstance(explain(error, job.device, lambda _: Remedies([])), DeviceMemoryError)
             if is_memory:
                 log.warning(
                     "micro_batch_size auto: the trial of %d ran out of memory; the same command starts "

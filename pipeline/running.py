@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.api import Run
 from pipeline.checkpoint.catalog import steps_in
 from pipeline.config.settings import Settings
-from pipeline.device_failures import explain, of_training
+from pipeline.device_failures import explain
 from pipeline.distributed.ranks import Ranks, write_exit_code
 from pipeline.distributed.signals import STDOUT, ignore_stop_signals, reports_own_exit
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
@@ -36,7 +36,7 @@ from pipeline.errors import (
     too_long_a_name,
 )
 from pipeline.joining import Joined, join
-from pipeline.planning.account import Account
+from pipeline.remedies import TrainingAdvice
 from pipeline.report.page import write_at_end
 from pipeline.report.run_summary import closing_line, summary_lines
 from pipeline.run_directory import remove_made
@@ -69,7 +69,7 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         mistake = too_long_a_name(error) if isinstance(error, OSError) else None
         job = begun.job if begun is not None else None
         device = job.device if job is not None else None
-        mistake = mistake or explain(error, device, partial(of_training, settings, job, Account()))
+        mistake = mistake or explain(error, device, TrainingAdvice(settings, job))
         if mistake is not None:
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
             return _end(begun, ranks, f"error: {mistake}", mistake.exit_code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,11 +14,12 @@ import pipeline
 from pipeline.__main__ import main
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
-from pipeline.device_failures import explain, of_training
+from pipeline.device_failures import explain
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DeviceFailedError, DeviceMemoryError
-from pipeline.planning.account import Account, EngineStates, Planned
+from pipeline.planning.account import EngineStates, Planned
+from pipeline.remedies import TrainingAdvice
 
 # Word for word, of torch 2.11's allocator.
 CUDA = (
@@ -34,7 +34,7 @@ JOB = Job(Ranks(0, 0, 2, 2), torch.device("cpu"))
 def told(error, *overrides, job=JOB):
     recipe = ROOT / "launch" / "recipes" / "python_stdlib.yaml"
     settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", overrides)
-    return explain(error, job.device if job else None, partial(of_training, settings, job, Account()))
+    return explain(error, job.device if job else None, TrainingAdvice(settings, job))
 
 
 def test_the_numbers_and_what_to_change():
@@ -65,7 +65,7 @@ def test_a_plan_that_fails_hides_no_error():
         raise ZeroDivisionError
 
     settings = load_settings(ROOT / "launch" / "recipes" / "python_stdlib.yaml", None, [])
-    remedies = partial(of_training, settings, JOB, Account(plan=fail))
+    remedies = TrainingAdvice(settings, JOB, plan=fail)
     found = explain(torch.OutOfMemoryError(CUDA), torch.device("cuda"), remedies)
     assert isinstance(found, DeviceMemoryError)
     assert "the plan had said" not in str(found)
@@ -74,11 +74,12 @@ def test_a_plan_that_fails_hides_no_error():
 def test_what_was_held_what_was_planned_and_changes_that_the_settings_accept():
     recipe, gib = ROOT / "launch" / "recipes" / "python_stdlib.yaml", 2**30
     settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", ["batch.micro_batch_size=8"])
-    account = Account(
+    remedies = TrainingAdvice(
+        settings,
+        JOB,
         states=lambda kind: EngineStates(10 * gib, 5 * gib, 20 * gib, gib) if kind == "cuda" else None,
         plan=lambda: Planned(100 * gib, int(79.11 * gib)),
     )
-    remedies = partial(of_training, settings, JOB, account)
     text = str(explain(torch.OutOfMemoryError(CUDA), torch.device("cuda"), remedies))
     assert (
         "held: 10.00 GiB parameters, 5.00 GiB gradients, 20.00 GiB optimizer, 1.00 GiB engine's buffers, "

@@ -1,11 +1,8 @@
-"""What is known of a run's memory while it runs: what holds it, as measured, and what the plan had said.
-
-Filled as the run is built, and read when it is out of memory. Imports no torch.
-"""
+"""What a rank's memory is held by, as measured, and what the plan had said of it. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.files import format_bytes
@@ -14,7 +11,7 @@ from pipeline.planning.changes import Change
 
 @dataclass(frozen=True)
 class EngineStates:
-    """Bytes that an engine holds on a kind of device, each storage counted once."""
+    """Bytes of a kind of device by what holds them: of an engine, each storage counted once, and besides."""
 
     parameters: int
     gradients: int
@@ -22,34 +19,23 @@ class EngineStates:
     """What it keeps of what it steps, and the fp32 masters."""
     buffers: int
     """The engine's own: buckets, flat copies."""
+    activations: int = 0
+    """What none of the others is, where memory was out: activations, logits and temporaries."""
+    before: int = 0
+    """What there was before the model: libraries and data on a CPU."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers
-
-
-@dataclass(frozen=True)
-class HeldMemory:
-    """What a device held when its memory was out."""
-
-    states: EngineStates
-    total: int
-    """Allocated on a GPU; of a CPU what the process had resident."""
-    before: int = 0
-    """Of that, what there was before the model: libraries and data on a CPU."""
-
-    @property
-    def activations(self) -> int:
-        """What none of the others is: activations, logits and temporaries."""
-        return max(0, self.total - self.states.total - self.before)
+        engines = self.parameters + self.gradients + self.optimizer + self.buffers
+        return engines + self.activations + self.before
 
     def __str__(self) -> str:
         named = {
-            "parameters": self.states.parameters,
-            "gradients": self.states.gradients,
-            "optimizer": self.states.optimizer,
-            "engine's buffers": self.states.buffers,
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "engine's buffers": self.buffers,
             "activations and temporaries": self.activations,
             "libraries and data": self.before,
         }
@@ -69,15 +55,3 @@ class Planned:
 
     def __str__(self) -> str:
         return f"the plan had said {format_bytes(self.peak)} of {format_bytes(self.there)}"
-
-
-@dataclass
-class Account:
-    """Of one rank."""
-
-    before: int = 0
-    """Bytes that the process had resident before there was a model."""
-    states: Callable[[str], EngineStates] | None = None
-    """What the engine holds on `cuda` or `cpu`; None: there is none yet."""
-    plan: Callable[[], Planned | None] | None = None
-    """None, or gives it: nothing is known of such a run."""
