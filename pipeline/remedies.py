@@ -31,10 +31,9 @@ ENOUGH, NOTHING = 10, 100
 # Measured of the shipped recipe, docs/how-to.md: what stays of activations where all blocks recompute, and
 # how much longer a step takes.
 KEPT_BY_RECOMPUTATION, SLOWER_BY_RECOMPUTATION = 1 / 11, 1.45
-SLOWER_BY_ZERO3, SLOWER_BY_OFFLOAD = (
-    1.1,
-    1.5,
-)  # where the network, or the processor's memory, is not the limit
+# If the network, or the processor's memory, is not the limit.
+SLOWER_BY_ZERO3 = 1.1
+SLOWER_BY_OFFLOAD = 1.5
 log = logging.getLogger(__name__)
 
 
