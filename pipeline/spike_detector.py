@@ -61,21 +61,13 @@ class SpikeDetector:
         self._refused = 0
         self._floor = 0.0
         self._first = 0.0
-        self._limit = math.inf
-
-    @property
-    def limit(self) -> float:
+        self.limit = math.inf
         """Value above which there is a spike; inf until LEAST values were added."""
-        return self._limit
 
     @property
     def middle(self) -> float:
         """Median of the last normal values; NaN before the first value."""
         return _median(np.sort(list(self._values)[-LOCAL:])) if self._values else math.nan
-
-    def is_spike(self, value: float) -> bool:
-        """Return whether the next value would be a spike."""
-        return math.isfinite(value) and value > self._limit
 
     def add(self, value: float) -> bool:
         """Add the next value, unless it is a spike or not finite.
@@ -85,7 +77,7 @@ class SpikeDetector:
         """
         if not math.isfinite(value):
             return False
-        if not self.is_spike(value):
+        if value <= self.limit:
             self._refused = 0
             if not self._values and not self._floor:
                 self._first = value
@@ -96,7 +88,7 @@ class SpikeDetector:
         if self._refused == NEW_LEVEL:
             self._values.clear()
             self._logs.clear()
-            self._refused, self._limit = 0, math.inf
+            self._refused, self.limit = 0, math.inf
         return True
 
     def _take(self, value: float) -> None:
@@ -104,7 +96,7 @@ class SpikeDetector:
         self._logs.append(math.log(value) if value > TINY else LOG_TINY)
 
     def _settle(self) -> None:
-        self._limit = math.inf
+        self.limit = math.inf
         if len(self._values) < LEAST or min(self._values) < 0:
             return
         if not self._floor:
@@ -119,7 +111,7 @@ class SpikeDetector:
         if self._first > 0:
             high = level + max(least, self._reach.of_first * deviation)
             above = min(above, max(high, math.log(self._first) - NEARLY))
-        self._limit = max(math.exp(min(above, 700.0)), self._floor)
+        self.limit = max(math.exp(min(above, 700.0)), self._floor)
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return plain numbers for a checkpoint."""

@@ -86,7 +86,12 @@ def num_samples(batch: Mapping[str, Any]) -> int:
 
 def moved(batch: Mapping[str, Any], move: Callable[[str, Tensor], Tensor]) -> LoadedBatch:
     """The batch with `move(key, tensor)` in place of each tensor; it remembers the host's."""
-    result = LoadedBatch({key: _mapped(value, key, move) for key, value in batch.items()})
+    result = LoadedBatch(
+        {
+            key: move(key, value) if isinstance(value, Tensor) else _mapped(value, key, move)
+            for key, value in batch.items()
+        }
+    )
     result.host = on_host(batch)  # type: ignore[assignment]
     return result
 
@@ -107,7 +112,10 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, (Mapping, tuple, list)):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors(each)
+            if isinstance(each, Tensor):
+                yield each
+            else:
+                yield from tensors(each)
 
 
 def shown(batch: Mapping[str, Any]) -> str:
@@ -155,7 +163,12 @@ def as_batch(collated: Any, samples: int | None = None) -> LoadedBatch:
             f"the batch is {what}; expected a dict of tensors, a tuple (inputs, targets), or a tensor: see "
             "what the data set's collate returns"
         )
-    batch = LoadedBatch({_checked(key): _tensors_in(value) for key, value in entries.items()})
+    for key in entries:
+        if not isinstance(key, str):
+            raise DataError(f"the batch has an entry called {key!r}; names are strings")
+    batch = LoadedBatch(
+        {key: value if isinstance(value, Tensor) else _tensors_in(value) for key, value in entries.items()}
+    )
     lengths = [len(tensor) for tensor in tensors(batch) if tensor.dim()]
     if not lengths or 0 in lengths[:1]:
         raise DataError(
@@ -187,12 +200,6 @@ _NO_PACKED = (
 
 def _name(place: int) -> str:
     return UNNAMED[place] if place < len(UNNAMED) else f"{FURTHER}{place}"
-
-
-def _checked(key: Any) -> str:
-    if not isinstance(key, str):
-        raise DataError(f"the batch has an entry called {key!r}; names are strings")
-    return key
 
 
 def _tensors_in(value: Any) -> Any:

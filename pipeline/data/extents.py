@@ -38,12 +38,16 @@ def note_extents(batch: LoadedBatch, indices: Sequence[int], sources: Sequence[t
         indices: Of the samples, in their data set.
         sources: (name, samples) of what the data set consists of, one behind the other.
     """
-    extents = {name: extent for name, value in batch.items() if (extent := _extent(name, value)) is not None}
+    extents = {
+        name: extent
+        for name, value in batch.items()
+        if name not in UNREAD and (extent := _extent(value)) is not None
+    }
     batch.reading = Reading(extents, indices, sources)
 
 
-def _extent(name: str, value: Any) -> Extent | None:
-    if not _is_looked_at(value) or name in UNREAD:
+def _extent(value: Any) -> Extent | None:
+    if not _is_looked_at(value):
         return None
     values = value.numpy()  # torch would wake all its threads for a few kB
     lowest = counted = int(values.min())

@@ -6,7 +6,7 @@ An objective may stand around another one: TimedObjective measures its part of a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -51,17 +51,16 @@ def further_sums(means: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def added(losses: Sequence[LossSum], means: Mapping[str, tuple[str, str]], device: torch.device) -> LossSum:
-    """The micro-batches' sums added up; 0 for what none of them reports. Penalties are left out."""
+    """Return the sums over micro-batches; 0 for what none of them reports. Penalties are left out."""
     none = torch.zeros((), device=device)
-
-    def total(values: Iterable[Tensor | None]) -> Tensor:
-        there = [value for value in values if value is not None]
-        return sum(there[1:], there[0]) if there else none
-
+    extras: dict[str, Tensor] = {}
+    for loss in losses:
+        for key, value in loss.extras.items():
+            extras[key] = extras[key] + value if key in extras else value
     return LossSum(
-        total(loss.loss_sum for loss in losses),
-        total(loss.count for loss in losses),
-        {key: total(loss.extras.get(key) for loss in losses) for key in further_sums(means)},
+        sum((loss.loss_sum for loss in losses[1:]), losses[0].loss_sum) if losses else none,
+        sum((loss.count for loss in losses[1:]), losses[0].count) if losses else none,
+        {key: extras.get(key, none) for key in further_sums(means)},
     )
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import Parameter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -421,8 +421,9 @@ class Call:
     is_spread: bool = False
     """A first entry that is a tuple goes in as several arguments."""
 
-    @property
+    @cached_property
     def entries(self) -> frozenset[str]:
+        """The entries that go to the model."""
         return frozenset(self.positional) | {entry for _, entry in self.named}
 
 
@@ -471,7 +472,9 @@ class ModelCall:
             return model(*values, **named)
 
     def _planned(self, model: Callable[..., Any], batch: Batch) -> Call:
-        kinds = tuple((key, _arity(value)) for key, value in batch.items())
+        kinds = tuple(
+            (key, 1 if isinstance(value, Tensor) else _arity(value)) for key, value in batch.items()
+        )
         if not isinstance(model, nn.Module):
             return self._plan(model, batch, dict(kinds))
         known = self._known.setdefault(model, {})

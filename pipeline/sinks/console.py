@@ -149,20 +149,10 @@ def train_fields(
 ) -> list[Field]:
     """The fields of a training row, in the order they are shown."""
     fields = [Field("step", _of(step, max_steps), width=2 * len(str(max_steps)) + 1, style="bold")]
-
-    def add(key: str, before: str, show: Callable[[float], str], after: str, rank: int, width: int) -> None:
-        if key in row:
-            style = "bold red" if not math.isfinite(row[key]) else "bold cyan" if key == "train/loss" else ""
-            fields.append(Field(before, show(row[key]), after, rank, style, width))
-
-    add("train/loss", "loss", decimals, "", 0, 7)
-    add("train/learning_rate", "lr", lambda x: f"{x:.2e}", "", 3, 8)
-    add("train/grad_norm", "grad", two_digits, "", 4, 5)
-    add("perf/tokens_per_second", "", count, "tok/s", 2, 6)
-    add("perf/samples_per_second", "", count, "samples/s", 2, 6)
-    add("perf/mfu", "mfu", lambda x: f"{100 * x:.1f}%", "", 5, 5)
-    add("memory/peak_allocated_gib", "mem", lambda x: f"{x:.1f}", "GiB", 6, 5)
-    add("train/loss_scale", "scale", lambda x: f"{x:g}", "", 7, 5)
+    for key, before, show, after, rank, width in TRAIN_FIELDS:
+        if (value := row.get(key)) is not None:
+            style = "bold red" if not math.isfinite(value) else "bold cyan" if key == "train/loss" else ""
+            fields.append(Field(before, show(value), after, rank, style, width))
     skipped = row.get("train/skipped_steps", 0)
     if skipped > 0:
         fields.append(Field("skipped", f"{skipped:.0f}", rank=1, style="bold yellow"))
@@ -223,6 +213,19 @@ def count(value: float) -> str:
         if value >= 0.9995 * size:
             return f"{value / size:.1f}{unit}"
     return f"{value:.0f}"
+
+
+TRAIN_FIELDS: tuple[tuple[str, str, Callable[[float], str], str, int, int], ...] = (
+    ("train/loss", "loss", decimals, "", 0, 7),
+    ("train/learning_rate", "lr", "{:.2e}".format, "", 3, 8),
+    ("train/grad_norm", "grad", two_digits, "", 4, 5),
+    ("perf/tokens_per_second", "", count, "tok/s", 2, 6),
+    ("perf/samples_per_second", "", count, "samples/s", 2, 6),
+    ("perf/mfu", "mfu", "{:.1%}".format, "", 5, 5),
+    ("memory/peak_allocated_gib", "mem", "{:.1f}".format, "GiB", 6, 5),
+    ("train/loss_scale", "scale", "{:g}".format, "", 7, 5),
+)
+"""Metric, and as a Field: word before, how its value is shown, unit after, rank, least width."""
 
 
 def _of(step: int, max_steps: int) -> str:

@@ -159,8 +159,9 @@ class Spikes:
         found = None
         values = seen.losses if self.name == LOSS_SPIKE else seen.norms
         for at, value in enumerate(values, step - len(values) + 1):
-            if self._detector.is_spike(value) and self._calm >= CALM and found is None:
-                found = self._event(at, value, self._detector.middle, self._detector.limit)
+            limit = self._detector.limit
+            if math.isfinite(value) and value > limit and self._calm >= CALM and found is None:
+                found = self._event(at, value, self._detector.middle, limit)
             is_spike = self._detector.add(value)
             self._calm = 0 if is_spike else self._calm + 1
         return found
