@@ -35,7 +35,7 @@ class Off:
     """In the place of the meters and of the engine's phases: measures nothing."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("measured", "paused", "waiting_for_data"):
+        if name in ("measured", "exclude_from_step_time"):
             return lambda *_: nullcontext()
         return lambda *_, **__: {}
 
@@ -44,28 +44,25 @@ class Switched:
     """A loop that measures, or does not."""
 
     def __init__(self, parts: Any):
-        from pipeline.training import Loop
+        from pipeline.training import TrainLoop
 
         # A burst has its row in the middle: on a GPU the next step reads it, in the same burst.
         middle = _InTheMiddle()
-        self._parts = replace(parts, eval_loader=None, owes_evaluation=False, log=middle)
-        self.loop = Loop(self._parts)
-        self._stepper = self.loop._stepper
-        self._timed = self._stepper._objective
+        schedule = replace(parts.schedule, owes_evaluation=False, log=middle)
+        self._parts = replace(parts, eval_loader=None, schedule=schedule)
+        self.loop = TrainLoop(self._parts)
         self._phases = parts.engine.phases
 
     def switch(self, on: bool) -> None:
-        from pipeline.config.watching_schema import WatchConfig
-        from pipeline.parts import Cadence
-        from pipeline.replica_check import ReplicaCheck
         from pipeline.sinks import Sinks
+        from pipeline.training import Cadence
 
         parts, off = self._parts, Off()
-        self._stepper._objective = self._timed if on else parts.objective
         parts.engine.phases = self._phases if on else off
-        silent: dict[str, Any] = {"meters": off, "sinks": Sinks(), "log": Cadence(0, 0)}
-        silent["replica_check"] = ReplicaCheck(parts.job, None, WatchConfig(compare_every=0), 0)
-        self.loop._parts = self._stepper._parts = parts if on else replace(parts, **silent)
+        silent: dict[str, Any] = {"meters": off, "sinks": Sinks()}
+        self.loop._parts = parts if on else replace(parts, **silent)
+        self.loop._schedule = parts.schedule if on else replace(parts.schedule, log=Cadence(0, 0))
+        self.loop._train_step._replica_check = parts.replica_check if on else None
         if on:
             self._phases.restart()  # what was off is nobody's time
 

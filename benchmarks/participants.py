@@ -40,7 +40,7 @@ from pipeline.models.huggingface import draw_weights
 from pipeline.models.sharding import Sharding
 from pipeline.models.sizes import flops_per_token
 from pipeline.objectives import CausalLM
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 
 def take_part(task: Task, gate: Gate) -> dict[str, float | None]:
@@ -126,7 +126,7 @@ def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
     resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
     run = assemble(settings.config, resolved, job, data, task.folder)
     gated = replace(run, eval_loader=None, loader=GatedLoader(run.loader, gate))
-    with suppress(FinishedError), run.sinks, Loop(gated) as loop:
+    with suppress(FinishedError), run.sinks, TrainLoop(gated) as loop:
         while loop.step() is not None:
             pass
 

@@ -30,7 +30,7 @@ from pipeline.data import prepare_data
 from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
 from pipeline.files import synchronise
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 BLOCK = 1 << 24  # bytes of one write of the plain file
 SETTLE = 0.3
@@ -155,7 +155,7 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
     store.save, store.poll = timed_save, noted_poll  # type: ignore[assignment,method-assign]
     watch = Watch(gate, diary, at_rest)
     gated = replace(run, eval_loader=None, loader=GatedLoader(run.loader, watch))  # type: ignore[arg-type]
-    with run.sinks, Loop(gated) as loop:
+    with run.sinks, TrainLoop(gated) as loop:
         while loop.step() is not None:
             pass
 

@@ -44,7 +44,6 @@ from pipeline.expectation import planned
 from pipeline.joining import Joined, join
 from pipeline.long_lived import LongLived
 from pipeline.models.generation import GenerationSettings
-from pipeline.parts import Parts
 from pipeline.plan import announce
 from pipeline.profiler import build_profiler, watch_memory
 from pipeline.redaction import redact
@@ -54,7 +53,7 @@ from pipeline.report.runs import note_processes
 from pipeline.run_directory import agree_on_run_directory, describe_split
 from pipeline.sampling import TEMPERATURE, asks_in_template, generate_text, sample_text
 from pipeline.sinks.notify import tell_at_once
-from pipeline.training import Loop, Step
+from pipeline.training import RunComponents, Step, TrainLoop
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ class Run:
             self._advice.states = partial(states, self._parts.engine)
             if resolved.plan.is_open:
                 resolved = self._settled(known)
-            self._parts.meters.count_from(began)
+            self._parts.meters.set_start_time(began)
             if leaves:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
@@ -140,7 +139,7 @@ class Run:
                 tell=self._parts.sinks.tell,
             )
             profiled = stack.enter_context(profiler)
-            self._loop = stack.enter_context(Loop(self._parts, long_lived, profiled))
+            self._loop = stack.enter_context(TrainLoop(self._parts, long_lived, profiled))
             self._sample: str | None = None
             self._asks = asks_in_template(config.data, self._data.tokenizer)
             announce(settings, resolved, self._parts, self._directory)
@@ -175,7 +174,7 @@ class Run:
     @property
     def max_steps(self) -> int:
         """Where it ends."""
-        return self._parts.max_steps
+        return self._parts.schedule.max_steps
 
     @property
     def stopped_by(self) -> int | None:
@@ -297,7 +296,7 @@ class Run:
             log.warning("summary.json is not written, so that this run looks unfinished: %s", problem)
 
 
-def _close_engine(parts: Parts, kind: object, error: BaseException | None, trace: object) -> None:
+def _close_engine(parts: RunComponents, kind: object, error: BaseException | None, trace: object) -> None:
     if error is None or parts.job.ranks.world_size == 1:
         parts.engine.close()
 

@@ -1,10 +1,12 @@
-"""The composition root: settings -> Parts, a line a part, each with what it needs."""
+"""The composition root: settings -> RunComponents, each built from what it needs."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,75 +39,95 @@ from pipeline.models.adapters import learning_rate_for
 from pipeline.models.embeddings import num_words
 from pipeline.models.of_transformers import write_description
 from pipeline.objectives import BySegment, Objective, build_objective
-from pipeline.parts import Cadence, Parts, TrainState, rows_until
 from pipeline.plan import tell_of_choices
 from pipeline.reference_logps import Rows, compute_reference, with_zeros
 from pipeline.replica_check import ReplicaCheck
 from pipeline.run_directory import ENVIRONMENT
 from pipeline.safeguard import Safeguard
 from pipeline.sampling import build_sampler
-from pipeline.schedule import check_own
+from pipeline.schedule import LearningRate, check_own
 from pipeline.sinks import Sinks, build_sinks
+from pipeline.training import Cadence, RunComponents, RunSchedule, TrainState, rows_until
 from pipeline.watchers.rules import build_watchers
 
 
-def assemble(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path) -> Parts:
-    """Builds every part and, where there is a checkpoint, puts them where it left off. Collective."""
+def assemble(
+    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path
+) -> RunComponents:
+    """Build every component and, where there is a checkpoint, restore it. Collective."""
     objective = checked_objective(config, resolved, data)
     checkpoints = build_store(config, resolved, job, directory)
     checkpoint = chosen(checkpoints, job)  # before anything is built: what is passed over is told first
-    engine = build_engine(config, resolved, job, data, resumes=checkpoint is not None)
+    resumes = checkpoint is not None
+    engine = build_engine(config, resolved, job, data, resumes=resumes)
     adapter = adapters.described(config, engine.module, job, open_checkpoint, checkpoint)
-    if checkpoint is None:
-        resolved = settled(config, resolved, job, with_zeros(data, objective), engine, objective)
-    data = with_its_reference(config, resolved, job, data, directory, engine, objective, checkpoint, adapter)
+    settle_on = partial(settled, config=config, job=job, engine=engine, objective=objective)
+    if not resumes:
+        resolved = settle_on(resolved=resolved, data=with_zeros(data, objective))
+    if isinstance(objective, BySegment) and objective.has_reference:
+        rows = Rows(data, resolved.plan.micro_batch_size, config.loader.num_workers)
+        data = with_its_reference(
+            rows, config, job, directory, engine=engine, objective=objective, resumes=resumes, adapter=adapter
+        )
     loader = build_loader(config, resolved.plan, data, engine)
-    logs, evaluations, saves = build_cadences(config, loader, job, data)
-    tell_of_choices(config, resolved, job, loader, logs.last)
+    schedule = build_schedule(config, loader, job, data)
+    tell_of_choices(config, resolved, job, loader, schedule.max_steps)
     keep_description(engine, data, job, directory)
     job.progress.at("resuming")
-    start, remembered = go_on(checkpoints, checkpoint, engine, loader, logs.last, adapter)
+    start, remembered = go_on(
+        checkpoints, checkpoint, engine=engine, source=loader, max_steps=schedule.max_steps, adapter=adapter
+    )
     job.progress.at("starting")
     if resolved.plan.is_open:  # weights and states of the checkpoint are there
-        resolved = settled(config, resolved, job, data, engine, objective)
+        resolved = settle_on(resolved=resolved, data=data)
         loader.divide(resolved.plan.micro_batch_size, resolved.plan.gradient_accumulation_steps)
     held_out = build_eval_loader(config, resolved.plan, data, engine)
-    owes = remembered.get("eval_loss") is None and evaluations.due_or_first(start.global_step)
-    meters = build_meters(config, resolved, engine, objective, job, directory, checkpoint)
-    due = rows_until(start.global_step, logs, evaluations if held_out else None, owes)
-    sinks = open_sinks(config, resolved, job, checkpoints, span := (start.global_step, logs.last), due, owes)
-    safeguard = build_safeguard(config, logs.every, sinks, remembered)
-    watchers = build_watchers(config, resolved, engine, job, span, safeguard.bands, remembered)
-    return Parts(
+    owes = remembered.get("eval_loss") is None and schedule.eval.due_or_first(start.global_step)
+    schedule = replace(schedule, owes_evaluation=owes)
+    meters = build_meters(
+        config, resolved, job=job, engine=engine, objective=objective, directory=directory, resumed=checkpoint
+    )
+    due = rows_until(start.global_step, schedule.log, schedule.eval if held_out else None, owes)
+    sinks = open_sinks(
+        config, resolved, job, checkpoints, start_step=start.global_step, schedule=schedule, due=due
+    )
+    safeguard = build_safeguard(config, schedule.log.every, sinks, remembered)
+    watchers = build_watchers(
+        config,
+        resolved,
+        job=job,
+        engine=engine,
+        start_step=start.global_step,
+        max_steps=schedule.max_steps,
+        detectors=safeguard.detectors,
+        remembered=remembered,
+    )
+    replica_check = ReplicaCheck(job, engine.replicas, config.watch, start.global_step)
+    every = config.wandb.histograms_every
+    peak = config.optimizer.learning_rate or learning_rate_for(engine.module)
+    rows_behind = int(engine.device.type == "cuda" and not safeguard.rolls_back)
+    return RunComponents(
         job=job,
         resolved=resolved,
+        start=start,
+        schedule=replace(schedule, rows_behind=rows_behind),
         engine=engine,
         objective=objective,
         loader=loader,
+        learning_rate=LearningRate(peak, config.schedule, schedule.max_steps),
+        seed=config.seed,
+        adds_noise=config.model.neftune_alpha is not None,
         eval_loader=held_out,
+        best_by=config.eval,
         checkpoints=checkpoints,
+        adapter=adapter,
         sinks=sinks,
         meters=meters,
+        watchers=watchers,
         safeguard=safeguard,
-        replica_check=ReplicaCheck(job, engine.replicas, config.watch, start.global_step),
-        rows_behind=int(engine.device.type == "cuda" and not safeguard.goes_back),
-        expectation=(expectation := expect(config, resolved, job, data, engine.module)),
-        watchers=(*watchers, expectation),
-        start=start,
-        owes_evaluation=owes,
-        max_steps=logs.last,
-        peak_learning_rate=config.optimizer.learning_rate or learning_rate_for(engine.module),
-        schedule=config.schedule,
-        seed=config.seed,
-        best_by=config.eval,
-        log=logs,
-        eval=evaluations,
-        save=saves,
-        save_minutes=config.checkpoint.every_minutes,
-        grace_seconds=config.checkpoint.grace_seconds,
-        adapter=adapter,
-        histograms=HistogramMeter(engine, job, steps) if (steps := config.wandb.histograms_every) else None,
-        adds_noise=config.model.neftune_alpha is not None,
+        expectation=expect(config, resolved, job, data, engine.module),
+        replica_check=replica_check if replica_check.is_on else None,
+        histograms=HistogramMeter(engine, job, every) if every else None,
         callbacks=build_callbacks(config, job, sinks.tell, remembered, has_eval=held_out is not None),
         tell_sample=build_sampler(engine, data, config, sinks.tell),
     )
@@ -120,45 +142,59 @@ def chosen(checkpoints: CheckpointStore, job: Job) -> Manifest | None:
 
 
 def settled(
-    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, engine: Engine, objective: Objective
-) -> Resolved:
-    """With the size of a micro-batch that fits, where the recipe leaves it open. Collective."""
-
-    def loader(plan: BatchPlan) -> TrainLoader:
-        return build_loader(config, plan, data, engine)
-
-    guess = guessed(config, resolved, job, data) if resolved.plan.is_open else None
-    return settle(Search(config, resolved, job, engine, objective, loader, cache_folder(config), guess))
-
-
-def with_its_reference(
+    *,
     config: RunConfig,
     resolved: Resolved,
     job: Job,
     data: DataBundle,
-    directory: Path,
     engine: Engine,
     objective: Objective,
-    checkpoint: Manifest | None,
+) -> Resolved:
+    """Return `resolved` with a micro-batch that fits, where the recipe leaves it open. Collective."""
+
+    def loader(plan: BatchPlan) -> TrainLoader:
+        return build_loader(config, plan, data, engine)
+
+    search = Search(
+        config=config,
+        resolved=resolved,
+        job=job,
+        engine=engine,
+        objective=objective,
+        loader=loader,
+        cache=cache_folder(config),
+        guess=guessed(config, resolved, job, data) if resolved.plan.is_open else None,
+    )
+    return settle(search)
+
+
+def with_its_reference(
+    rows: Rows,
+    config: RunConfig,
+    job: Job,
+    directory: Path,
+    *,
+    engine: Engine,
+    objective: BySegment,
+    resumes: bool,
     adapter: Mapping[str, Any],
 ) -> DataBundle:
-    """The data; where the objective asks for it, with what the run's first model says of it. Collective."""
-    if not (isinstance(objective, BySegment) and objective.has_reference):
-        return data
-    if checkpoint is not None:
-        return with_reference(data, directory, job)
+    """Return the data with what the run's first model says of it. Collective.
+
+    Args:
+        resumes: Whether the run's directory has it already.
+    """
+    if resumes:
+        return with_reference(rows.data, directory, job)
     documents = config.data.documents
     cache = Path(documents.cache_dir).expanduser() / "reference" if documents is not None else None
-    rows = Rows(data, resolved.plan.micro_batch_size, config.loader.num_workers)
     # The engine's weights do not show the adapter's base.
     key = {**config.model.model_dump(mode="json"), **adapters.lasting(adapter)}
     return compute_reference(rows, engine, objective, directory, cache, job, key)
 
 
-def build_cadences(
-    config: RunConfig, loader: TrainLoader, job: Job, data: DataBundle
-) -> tuple[Cadence, Cadence, Cadence]:
-    """Return those of rows, evaluations and checkpoints, up to the run's last step. Collective.
+def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataBundle) -> RunSchedule:
+    """Return when the run logs, evaluates, saves and ends. Collective.
 
     Raises:
         ConfigError: see resolve_cadences and check_own.
@@ -169,7 +205,15 @@ def build_cadences(
     check_own(config.schedule, last)
     check_same_curriculum(job, data, last)
     every = resolve_cadences(config, loader.steps_per_epoch)
-    return Cadence(every.log, last), Cadence(every.eval, last), Cadence(every.save, last)
+    return RunSchedule(
+        max_steps=last,
+        samples_per_epoch=loader.samples_per_epoch,
+        log=Cadence(every.log, last),
+        eval=Cadence(every.eval, last),
+        save=Cadence(every.save, last),
+        save_minutes=config.checkpoint.every_minutes,
+        grace_seconds=config.checkpoint.grace_seconds,
+    )
 
 
 def keep_description(engine: Engine, data: DataBundle, job: Job, directory: Path) -> None:
@@ -198,27 +242,26 @@ def open_sinks(
     resolved: Resolved,
     job: Job,
     checkpoints: CheckpointStore,
-    span: tuple[int, int],
+    *,
+    start_step: int,
+    schedule: RunSchedule,
     due: Mapping[str, list[int]],
-    owes: bool,
 ) -> Sinks:
-    """Where the run's numbers go, and word of its checkpoints where that is asked for.
+    """Open the sinks of a run, and show them its checkpoints where the recipe asks for that.
 
     Args:
-        span: Where the run begins, and where it ends.
-        due: See build_sinks.
-        owes: The evaluation of the first step of `span` comes again.
+        start_step, due: See build_sinks.
     """
     directory = checkpoints.folder.parent
     sinks = build_sinks(
         config,
         run_dir=directory,
         is_main_process=job.ranks.is_main_process,
-        start_step=span[0],
-        max_steps=span[1],
+        start_step=start_step,
+        max_steps=schedule.max_steps,
         run_config=described(config, resolved, job, directory),
         due=due,
-        redo_evaluation=owes,
+        redo_evaluation=schedule.owes_evaluation,
     )
     if job.ranks.is_main_process and config.wandb.checkpoints:
         checkpoints.shown_to(sinks.show)
@@ -245,8 +288,9 @@ def described(config: RunConfig, resolved: Resolved, job: Job, directory: Path) 
 def go_on(
     checkpoints: CheckpointStore,
     checkpoint: Manifest | None,
+    *,
     engine: Engine,
-    loader: BatchSource,
+    source: BatchSource,
     max_steps: int,
     adapter: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[TrainState, dict[str, Any]]:
@@ -264,7 +308,7 @@ def go_on(
             f"{max_steps}; give a higher max_steps (or max_epochs), or another run_dir"
         )
     state = checkpoints.restore(engine, checkpoint)
-    loader.load_state_dict(state)
+    source.load_state_dict(state)
     return TrainState.of(state, engine.device), state
 
 

@@ -28,13 +28,18 @@ from pipeline.wall_time import Earlier, WallTime
 def build_meters(
     config: RunConfig,
     resolved: Resolved,
+    *,
+    job: Job,
     engine: Engine,
     objective: Objective,
-    job: Job,
     directory: Path,
-    checkpoint: Manifest | None = None,
+    resumed: Manifest | None = None,
 ) -> Meters:
-    """What is measured of the run; before its record is opened, which may take rows back."""
+    """Build the meters of a run, before its record is opened, which may take rows back.
+
+    Args:
+        resumed: The checkpoint that the run resumes from.
+    """
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     length = config.data.tokens_per_row
     language = config.model.language_model
@@ -53,7 +58,7 @@ def build_meters(
     profile = profile_asked_for(resolved.deepspeed, engine, clock, directory, job.ranks.is_main_process)
     earlier = Earlier()
     if job.ranks.is_main_process:  # whose rows are kept, and whose word a checkpoint has
-        earlier = Earlier.of(directory / METRICS_FILE, checkpoint.state if checkpoint is not None else {})
+        earlier = Earlier.of(directory / METRICS_FILE, resumed.state if resumed is not None else {})
     replicas = max(1, torch.cuda.device_count()) if resolved.split.parallel == "dp" else 1
     wall = WallTime(
         engine.phases,
@@ -63,9 +68,19 @@ def build_meters(
         price=config.log.price_per_device_hour,
         communicates=job.ranks.world_size > 1,
     )
-    gpu = GpuMeter(engine.device, earlier.energy_kwh)
+    is_asked = engine.device.type == "cuda" or earlier.energy_kwh > 0
+    gpu = GpuMeter(engine.device, earlier.energy_kwh) if is_asked else None
     nodes = NodeMeter(job.everyone) if config.log.nodes else None
-    return Meters(workload, job, clock, profile, own_phases(resolved, engine), wall, gpu, nodes)
+    return Meters(
+        workload,
+        job,
+        clock,
+        profile,
+        own_phases=own_phases(resolved, engine),
+        wall=wall,
+        gpu=gpu,
+        nodes=nodes,
+    )
 
 
 def own_phases(resolved: Resolved, engine: Engine) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Rank 0's own memory stands for all: it is what metrics.jsonl has.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from statistics import median
 
@@ -28,7 +28,6 @@ from pipeline.planning.history import History, Kind, Measured, history_of
 from pipeline.planning.place import Place, here, on_gpus
 from pipeline.planning.proposals import smaller
 from pipeline.planning.shapes import model_of
-from pipeline.watchers import Seen
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ LEAST_ROWS = 3
 
 
 class Expectation:
-    """Looks at each row, as watchers do, and has nothing to say of one."""
+    """Compares what a run takes with what was expected of it."""
 
     def __init__(
         self, found: Forecast | None, history: History | None, length: int | None, before: float = 0.0
@@ -51,8 +50,6 @@ class Expectation:
         """
         self.found, self._before = found, before
         self._history, self._length = history, length
-        self._peak = 0.0
-        self._speeds: list[float] = []
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -75,22 +72,23 @@ class Expectation:
         learnt = f" (corrected by {runs} run{'s' * (runs > 1)} here)" if runs else ""
         return f"{memory}{speed}{learnt}"
 
-    def __call__(self, step: int, seen: Seen) -> None:
-        row = seen.row
-        resident = row.get("memory/peak_resident_gib", 0.0)
-        self._peak = max(self._peak, row.get("memory/peak_reserved_gib", resident))
-        if (speed := row.get("perf/samples_per_second")) is not None:
-            self._speeds.append(speed)
+    def conclusion(self, peak_gib: float, speeds: Sequence[float]) -> Event | None:
+        """Return what was expected and measured, and keep it in the history.
 
-    def conclusion(self) -> Event | None:
-        """Expected and measured; None: nothing was expected, or too little measured. It is kept."""
+        Args:
+            peak_gib: Most memory that a row has shown; 0: there was no row.
+            speeds: Samples per second of each row.
+
+        Returns:
+            `None` if nothing was expected, or too little measured.
+        """
         found = self.found
         if found is None:
             return None
         fields: dict[str, str | float] = {}
         told: list[str] = []
-        memory = self._memory(found, fields, told)
-        speed, flops = self._speed(found, fields, told)
+        memory = self._memory(found, peak_gib, fields, told)
+        speed, flops = self._speed(found, speeds, fields, told)
         if self._history is not None and (memory or speed or flops):
             kind = Kind.of(found.place.gpu.name, found.model, found.config, found.resolved)
             self._history.add(Measured(kind, memory, speed, flops))
@@ -98,24 +96,26 @@ class Expectation:
             return None
         return Event(PLAN, f"plan: {'; '.join(told)}", level="info", fields=fields)
 
-    def _memory(self, found: Forecast, fields: dict[str, str | float], told: list[str]) -> float | None:
+    def _memory(
+        self, found: Forecast, peak: float, fields: dict[str, str | float], told: list[str]
+    ) -> float | None:
         """Adds what is to be told of it; the peak over the formulas', None: not known."""
         expected = found.peak / GIB
         # The system knows a process's peak alone, and a notebook's may have held more before.
         is_hidden = found.place.device.kind == "cpu" and self._before >= expected
-        if not self._peak or is_hidden:
+        if not peak or is_hidden:
             return None
-        fields |= {"memory_expected_gib": expected, "memory_measured_gib": self._peak}
-        told.append(f"memory {self._peak:.2f} GiB of {expected:.2f} expected")
-        return self._peak / expected * found.correction.memory if found.memory.is_complete else None
+        fields |= {"memory_expected_gib": expected, "memory_measured_gib": peak}
+        told.append(f"memory {peak:.2f} GiB of {expected:.2f} expected")
+        return peak / expected * found.correction.memory if found.memory.is_complete else None
 
     def _speed(
-        self, found: Forecast, fields: dict[str, str | float], told: list[str]
+        self, found: Forecast, speeds: Sequence[float], fields: dict[str, str | float], told: list[str]
     ) -> tuple[float | None, float | None]:
         """The same of tokens a second; and FLOPs a second of a rank."""
-        if len(self._speeds) <= LEAST_ROWS or not self._length:
+        if len(speeds) <= LEAST_ROWS or not self._length:
             return None, None
-        measured, expected = median(self._speeds[1:]) * self._length, self.tokens_per_second
+        measured, expected = median(speeds[1:]) * self._length, self.tokens_per_second
         fields["tokens_per_second_measured"] = measured
         if expected is None:
             return None, self._flops(found, measured)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.events import Histograms
-from pipeline.rows import Late
+from pipeline.rows import Deferred
 from pipeline.shards import WEIGHT, Shard
 
 # Of magnitudes, as powers of 2: below the one a value counts as 0, above the other as just below it.
@@ -48,7 +48,7 @@ class HistogramMeter:
         gradients = self._gradients = self._none()
         return self._engine.gradients_shown_to(lambda shard: self._add(gradients, shard))
 
-    def taken(self, step: int) -> Late[Histograms] | None:
+    def taken(self, step: int) -> Deferred[Histograms] | None:
         """After a step that counts; None: none are due."""
         gradients, self._gradients = self._gradients, None
         if gradients is None:
@@ -65,7 +65,7 @@ class HistogramMeter:
             has_moved = any(each.any() for each in gradients.values())
             return Histograms(step, EDGES, weights, gradients if has_moved else {})
 
-        return Late({"both": both}, make)
+        return Deferred({"both": both}, make)
 
     def _none(self) -> Tensor:
         return torch.zeros(len(self._rows), BINS, dtype=torch.int64, device=self._engine.device)

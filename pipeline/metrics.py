@@ -9,23 +9,27 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median_low
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
-from pipeline.device_meters import GpuMeter, MemoryMeter, NodeMeter
+from pipeline.device_meters import GpuMeter, NodeMeter
+from pipeline.distributed.machine import process_peak
 from pipeline.distributed.phases import ASIDE, NO_STEP, Phases, Spent
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Profile, StepResult
 from pipeline.engine.normalize import further_means, mean_loss
 from pipeline.events import Event
-from pipeline.objectives import Objective
-from pipeline.objectives.interface import TimedObjective
-from pipeline.rows import LateRow
-from pipeline.step_numbers import StepNumbers
+from pipeline.files import GIB
+from pipeline.rows import DeferredRow
 from pipeline.wall_time import WallTime
 from pipeline.watchers import Seen
+
+CHUNK = 64  # steps whose numbers lie one by one; a tensor of one number takes a hundred times its memory
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,97 @@ class Interval:
     measured: dict[str, float] = field(default_factory=dict)
     """Columns of the row: saves, memory, the run's time so far."""
 
-    def seconds(self) -> float:
-        """Of training. Waits for the device."""
-        spent = self.spent.seconds()
-        return max(1e-9, sum(seconds for phase, seconds in spent.items() if phase not in NO_STEP))
+
+def training_seconds(spent: Mapping[str, float]) -> float:
+    """Return the seconds of steps among the seconds by phase."""
+    return max(1e-9, sum(seconds for phase, seconds in spent.items() if phase not in NO_STEP))
+
+
+class StepNumbers:
+    """Each step's numbers between two rows of the log, a few or thousands. Nothing waits for the device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._single: dict[str, list[Tensor]] = {}
+        self._stacked: dict[str, list[Tensor]] = {}
+
+    def add(self, result: StepResult) -> None:
+        """Add the numbers of the next step."""
+        numbers = {"loss share": result.loss_sum, "count": result.global_count, "skipped": result.skipped}
+        norm = result.grad_norm
+        if norm is not None:
+            given = norm if isinstance(norm, Tensor) else torch.full((), norm, device=self._device)
+            numbers["norm"] = given
+        for name, number in numbers.items():
+            self._single.setdefault(name, []).append(number)
+        if len(self._single["skipped"]) == CHUNK:
+            self._stack()
+
+    def _stack(self) -> None:
+        for name, numbers in self._single.items():
+            self._stacked.setdefault(name, []).append(torch.stack(numbers))
+        self._single = {}
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the numbers since the last call, (steps,) each, and forget them.
+
+        They are `loss share` (see StepResult.loss_sum), `count`, `skipped` and, where there is one, `norm`.
+        """
+        if self._single:
+            self._stack()
+        stacked, self._stacked = self._stacked, {}
+        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in stacked.items()}
+
+
+class MemoryMeter:
+    """Measures the memory of one rank: of its device and of its host. Waits for nothing."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        # What trials of a micro-batch did is no step's.
+        self._before: Mapping[str, Any] = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+
+    def take(self) -> dict[str, float]:
+        """Return the peaks since the last call.
+
+        The host's is since the process began or, on a CPU, had tried micro-batches.
+        """
+        host = {"memory/peak_resident_gib": process_peak() / GIB}
+        if self._device.type != "cuda":
+            return host
+        stats = torch.cuda.memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before, self._before = self._before, stats
+        return memory_row(stats, before) | host
+
+    def in_use(self) -> dict[str, float]:
+        """Return the GiB in use now.
+
+        `host` is what the process holds alone, without the pages of files that it maps. `device` is the
+        peak of a GPU since the last row.
+        """
+        memory = psutil.Process().memory_info()
+        used = {"host": (memory.rss - getattr(memory, "shared", 0)) / GIB}
+        if self._device.type == "cuda":
+            used["device"] = torch.cuda.max_memory_allocated(self._device) / GIB
+        return used
+
+
+def memory_row(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics between two readings of torch.cuda.memory_stats.
+
+    `memory/alloc_retries`: how often, since the reading before, the allocator was out of memory, waited for
+    the device and gave back what it kept. Such a step is slow, and the next size up fails.
+    """
+    return {
+        "memory/peak_allocated_gib": stats["allocated_bytes.all.peak"] / GIB,
+        "memory/peak_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+        "memory/alloc_retries": stats["num_alloc_retries"] - before.get("num_alloc_retries", 0),
+    }
 
 
 class Meters:
-    """Watches the steps between two rows of the log."""
+    """Measures the steps between two rows of the log."""
 
     def __init__(
         self,
@@ -71,24 +158,28 @@ class Meters:
         job: Job,
         clock: Callable[[], float],
         profile: Profile | None = None,
+        *,
         own_phases: Sequence[str] = (),
         wall: WallTime | None = None,
         gpu: GpuMeter | None = None,
         nodes: NodeMeter | None = None,
     ):
-        """What is measured of which run.
+        """Begin to measure.
 
         Args:
-            profile: What DeepSpeed's profilers were asked for.
-            own_phases: Besides the reading of data those in which no rank waits for another.
-            wall: Where the time of the engine's steps goes.
-            gpu: None: nobody is asked about the device.
-            nodes: None: nor about the machines.
+            profile: Measures what DeepSpeed's profilers were asked for.
+            own_phases: Phases, besides the reading of data, in which no rank waits for another.
+            wall: Measures the wall time of the engine's steps.
+            gpu: Asks the driver about the device; `None` asks nothing.
+            nodes: Measures the machines; `None` measures nothing.
         """
         self._workload = workload
         self._job = job
+        self._on_gpu = job.device.type == "cuda"
         self._wall = wall or WallTime(Phases(clock, job.device), clock)
-        self._gpu = gpu or GpuMeter(torch.device("cpu"))
+        self.phases = self._wall.phases
+        """The phases of the engine's steps."""
+        self._gpu = gpu
         self._nodes = nodes
         self._memory = MemoryMeter(job.device)
         self._own_phases = ("data", *own_phases)
@@ -97,54 +188,46 @@ class Meters:
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
         self._before: Interval | None = None
-        self._restart()
-
-    def _restart(self) -> None:
         self._steps = 0
         self._saves: dict[str, float] = {}
+        self.peak_gib = 0.0
+        """Most memory that a row has shown: of a GPU what was reserved, else of this process."""
+        self.samples_per_second: list[float] = []
+        """Rate of each row so far."""
 
     def restart(self) -> None:
-        """Leaves out what was measured since the last row: the run goes on from elsewhere."""
+        """Drop what was measured since the last row: the run goes on from an earlier step."""
         self._each.take()
-        self._wall.phases.take()
+        self.phases.take()
         self._consecutive_skips = torch.zeros_like(self._consecutive_skips)
         self._before = None
-        self._restart()
+        self._steps = 0
+        self._saves = {}
 
-    def count_from(self, began: float) -> None:
-        """When the process of the run did begin, by the clock."""
+    def set_start_time(self, began: float) -> None:
+        """Set when the process of the run began, by the clock."""
         self._wall.began = began
 
     def begin(self) -> None:
-        """Before the first step, and the evaluation before it: what was until now is the run's start."""
+        """Begin the run, before its first step or evaluation. The time until now is startup."""
         self._wall.begin()
 
-    def waiting_for_data(self) -> AbstractContextManager[None]:
-        """Measures the time that the step waits for its next batch.
-
-        A GPU works on while the host reads data, and only what it waits itself is lost.
-        """
-        return self._wall.phases.measured("data")
-
-    def timed(self, objective: Objective) -> Objective:
-        """The objective, its forwards measured."""
-        return TimedObjective(objective, self._wall.phases)
-
-    def paused(self, phase: str = ASIDE) -> AbstractContextManager[None]:
-        """Around what is no part of a step: `evaluation`, `checkpoint`, or what has no name."""
-        return self._wall.phases.measured(phase)
+    def exclude_from_step_time(self, phase: str = ASIDE) -> AbstractContextManager[None]:
+        """Measure what is no part of a step: `evaluation`, `checkpoint`, or what has no name."""
+        return self.phases.measured(phase)
 
     def remembered(self) -> dict[str, float]:
-        """What a checkpoint keeps of the run's time."""
+        """Return what a checkpoint keeps of the run's time."""
         return self._wall.remembered()
 
     def conclusion(self) -> Event:
-        """Where the time of this process went. After its last row; waits for the device."""
-        return self._wall.conclusion(self._gpu.energy_kwh)
+        """Return where the time of this process went, after its last row. Waits for the device."""
+        return self._wall.conclusion(None if self._gpu is None else self._gpu.energy_kwh)
 
     def observe(self, result: StepResult) -> None:
-        """Notes a step, without waiting for it."""
-        self._wall.stepped()
+        """Note a step, without waiting for it."""
+        if self._last is None:
+            self._wall.end_first_step()
         self._last = result
         self._steps += 1
         self._each.add(result)
@@ -152,78 +235,95 @@ class Meters:
         self._consecutive_skips = (self._consecutive_skips + skipped) * skipped
 
     def observe_save(self, stall_seconds: float, write_seconds: float) -> None:
-        """Notes a finished checkpoint: how long training stood still, and how long the writing took."""
+        """Note a finished checkpoint: how long training stood still, and how long the writing took."""
         self._saves = {
             "perf/checkpoint_stall_seconds": stall_seconds,
             "perf/checkpoint_write_seconds": write_seconds,
         }
 
-    def summary(self, further: Mapping[str, float | Tensor] | None = None) -> LateRow:
-        """The last step's numbers and the rates since the last summary, to be read later. Collective.
+    def summary(self, further: Mapping[str, float | Tensor] | None = None) -> DeferredRow:
+        """Return the row of the steps since the last call, to be read later. Collective.
 
         Args:
             further: Columns; a tensor is a whole number that the device knows.
         """
         result, further = self._last, further or {}
         assert result is not None, "summary before the first step"
-        interval = Interval(result, self._steps, self._wall.phases.take())
+        interval = Interval(result, self._steps, self.phases.take())
         numbers = self._each.take()
         own = self._own_numbers(interval)
-        shares = [numbers.pop("loss share"), *result.extras.values()]
-        with self._wall.phases.measured("communication"):  # of the next row
-            sums, everyones = self._from_all(shares, list(own.values()))
-        numbers |= {"loss": sums[: self._steps]} | ({"own": everyones} if everyones is not None else {})
-        numbers |= dict(zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True))
+        sums = torch.cat(
+            [
+                share.to(torch.float64).reshape(-1)
+                for share in (numbers.pop("loss share"), *result.extras.values())
+            ]
+        )
+        if self._job.ranks.world_size > 1:
+            with self.phases.measured("communication"):  # of the next row
+                sums, numbers["own"] = self._from_all(sums, list(own.values()))
+        numbers["loss"] = sums[: self._steps]
+        numbers |= zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True)
         numbers |= {f"further {key}": each for key, each in further.items() if isinstance(each, Tensor)}
         numbers["skips in a row"] = self._consecutive_skips
         interval.measured.update(self._memory.take() | self._saves | self._wall.so_far())
         if self._profile is not None:
             forward = interval.spent.seconds().get("forward", 0.0)
             interval.measured.update(self._profile.row(self._steps, forward))
-        self._restart()
-        return LateRow(numbers, lambda host: self._seen(interval, host, own, further))
+        self._steps = 0
+        self._saves = {}
+        return DeferredRow(numbers, partial(self._seen, interval, own, further))
 
     def _own_numbers(self, interval: Interval) -> dict[str, float]:
-        """What this rank measures of itself, to be told to all: see Seen.own, GpuMeter.take and
-        NodeMeter.take.
+        """Return what this rank measures of itself for all ranks.
 
-        On a GPU seconds are those of the interval before: the device is still at work on this one.
+        See Seen.own, GpuMeter.take and NodeMeter.take. On a GPU seconds are those of the interval before: the
+        device is still at work on this one.
         """
         before, self._before = self._before, interval
-        measured = interval if self._job.device.type != "cuda" else before
+        measured = before if self._on_gpu else interval
         numbers = {}
         if measured is not None:
             spent = measured.spent.seconds()
             seconds = {phase: spent.get(phase, 0.0) for phase in self._own_phases}
-            seconds["step"] = measured.seconds()
+            seconds["step"] = training_seconds(spent)
             numbers = {key: each / measured.steps for key, each in seconds.items()}
         if self._job.device.type == "cpu":
             numbers["load"] = os.getloadavg()[0] / (os.cpu_count() or 1)
-        gpu = {f"gpu {number}": each for number, each in enumerate(self._gpu.take())}
-        nodes = self._nodes.take() if self._nodes is not None else []
-        return numbers | self._memory.in_use() | gpu | {f"node {key}": each for key, each in enumerate(nodes)}
+        numbers |= self._memory.in_use()
+        if self._gpu is not None:
+            numbers |= {f"gpu {number}": each for number, each in enumerate(self._gpu.take())}
+        if self._nodes is not None:
+            numbers |= {f"node {key}": each for key, each in enumerate(self._nodes.take())}
+        return numbers
 
-    def _from_all(self, shares: Sequence[Tensor], own: Sequence[float]) -> tuple[Tensor, Tensor | None]:
-        """The shares' sums over all ranks, (N,), and every rank's own numbers, (ranks, len(own)), by one
-        collective; None: there is one rank."""
+    def _from_all(self, shares: Tensor, own: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Return the sums of the shares (N,) over all ranks, and every rank's own numbers (ranks, len(own)).
+
+        One collective.
+        """
         ranks = self._job.ranks
-        sums = torch.cat([share.to(torch.float64).reshape(-1) for share in shares])
-        if ranks.world_size == 1:
-            return sums, None
-        everyones = sums.new_zeros(ranks.world_size, len(own))
+        everyones = shares.new_zeros(ranks.world_size, len(own))
         for place, value in zip(everyones[ranks.rank], own, strict=True):
             place.fill_(value)  # waits for nothing, as a copy from the host would
-        both = self._job.all_reduce_sum(torch.cat([sums, everyones.reshape(-1)]))
-        return both[: len(sums)], both[len(sums) :].reshape(everyones.shape)
+        both = self._job.all_reduce_sum(torch.cat([shares, everyones.reshape(-1)]))
+        return both[: len(shares)], both[len(shares) :].reshape(everyones.shape)
 
     def _seen(
         self,
         interval: Interval,
-        host: dict[str, Tensor],
         own: Mapping[str, float],
         further: Mapping[str, float | Tensor],
+        host: dict[str, Tensor],
     ) -> Seen:
+        """Return the row and what is behind it. Waits for the device.
+
+        Args:
+            own: What this rank measured of itself.
+            further: See `summary`.
+            host: The numbers of the device.
+        """
         result = interval.last
+        spent = interval.spent.seconds()
         losses = mean_loss(host["loss"], host["count"])
         row = {"train/loss": float(losses[-1])}
         sums = {key[4:]: value for key, value in host.items() if key.startswith("sum ")}
@@ -235,17 +335,23 @@ class Meters:
             row["train/loss_scale"] = result.loss_scale
         if skips := int(host["skips in a row"]):
             row["train/skipped_in_a_row"] = skips
-        row |= self._rates(interval, float(host["count"].sum())) | interval.measured
-        row |= self._wall.by_phase(interval.spent)
+        row |= self._rates(spent, interval.steps, counted=float(host["count"].sum())) | interval.measured
+        row |= self._wall.by_phase(spent)
         everyones = host["own"].T.tolist() if "own" in host else [[each] for each in own.values()]
         owns = dict(zip(own, everyones, strict=True))
         gpu = [owns.pop(key) for key in list(owns) if key.startswith("gpu ")]
         nodes = [owns.pop(key) for key in list(owns) if key.startswith("node ")]
-        row |= slowest(owns) | (self._gpu.row(gpu) if gpu else {})
+        if self._job.ranks.world_size > 1:
+            row |= slowest(owns)
+        if gpu and self._gpu is not None:
+            row |= self._gpu.row(gpu)
         if self._nodes is not None:
             row |= self._nodes.row(nodes, gpu[0] if gpu else ())
         for key, each in further.items():
             row[key] = int(host[f"further {key}"]) if isinstance(each, Tensor) else each
+        resident = row["memory/peak_resident_gib"]
+        self.peak_gib = max(self.peak_gib, row.get("memory/peak_reserved_gib", resident))
+        self.samples_per_second.append(row["perf/samples_per_second"])
         return Seen(
             row=row,
             losses=losses.tolist(),
@@ -255,12 +361,12 @@ class Meters:
             own=owns,
         )
 
-    def _rates(self, interval: Interval, counted: float) -> dict[str, float]:
-        work, steps = self._workload, interval.steps
-        data_seconds, seconds = interval.spent.seconds().get("data", 0.0), interval.seconds()
+    def _rates(self, spent: Mapping[str, float], steps: int, counted: float) -> dict[str, float]:
+        work = self._workload
+        seconds = training_seconds(spent)
         rates = {
             "perf/step_time_seconds": seconds / steps,
-            "perf/data_time_seconds": data_seconds / steps,
+            "perf/data_time_seconds": spent.get("data", 0.0) / steps,
             "perf/samples_per_second": work.samples_per_step * steps / seconds,
         }
         if work.unit == "tokens":

@@ -32,11 +32,10 @@ from pipeline.files import GIB
 from pipeline.kept_sizes import KeptSize
 from pipeline.models.blocks import compile_again
 from pipeline.objectives import Objective
-from pipeline.objectives.interface import TimedObjective
 from pipeline.peaks import Peaks, as_if_stepped, peaks_on
 from pipeline.planning.largest import MARGIN, TRIED_UP_TO, Use, fits, largest, next_trial, predicted
+from pipeline.recovery import with_keys
 from pipeline.remedies import Remedies
-from pipeline.stepping import with_keys
 
 log = logging.getLogger(__name__)
 
@@ -132,17 +131,16 @@ class Trials:
         # The second one finds the gradients of the first; stages are filled by as many as there are.
         count = min(plan.gradient_accumulation_steps, max(2, stages))
         batches, further = self._batches(replace(plan, gradient_accumulation_steps=count))
-        timed = TimedObjective(of.objective, of.engine.phases)
         of.engine.divide(size, count)
         seed_step(of.config.seed, 0, of.engine.seed_rank)
         if of.resolved.compile:  # which takes memory of its own, once
             compile_again(of.engine.module)
-            of.engine.train_step(batches, timed, 0.0, 0, NOTHING_STAYS)
+            of.engine.train_step(batches, of.objective, 0.0, 0, NOTHING_STAYS)
         self._begin()
         limit = self._limit()
         ear = _Ear(self._peaks)
         with as_if_stepped() as unmade, of.engine.phases.heard_by(ear.ends):
-            of.engine.train_step(batches, timed, 0.0, 0, NOTHING_STAYS)
+            of.engine.train_step(batches, of.objective, 0.0, 0, NOTHING_STAYS)
         ear.ends("other")
         limit = min(limit, self._limit())  # NCCL takes its own with the first step
         add = unmade[0] + further

@@ -21,30 +21,32 @@ from pipeline.files import format_bytes
 from pipeline.models.adapters import held_apart, more_than_it_holds
 from pipeline.models.sharding import number_of
 from pipeline.models.sizes import model_of
-from pipeline.parts import Parts
 from pipeline.planning.rank import Rank
 from pipeline.planning.states import States, states_of
 from pipeline.schedule import remark
+from pipeline.training import RunComponents
 
 log = logging.getLogger(__name__)
 
 HELD = "weights, gradients and optimizer states, activations come on top"
 
 
-def announce(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) -> None:
+def announce(settings: Settings, resolved: Resolved, parts: RunComponents, directory: Path) -> None:
     """A line of the log each; their first words stand under each other."""
     for name, text in plan(settings, resolved, parts, directory):
         log.info("%s", f"{name:<10}  {text}")
     length, split = settings.config.data.tokens_per_row, resolved.split
     if settings.config.adapter is not None and length is not None:
-        samples = parts.max_steps * resolved.plan.global_batch_size
-        tokens = min(samples, getattr(parts.loader, "samples_per_epoch", 0)) * length
+        samples = parts.schedule.max_steps * resolved.plan.global_batch_size
+        tokens = min(samples, parts.schedule.samples_per_epoch) * length
         cut = split.pipeline_stages * split.tensor_parallel
         if (told := more_than_it_holds(parts.engine.module, cut, tokens)) is not None:
             log.warning("%s", told)
 
 
-def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) -> Iterator[tuple[str, str]]:
+def plan(
+    settings: Settings, resolved: Resolved, parts: RunComponents, directory: Path
+) -> Iterator[tuple[str, str]]:
     """What there is to say, by its name."""
     job, engine, data = parts.job, parts.engine, settings.config.data
     own = [(number_of(p), p.requires_grad) for p in engine.module.parameters()]
@@ -56,7 +58,7 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     yield "model", f"{name}, {engine.num_parameters:,} parameters{frozen}"
     if (adapter := settings.config.adapter) is not None:
         whence = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
-        rate = f"learning rate {parts.peak_learning_rate:.2e}{whence}"
+        rate = f"learning rate {parts.learning_rate.peak:.2e}{whence}"
         yield "adapter", f"{adapter.kind}{_how_the_base_is_held(adapter, engine)}; {rate}"
     file = f" ({settings.split_path})" if settings.split_path is not None else ""
     ranks = f"{job.ranks.world_size} rank{'s' * (job.ranks.world_size > 1)} on {job.device.type}"
@@ -64,9 +66,10 @@ def plan(settings: Settings, resolved: Resolved, parts: Parts, directory: Path) 
     yield "batch", str(resolved.plan)
     samples = resolved.plan.global_batch_size
     length = data.tokens_per_row
-    tokens = f", {parts.max_steps * samples * length:,} tokens" if length else ""
+    max_steps = parts.schedule.max_steps
+    tokens = f", {max_steps * samples * length:,} tokens" if length else ""
     done = f"; {parts.start.global_step} done" if parts.start.global_step else ""
-    yield "steps", f"{parts.max_steps:,}, {parts.max_steps * samples:,} samples{tokens}{done}"
+    yield "steps", f"{max_steps:,}, {max_steps * samples:,} samples{tokens}{done}"
     states = _of_states(held_by(settings, resolved, parts))
     yield "memory", f"{states} for {HELD}; {memory_there(job.device)}"
     if (line := parts.expectation.line) is not None:
@@ -82,7 +85,7 @@ def _how_the_base_is_held(adapter: AdapterConfig, engine: Engine) -> str:
     return f" over a base in {dtype} ({values:,} weights in {format_bytes(num_bytes)}, {each:.3f} bytes each)"
 
 
-def held_by(settings: Settings, resolved: Resolved, parts: Parts) -> States:
+def held_by(settings: Settings, resolved: Resolved, parts: RunComponents) -> States:
     """What this rank holds of weights, gradients and optimizer state, by the planner's formula."""
     module, names = parts.engine.module, None
     if resolved.split.pipeline_stages > 1:

@@ -74,6 +74,11 @@ class ReplicaCheck:
             if all(hindrances):
                 log.warning("watch.on_corruption=leave: no machine can: %s", hindrances[-1])
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is compared."""
+        return self._every > 0
+
     def begin(self, step: int) -> None:
         """Before a step; `step` were done."""
         self._is_compared = self._every > 0 and step % self._every == 0

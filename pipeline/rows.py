@@ -1,5 +1,7 @@
-"""Rows of the log whose numbers the device is still at work on: copied beside its work, read and written
-later, so that no step waits for its own row."""
+"""Rows of the log whose numbers the device still computes: no step waits for its own row.
+
+They are copied beside the device's work, and read and written later.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeline.events import Histograms
-from pipeline.safeguard import GoBack
 from pipeline.sinks import Sinks
-from pipeline.watchers import Seen, Tell, Watcher, ask
+from pipeline.watchers import HandleAlert, RollbackRequested, Seen, Watcher, check_row
 
 T = TypeVar("T")
 
@@ -23,12 +24,12 @@ LAST_WAIT = 5.0
 """Seconds that a run which fails gives the device to come to the end of a row."""
 
 
-class Late(Generic[T]):
-    """What is made of numbers of the device, later. Asking for it waits for nothing.
+class Deferred(Generic[T]):
+    """What is made of numbers of the device, later. Making one waits for nothing.
 
     Args:
-        numbers: Of the device, 0-dim or (N,), by name.
-        make: From their copies on the host: fp64, of the same shapes.
+        numbers: Numbers of the device, 0-dim or (N,), by name.
+        make: Takes their copies on the host: fp64, of the same shapes.
     """
 
     def __init__(self, numbers: Mapping[str, Tensor], make: Callable[[dict[str, Tensor]], T]):
@@ -45,11 +46,11 @@ class Late(Generic[T]):
             self._arrived.record()
 
     def has_arrived(self) -> bool:
-        """Whether `read` waits for nothing."""
+        """Return whether `read` waits for nothing."""
         return self._arrived is None or self._arrived.query()
 
     def read(self) -> T:
-        """Waits for the device to be done with what came before it."""
+        """Return what is made of the numbers. Waits for the device to come to them."""
         if self._made is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -59,71 +60,77 @@ class Late(Generic[T]):
         return self._made
 
 
-LateRow = Late[Seen]
+DeferredRow = Deferred[Seen]
 """A row and what it comes with."""
 
 
-class LateRows:
-    """Rows on their way to the watchers and, where these say nothing, to the sinks: each once, in order."""
+class RowQueue:
+    """Rows on their way to the watchers and then to the sinks: each once, in order."""
 
     def __init__(
         self,
         watchers: Iterable[Watcher],
         sinks: Sinks,
-        answer: Tell,
+        handle_alert: HandleAlert,
         on_row: Callable[[int, Mapping[str, float]], None] | None = None,
     ):
         """Make an empty queue.
 
         Args:
-            answer: Takes what the watchers say.
+            handle_alert: Takes what the watchers say.
             on_row: Called with each row of training once it is written.
         """
         self._on_row = on_row
         self._watchers = tuple(watchers)
-        self._answer = answer
+        self._handle_alert = handle_alert
         self._sinks = sinks
-        self._rows: deque[tuple[int, LateRow, Late[Histograms] | None]] = deque()
+        self._rows: deque[tuple[int, DeferredRow, Deferred[Histograms] | None]] = deque()
 
-    def add(self, step: int, row: LateRow, histograms: Late[Histograms] | None = None) -> None:
-        """The row of a later step than all before, and the histograms of that step."""
+    def add(self, step: int, row: DeferredRow, histograms: Deferred[Histograms] | None = None) -> None:
+        """Add the row of a later step than all before, and the histograms of that step."""
         self._rows.append((step, row, histograms))
 
-    def write_until(self, step: int) -> None:
-        """Those up to this step. Waits for the device; the same call on all ranks.
+    def write_until(self, step: int) -> RollbackRequested | None:
+        """Write the rows up to this step. Waits for the device; the same call on all ranks.
+
+        Returns:
+            The request to roll back, if a watcher's alert led to one: the rows behind it are dropped.
 
         Raises:
-            PipelineError: a watcher's; that row and those behind it are not written.
-            GoBack: that row is the last one of what is gone back from.
+            PipelineError: a watcher ends the run; that row and those behind it are not written.
         """
         while self._rows and self._rows[0][0] <= step:
-            at, late, histograms = self._rows.popleft()
-            self.write(at, late.read())
+            at, row, histograms = self._rows.popleft()
+            seen = row.read()
+            if (rollback := self.write(at, seen)) is not None:
+                return rollback
             if self._on_row is not None:
-                self._on_row(at, late.read().row)
+                self._on_row(at, seen.row)
             if histograms is not None and not self._sinks.is_empty:
                 self._sinks.show(histograms.read())
+        return None
 
-    def write(self, step: int, seen: Seen) -> None:
-        """One that waits for nothing, behind those that were added. See write_until."""
+    def write(self, step: int, seen: Seen) -> RollbackRequested | None:
+        """Write a row that waits for nothing, behind those that were added. See write_until."""
         try:
-            ask(self._watchers, step, seen, self._answer)
-        except BaseException as error:
+            rollback = check_row(self._watchers, step, seen, self._handle_alert)
+        except BaseException:
             self._rows.clear()
-            if isinstance(error, GoBack):
-                self._sinks.write(step, seen.row)
             raise
+        if rollback is not None:
+            self._rows.clear()
         self._sinks.write(step, seen.row)
+        return rollback
 
     def write_what_arrives(self) -> None:
-        """After a failure of the run: waits for a moment, and for no peer."""
+        """Write what the device comes to in a moment, after a failure of the run. Waits for no peer."""
         until = time.monotonic() + LAST_WAIT
         with suppress(Exception):  # of a device that failed, or a full disk: the first error is the news
             while self._rows and not self._sinks.is_empty:
-                at, late, _ = self._rows[0]
-                while not late.has_arrived():
+                at, row, _ = self._rows[0]
+                while not row.has_arrived():
                     if time.monotonic() > until:
                         return
                     time.sleep(0.01)
                 self._rows.popleft()
-                self._sinks.write(at, late.read().row)
+                self._sinks.write(at, row.read().row)

@@ -17,7 +17,7 @@ from pipeline.engine.interface import Limits, StepResult
 from pipeline.errors import NonFiniteLossError, StoppedError
 from pipeline.events import ROLLBACK, Event
 from pipeline.spike_detector import GRADIENT_NORM, LOSS, SpikeDetector
-from pipeline.watchers import Tell
+from pipeline.watchers import RollbackRequested, Tell
 
 MOST_IN_A_ROW = 10
 """Steps left out or gone back from, without a good one further on, that end a run."""
@@ -29,32 +29,20 @@ CAUSES = {
 """Event -> the field of `watch` that says what to do about it."""
 
 
-class GoBack(Exception):  # no error: the loop answers it
-    """The run goes on from a checkpoint before a step.
-
-    Args:
-        step: The bad one.
-        why: Its event.
-    """
-
-    def __init__(self, step: int, why: Event):
-        super().__init__(step)
-        self.step = step
-        self.why = why
-
-
 class Safeguard:
     """Holds steps to what is normal, where the recipe asks for it.
 
     Args:
-        steps_kept: Of how many steps the samples are remembered: those that a row may be about.
+        steps_kept: Number of steps whose samples are remembered: those that a row may be about.
         tell: Takes what happened.
     """
 
     def __init__(self, watch: WatchConfig, steps_kept: int, tell: Tell):
         self._watch = watch
         self._tell = tell
-        self._bands = {"loss": SpikeDetector(LOSS), "gradient norm": SpikeDetector(GRADIENT_NORM)}
+        self.reads_steps = "skip" in (watch.on_spike, watch.on_nonfinite)
+        """Whether each step is read, and may be left out."""
+        self._detectors = {"loss": SpikeDetector(LOSS), "gradient norm": SpikeDetector(GRADIENT_NORM)}
         self._left_out = 0
         self.is_nonfinite = False
         """The step that was left out last had an infinite or NaN loss or gradient."""
@@ -64,18 +52,13 @@ class Safeguard:
         self._furthest = 0
 
     @property
-    def bands(self) -> tuple[SpikeDetector, SpikeDetector]:
+    def detectors(self) -> tuple[SpikeDetector, SpikeDetector]:
         """What is normal of losses and of gradient norms: kept in checkpoints, whoever adds to them."""
-        return self._bands["loss"], self._bands["gradient norm"]
+        return self._detectors["loss"], self._detectors["gradient norm"]
 
     @property
-    def reads_steps(self) -> bool:
-        """Whether each step is read, and may be left out."""
-        return "skip" in (self._watch.on_spike, self._watch.on_nonfinite)
-
-    @property
-    def goes_back(self) -> bool:
-        """Whether the run may go back to a checkpoint."""
+    def rolls_back(self) -> bool:
+        """Whether the run may roll back to a checkpoint."""
         return "rollback" in (self._watch.on_spike, self._watch.on_nonfinite)
 
     @property
@@ -85,17 +68,17 @@ class Safeguard:
             return None
         if self._watch.on_spike != "skip":
             return Limits(math.inf, math.inf)
-        return Limits(self._bands["loss"].limit, self._bands["gradient norm"].limit)
+        return Limits(self._detectors["loss"].limit, self._detectors["gradient norm"].limit)
 
-    def takes(
+    def accepts_step(
         self, step: int, result: StepResult, samples: tuple[int, int], describe: Callable[[int, int], str]
     ) -> bool:
-        """Whether a step counts. Where one may be left out, this waits for the device.
+        """Return whether a step counts. Where one may be left out, this waits for the device.
 
         Args:
             step: Its number, if it counts.
             samples: Its positions in the order, [first, last).
-            describe: Says in words what stands there.
+            describe: Says in words which samples are there.
 
         Raises:
             NonFiniteLossError, StoppedError: too many were left out in a row.
@@ -111,13 +94,13 @@ class Safeguard:
         is_finite = all(map(math.isfinite, seen.values()))
         if result.loss_scale is not None and self._watch.on_spike == "skip":
             # In fp16 the gradient of a loss that is much too high is more than a number can be.
-            is_finite |= math.isfinite(loss) and loss > self._bands["loss"].limit
+            is_finite |= math.isfinite(loss) and loss > self._detectors["loss"].limit
         action = self._watch.on_spike if is_finite else self._watch.on_nonfinite
         action = "log" if result.searched else action
-        spikes = [name for name, band in self._bands.items() if seen[name] > band.limit]
+        spikes = [name for name, detector in self._detectors.items() if seen[name] > detector.limit]
         if self._watch.on_spike == "skip" and (is_finite or action == "skip"):
-            for name, band in self._bands.items():
-                band.add(seen[name])
+            for name, detector in self._detectors.items():
+                detector.add(seen[name])
         if not skipped or action != "skip":
             self._left_out = 0
             self._samples.append((step, samples))
@@ -138,7 +121,7 @@ class Safeguard:
         named: str,
     ) -> Event:
         what = " and ".join(
-            f"its {name} of {seen[name]:.4g} is above {self._bands[name].limit:.4g}" for name in spikes
+            f"its {name} of {seen[name]:.4g} is above {self._detectors[name].limit:.4g}" for name in spikes
         )
         what = what or f"its loss is {seen['loss']:.4g} and its gradient norm {seen['gradient norm']:.4g}"
         first, last = samples
@@ -172,11 +155,10 @@ class Safeguard:
         """Positions in the order, [first, last), of a step not long ago; None: it is not known any more."""
         return dict(self._samples).get(step)
 
-    def act(self, step: int, event: Event) -> None:
-        """Does about what a watcher said what the recipe asks for.
+    def act(self, step: int, event: Event) -> RollbackRequested | None:
+        """Do about an alert what the recipe asks for.
 
         Raises:
-            GoBack: to before the step.
             StoppedError: the run is to end here.
         """
         field = CAUSES.get(event.name)
@@ -185,10 +167,11 @@ class Safeguard:
         if action == "stop":  # what happened, and what to try, the event has said
             raise StoppedError(f"{event.name} at step {bad_step} ends the run (watch.{field}: stop)")
         if action == "rollback":
-            raise GoBack(bad_step, event)
+            return RollbackRequested(bad_step, event)
+        return None
 
-    def going_back(self, found: GoBack) -> int:
-        """The step that a checkpoint must not be beyond, if the run is to go on from it.
+    def going_back(self, found: RollbackRequested) -> int:
+        """Return the last step whose checkpoint the run may resume from.
 
         Raises:
             StoppedError: it went back too often, and came no further.
@@ -202,17 +185,17 @@ class Safeguard:
             )
         return max(found.step - self._watch.rollback_steps, 0)
 
-    def leave_out(self, found: GoBack) -> list[tuple[int, int]]:
-        """Samples that no later step is to take: of this rollback and of those before it."""
+    def leave_out(self, found: RollbackRequested) -> list[tuple[int, int]]:
+        """Return the samples that no later step is to take: of this rollback and of those before it."""
         first = found.step - self._watch.rollback_steps
         self._stretches += [samples for step, samples in self._samples if first < step <= found.step]
         self._samples.clear()
         return self._stretches
 
     def went_back(
-        self, found: GoBack, abandoned: int, step: int, stretches: Sequence[tuple[int, int]]
+        self, found: RollbackRequested, abandoned: int, step: int, stretches: Sequence[tuple[int, int]]
     ) -> Event:
-        """What is told of a rollback from step `abandoned` to `step`."""
+        """Return the event of a rollback from step `abandoned` to `step`."""
         first, last = min(a for a, _ in stretches), max(b for _, b in stretches)
         return Event(
             ROLLBACK,
@@ -223,10 +206,10 @@ class Safeguard:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it: plain numbers."""
-        return {name: band.state_dict() for name, band in self._bands.items()}
+        return {name: detector.state_dict() for name, detector in self._detectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there; a checkpoint of an earlier version has nothing of it."""
-        for name, band in self._bands.items():
+        for name, detector in self._detectors.items():
             if name in state:
-                band.load_state_dict(state[name])
+                detector.load_state_dict(state[name])

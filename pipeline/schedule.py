@@ -40,6 +40,19 @@ def multiplier(config: ScheduleConfig, step: int, max_steps: int) -> float:
     return SCHEDULES[config.kind](config, step, max_steps)
 
 
+class LearningRate:
+    """The learning rate of each step of a run."""
+
+    def __init__(self, peak: float, config: ScheduleConfig, max_steps: int) -> None:
+        self.peak = peak
+        self._config = config
+        self._max_steps = max_steps
+
+    def __call__(self, global_step: int) -> float:
+        """Return the learning rate of the step after `global_step`."""
+        return self.peak * multiplier(self._config, global_step, self._max_steps)
+
+
 def _constant(config: ScheduleConfig, step: int, max_steps: int) -> float:
     return 1.0
 

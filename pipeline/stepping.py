@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
+from contextlib import nullcontext
+from typing import NamedTuple
 
-from pipeline.data.batches import Batch, LoadedBatch
-from pipeline.data.random_numbers import seed_step, token_keys
+from pipeline.callbacks import CallbackRunner
+from pipeline.data.loader import BatchSource, Prefetching
+from pipeline.data.random_numbers import seed_step
+from pipeline.distributed.progress import Progress
 from pipeline.distributed.stopping import (
     END_FLAG,
     EVALUATE_FLAG,
@@ -19,177 +19,122 @@ from pipeline.distributed.stopping import (
     Flags,
     StopOnSignal,
 )
-from pipeline.engine.interface import StepResult
-from pipeline.engine.nonfinite_cause import CauseSearch
-from pipeline.errors import DeviceFailedError, StoppedError
-from pipeline.events import NO_TARGETS, Event
-from pipeline.models.embeddings import KEYS
-from pipeline.parts import Parts, TrainState
+from pipeline.engine.interface import Engine, StepResult
+from pipeline.histograms import HistogramMeter
+from pipeline.objectives import Objective
 from pipeline.profiler import Profiled
-from pipeline.safeguard import GoBack
-from pipeline.schedule import multiplier
-from pipeline.watchers import restore
+from pipeline.recovery import Recovery, with_keys
+from pipeline.replica_check import ReplicaCheck
+from pipeline.safeguard import Safeguard
+from pipeline.schedule import LearningRate
 
 FLAGS = {"evaluate": EVALUATE_FLAG, "save": SAVE_FLAG, "stop": END_FLAG}
 """Request of a callback -> its flag."""
-MOST_EXAMINED = 3  # steps of a process
-CAUSE_ADVICE = "look at these samples and at that part of the model"
 
 
-class Stepper:
-    """Steps the engine. All calls are collective.
+class Outcome(NamedTuple):
+    """What came of one optimizer step."""
 
-    Args:
-        stop: Asks for a stop.
-        profiled: Around each step, given its number.
-    """
+    result: StepResult | None
+    """`None` if the ranks agreed to stop before a step that counts."""
+    asked: Flags
+    """What the ranks ask for."""
+    learning_rate: float
 
-    def __init__(self, parts: Parts, stop: StopOnSignal, profiled: Profiled):
-        self._parts = parts
-        self._profiled = profiled
+
+class TrainStep:
+    """Steps the engine. All calls are collective."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        objective: Objective,
+        source: BatchSource,
+        learning_rate: LearningRate,
+        seed: int,
+        adds_noise: bool,
+        progress: Progress,
+        stop: StopOnSignal,
+        safeguard: Safeguard,
+        recovery: Recovery,
+        replica_check: ReplicaCheck | None = None,
+        histograms: HistogramMeter | None = None,
+        callbacks: CallbackRunner | None = None,
+        profiled: Profiled = nullcontext,
+    ):
+        """Take what a step uses; `None` stands for what the recipe does not ask for.
+
+        Args:
+            adds_noise: Whether batches bring what noise on the embeddings is drawn from.
+            stop: Asks for a stop.
+            profiled: Around each step, given its number.
+        """
+        self._engine = engine
+        self._objective = objective
+        self._source = source
+        self._prefetching = source if isinstance(source, Prefetching) and source.is_ahead else None
+        self._learning_rate = learning_rate
+        self._seed = seed
+        self._adds_noise = adds_noise
+        self._progress = progress
         self._stop = stop
-        self._objective = parts.meters.timed(parts.objective)
-        self._flag_reader = FlagReader(parts.engine.device)
-        self._examined = 0
+        self._safeguard = safeguard
+        self._recovery = recovery
+        self._replica_check = replica_check
+        self._histograms = histograms
+        self._callbacks = callbacks
+        self._profiled = profiled
+        self._flag_reader = FlagReader(engine.device)
 
-    def learning_rate(self, global_step: int) -> float:
-        """Of the step after `global_step` of them."""
-        parts = self._parts
-        return parts.peak_learning_rate * multiplier(parts.schedule, global_step, parts.max_steps)
-
-    def step(self, global_step: int, alarm: Alarm) -> tuple[StepResult | None, Flags]:
-        """The next step that counts: the first one, but where the safeguard leaves samples out.
+    def run(self, global_step: int, alarm: Alarm | None) -> Outcome:
+        """Make the next step that counts: the first one, unless the safeguard leaves samples out.
 
         Args:
-            global_step: Steps done.
-            alarm: Asks for a checkpoint.
-
-        Returns:
-            What came of it, None where a stop was agreed before; and what the ranks ask for.
+            global_step: Optimizer steps done.
+            alarm: Asks for a checkpoint by the clock; `None` never does.
         """
-        parts, asked = self._parts, Flags()
+        engine, source, phases = self._engine, self._source, self._engine.phases
+        asked: Flags | None = None
+        learning_rate = self._learning_rate(global_step)
         while True:
-            parts.job.progress.at("step", global_step)
-            first = parts.loader.samples_seen
-            with parts.meters.waiting_for_data():
-                micro_batches = parts.loader.next_group()
-            samples = (first, parts.loader.samples_seen)
-            parts.replica_check.begin(global_step)
-            if parts.adds_noise:
-                micro_batches = with_keys(micro_batches, parts.seed, global_step)
-            seed_step(parts.seed, global_step, parts.engine.seed_rank)
-            flags = STOP_FLAG if self._stop.requested else SAVE_FLAG if alarm.due() else 0
-            if parts.callbacks is not None:
-                for request in parts.callbacks.to_send():
+            self._progress.at("step", global_step)
+            first = source.samples_seen
+            with phases.measured("data"):  # of a GPU what it waits for, while the host reads
+                micro_batches = source.next_group()
+            samples = (first, source.samples_seen)
+            if self._replica_check is not None:
+                self._replica_check.begin(global_step)
+            if self._adds_noise:
+                micro_batches = with_keys(micro_batches, self._seed, global_step)
+            # Dropout follows from seed and step alone: a resumed run draws what the unbroken one drew.
+            seed_step(self._seed, global_step, engine.seed_rank)
+            # One sum with the counts of the step tells all ranks what each asks for.
+            flags = STOP_FLAG if self._stop.signal_number is not None else 0
+            if not flags and alarm is not None and alarm.due():
+                flags = SAVE_FLAG
+            if self._callbacks is not None:
+                for request in self._callbacks.to_send():
                     flags |= FLAGS[request]
-            rate, limits = self.learning_rate(global_step), parts.safeguard.limits
-            with self._profiled(global_step + 1), self._looking(global_step + 1):
-                result = parts.engine.train_step(micro_batches, self._objective, rate, flags, limits)
-            with parts.meters.waiting_for_data():
-                parts.loader.fetch_ahead()
-            if (found := parts.replica_check.end(global_step)) is not None:
-                self._distrust(global_step, found)
-            asked |= self._flag_reader.read(result.flags)
-            if parts.safeguard.takes(global_step + 1, result, samples, parts.loader.describe):
-                return result, asked
-            if parts.safeguard.is_nonfinite:
-                self._examine(global_step + 1, samples)
+            limits = self._safeguard.limits if self._safeguard.reads_steps else None
+            shown = nullcontext() if self._histograms is None else self._histograms.looking(global_step + 1)
+            with self._profiled(global_step + 1), shown:
+                result = engine.train_step(micro_batches, self._objective, learning_rate, flags, limits)
+            if self._prefetching is not None:  # while the device computes
+                with phases.measured("data"):
+                    self._prefetching.fetch_ahead()
+            found = None if self._replica_check is None else self._replica_check.end(global_step)
+            if found is not None:
+                self._recovery.distrust(global_step, found)
+            told = self._flag_reader.read(result.flags)
+            asked = told if asked is None else asked | told
+            if self._safeguard.accepts_step(global_step + 1, result, samples, self._recovery.describe):
+                return Outcome(result, asked, learning_rate)
+            if self._safeguard.is_nonfinite:
+                self._recovery.examine(global_step + 1, samples)
             if asked.stop:
-                return None, asked
+                return Outcome(None, asked, learning_rate)
 
-    def _looking(self, step: int) -> AbstractContextManager[None]:
-        """Around a step whose gradients may be wanted."""
-        histograms = self._parts.histograms
-        return nullcontext() if histograms is None else histograms.looking(step)
-
-    def _distrust(self, step: int, found: Event) -> None:
-        """Raises a DeviceFailedError, where the recipe says so."""
-        parts = self._parts
-        parts.sinks.tell(step, found)
-        if parts.replica_check.stops:
-            good = parts.replica_check.good_until
-            parts.checkpoints.distrust_after(good)
-            parts.replica_check.leave()
-            raise DeviceFailedError(
-                f"{found.name} at step {step} on ranks {found.fields['ranks']}: no checkpoint after step "
-                f"{good} counts any more; the same command goes on from one before (watch.on_corruption)"
-            )
-
-    def answer(self, step: int, event: Event) -> None:
-        """Tells what a watcher said, finds out more where that can be had, and acts as the recipe says.
-
-        Raises:
-            GoBack, StoppedError: see Safeguard.act.
-        """
-        if event.name == NO_TARGETS and "at_step" in event.fields:
-            samples = self._parts.safeguard.samples_of(int(event.fields["at_step"]))
-            named = self._parts.loader.describe(*samples) if samples is not None else "not known any more"
-            event = replace(event, message=f"{event.message}; samples: {named}")
-        self._parts.sinks.tell(step, event)
-        if event.name == "non_finite" and event.level != "info":
-            bad = int(event.fields["at_step"])
-            if (samples := self._parts.safeguard.samples_of(bad)) is not None:
-                self._examine(bad, samples)
-        self._parts.safeguard.act(step, event)
-
-    def go_back(self, found: GoBack, abandoned: int) -> TrainState:
-        """To the newest checkpoint before a step that went wrong; what comes leaves its samples out.
-
-        Args:
-            abandoned: The step that the run had come to.
-
-        Raises:
-            StoppedError: there is no such checkpoint, or the run went back too often.
-        """
-        parts, until = self._parts, self._parts.safeguard.going_back(found)
-        parts.job.progress.at("resuming", abandoned)
-        with parts.meters.paused("checkpoint"):
-            remembered = parts.checkpoints.go_back(parts.engine, until)
-        if remembered is None:
-            raise StoppedError(
-                f"{found.why.name} at step {found.step}: there is no checkpoint of step {until} or before it "
-                "to go back to; lower checkpoint.every or watch.rollback_steps, or raise checkpoint.keep_last"
-            )
-        state = TrainState.of(remembered, parts.engine.device)
-        stretches = parts.safeguard.leave_out(found)
-        parts.loader.load_state_dict(remembered)
-        parts.loader.leave_out(stretches)
-        parts.safeguard.load_state_dict(remembered.get("safeguard", {}))
-        restore(parts.watchers, remembered.get("watchers", {}))
-        if parts.callbacks is not None:
-            parts.callbacks.load_state_dict(remembered.get("callbacks", {}))
-            self._flag_reader = FlagReader(parts.engine.device)  # drops requests of the steps given up
-        parts.replica_check.went_back(state.global_step)
-        parts.meters.restart()
-        told = parts.safeguard.went_back(found, abandoned, state.global_step, stretches)
-        parts.sinks.tell(state.global_step, told)
-        return state
-
-    def _examine(self, step: int, samples: tuple[int, int]) -> None:
-        """Tells what was infinite or NaN first in a step, see CauseSearch."""
-        parts = self._parts
-        if self._examined == MOST_EXAMINED:
-            return
-        micro_batches = parts.loader.read_again(samples[0])
-        if micro_batches is None:
-            return
-        self._examined += 1
-        if parts.adds_noise:
-            micro_batches = with_keys(micro_batches, parts.seed, step - 1)
-        seed = partial(seed_step, parts.seed, step - 1, parts.engine.seed_rank)
-        search = CauseSearch(parts.engine, parts.objective, parts.job, parts.resolved.plan, seed)
-        cause = search.find(micro_batches)
-        if cause is None:
-            message = f"step {step}, done again, is finite: the weights have moved on, or it was chance"
-            parts.sinks.tell(step, Event("non_finite_cause", message, level="info"))
-            return
-        rank = parts.job.everyone[cause.rank] if parts.job.everyone else "this process"
-        message = f"step {step}: the first that is infinite or NaN is {cause.told(rank)}"
-        parts.sinks.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
-
-
-def with_keys(micro_batches: Sequence[Batch], seed: int, step: int) -> list[Batch]:
-    """The batches of the step after `step` of them, with what noise on each of their tokens is drawn from."""
-    return [
-        LoadedBatch({**batch, KEYS: token_keys(batch, seed, step)}).known_as(batch) for batch in micro_batches
-    ]
+    def forget_requests(self) -> None:
+        """Drop what the ranks asked for in steps that a rollback gave up."""
+        self._flag_reader = FlagReader(self._engine.device)

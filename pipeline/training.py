@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,20 +18,158 @@ from torch import Tensor
 
 from pipeline.callbacks import CallbackRunner, Moment
 from pipeline.checkpoint.catalog import folder_name
+from pipeline.checkpoint.store import CheckpointStore, SaveOutcome
+from pipeline.config.schema import EvalConfig
+from pipeline.config.settings import Resolved
+from pipeline.data.eval_loader import EvalLoader
+from pipeline.data.loader import BatchSource
 from pipeline.data.random_numbers import seed_step
+from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import Alarm, Flags, StopOnSignal
+from pipeline.engine.interface import Engine, StepResult
 from pipeline.errors import CheckpointError
 from pipeline.evaluation import evaluate, measured_by
 from pipeline.events import STOPPED_EARLY, Event
+from pipeline.expectation import Expectation
+from pipeline.histograms import HistogramMeter
 from pipeline.long_lived import LongLived
-from pipeline.parts import Parts
+from pipeline.metrics import Meters
+from pipeline.objectives import Objective
 from pipeline.profiler import Profiled
-from pipeline.rows import LateRow, LateRows
-from pipeline.safeguard import GoBack
-from pipeline.stepping import Stepper
-from pipeline.watchers import Seen, state_of
+from pipeline.recovery import Recovery
+from pipeline.replica_check import ReplicaCheck
+from pipeline.rows import DeferredRow, RowQueue
+from pipeline.safeguard import Safeguard
+from pipeline.schedule import LearningRate
+from pipeline.sinks import Sinks
+from pipeline.stepping import TrainStep
+from pipeline.watchers import RollbackRequested, Seen, Watcher, state_of
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """How far a run is. The tensors are 0-dim on the device: reading one waits for it."""
+
+    global_step: int
+    tokens_seen: Tensor
+    skipped_steps: Tensor
+
+    def after(self, result: StepResult) -> TrainState:
+        """Return the state one optimizer step later."""
+        return TrainState(
+            global_step=self.global_step + 1,
+            tokens_seen=self.tokens_seen + result.global_count,
+            skipped_steps=self.skipped_steps + result.skipped.to(self.skipped_steps),
+        )
+
+    @staticmethod
+    def start(device: torch.device) -> TrainState:
+        """Return the state at the beginning of a run."""
+        return TrainState.of({"global_step": 0, "tokens_seen": 0, "skipped_steps": 0}, device)
+
+    @staticmethod
+    def of(remembered: Mapping[str, Any], device: torch.device) -> TrainState:
+        """Return the state that a checkpoint remembers."""
+        tokens, skipped = (
+            torch.tensor(float(remembered[key]), dtype=torch.float64, device=device)
+            for key in ("tokens_seen", "skipped_steps")
+        )
+        return TrainState(int(remembered["global_step"]), tokens, skipped)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Says at which steps something is due: every `every` steps, and at the last one. All ranks agree."""
+
+    every: int
+    last: int
+
+    def due(self, step: int) -> bool:
+        """Return whether it is due after this step."""
+        return step == self.last or (self.every > 0 and step % self.every == 0)
+
+    def due_between(self, step: int) -> bool:
+        """Return whether a step between this one and the last is due."""
+        return self.every > 0 and (step // self.every + 1) * self.every < self.last
+
+    def due_or_first(self, step: int) -> bool:
+        """Return whether it is due after this step, or this is before the first step."""
+        return step == 0 or self.due(step)
+
+
+def rows_until(step: int, logs: Cadence, evaluations: Cadence | None, owes: bool) -> dict[str, list[int]]:
+    """Return the steps up to `step` that should have a row: of training, and of evaluations.
+
+    Args:
+        owes: Whether the evaluation of `step` itself has still to come.
+    """
+    due = {"train": [at for at in range(1, step + 1) if at == 1 or logs.due(at)]}
+    if evaluations is not None:
+        due["eval"] = [0, *(at for at in range(1, step + 1 - owes) if evaluations.due(at))] if step else []
+    return due
+
+
+@dataclass(frozen=True)
+class RunSchedule:
+    """When a run logs, evaluates, saves and ends."""
+
+    max_steps: int
+    samples_per_epoch: int
+    """Training samples of one pass over the data."""
+    log: Cadence
+    eval: Cadence
+    save: Cadence
+    save_minutes: float
+    """Minutes between checkpoints, besides those of `save`; 0: only those."""
+    grace_seconds: float | None
+    """Seconds between a signal to stop and the kill."""
+    owes_evaluation: bool = False
+    """Whether the evaluation of the step that the run starts at is still to come: of the first step, or of
+    one that was stopped."""
+    rows_behind: int = 0
+    """Steps that are launched before a row is read: 1 on a GPU, which is at work on it; 0 on a CPU, or where
+    the run may roll back."""
+
+
+@dataclass(frozen=True)
+class RunComponents:
+    """What a run is made of, built by pipeline.assemble.
+
+    `None` stands for what the recipe does not ask for.
+    """
+
+    job: Job
+    resolved: Resolved
+    """With the micro-batch that was found, where the recipe leaves it open."""
+    start: TrainState
+    schedule: RunSchedule
+    engine: Engine
+    objective: Objective
+    loader: BatchSource
+    learning_rate: LearningRate
+    seed: int
+    adds_noise: bool
+    """Whether batches bring what noise on the embeddings is drawn from (`model.neftune_alpha`)."""
+    eval_loader: EvalLoader | None
+    best_by: EvalConfig
+    """Which metric of an evaluation chooses the best checkpoint."""
+    checkpoints: CheckpointStore
+    adapter: Mapping[str, Any]
+    """What checkpoints say of an adapter and its base, see checkpoint.adapters."""
+    sinks: Sinks
+    meters: Meters
+    watchers: tuple[Watcher, ...]
+    """Alerts, asked about each row."""
+    safeguard: Safeguard
+    expectation: Expectation
+    replica_check: ReplicaCheck | None = None
+    histograms: HistogramMeter | None = None
+    """Of weights and gradients."""
+    callbacks: CallbackRunner | None = None
+    tell_sample: Callable[[int], None] | None = None
+    """Has the model write after the evaluation of a step. Collective."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +180,68 @@ class Step:
     """Optimizer steps done, this one included."""
     evaluation: dict[str, float] | None
     """Of the weights after it; None: none was due, or there is nothing to evaluate on."""
-    late_row: LateRow | None = field(repr=False)
+    deferred_row: DeferredRow | None = field(repr=False)
 
     @property
     def row(self) -> dict[str, float] | None:
         """What is logged of it; None: it was no step of `log.every`. On a GPU it waits for the step's end."""
-        return self.late_row.read().row if self.late_row is not None else None
+        return self.deferred_row.read().row if self.deferred_row is not None else None
 
 
-class Loop:
+class TrainLoop:
     """Steps a run, and does after each step what is due. All calls are collective.
 
     From the first step to the last a signal asks it to stop, and counts as one once all ranks know of it.
     As a context manager it gives back what it holds; after an exception it waits for nobody.
     """
 
-    def __init__(self, parts: Parts, long_lived: LongLived | None = None, profiled: Profiled = nullcontext):
+    def __init__(
+        self, parts: RunComponents, long_lived: LongLived | None = None, profiled: Profiled = nullcontext
+    ):
         self.state = parts.start
         self._parts = parts
+        self._schedule = parts.schedule
         self._long_lived = long_lived
-        self._alarm = Alarm(0)
+        self._alarm: Alarm | None = None
         self._stop = StopOnSignal()
-        self._stepper = Stepper(parts, self._stop, profiled)
-        on_row = self._after_row if parts.callbacks is not None else None
-        self._rows = LateRows(parts.watchers, parts.sinks, self._stepper.answer, on_row)
+        self._recovery = Recovery(
+            job=parts.job,
+            engine=parts.engine,
+            objective=parts.objective,
+            source=parts.loader,
+            plan=parts.resolved.plan,
+            seed=parts.seed,
+            adds_noise=parts.adds_noise,
+            checkpoints=parts.checkpoints,
+            safeguard=parts.safeguard,
+            replica_check=parts.replica_check,
+            meters=parts.meters,
+            watchers=parts.watchers,
+            callbacks=parts.callbacks,
+            sinks=parts.sinks,
+        )
+        self._train_step = TrainStep(
+            engine=parts.engine,
+            objective=parts.objective,
+            source=parts.loader,
+            learning_rate=parts.learning_rate,
+            seed=parts.seed,
+            adds_noise=parts.adds_noise,
+            progress=parts.job.progress,
+            stop=self._stop,
+            safeguard=parts.safeguard,
+            recovery=self._recovery,
+            replica_check=parts.replica_check,
+            histograms=parts.histograms,
+            callbacks=parts.callbacks,
+            profiled=profiled,
+        )
+        self._rows = RowQueue(
+            watchers=parts.watchers,
+            sinks=parts.sinks,
+            handle_alert=self._recovery.handle_alert,
+            on_row=self._after_row if parts.callbacks is not None else None,
+        )
         self._evaluation: dict[str, float] | None = None
         self._evaluated_at = parts.callbacks.evaluated_at if parts.callbacks is not None else -1
         self._asked = Flags()
@@ -84,7 +260,7 @@ class Loop:
 
     def grace_left(self) -> float:
         """Return the seconds of checkpoint.grace_seconds that a signal has left; infinite without a limit."""
-        grace = self._parts.grace_seconds
+        grace = self._schedule.grace_seconds
         if grace is None or self._stop.came_at is None:
             return math.inf
         return grace - (time.monotonic() - self._stop.came_at)
@@ -106,12 +282,12 @@ class Loop:
             pass
 
     def _step(self) -> Step | None:
-        self._begin()
+        if not self._has_begun:
+            self._begin()
         if self._is_over:
             return None
-        parts, late = self._parts, None
-        learning_rate = self._stepper.learning_rate(self.state.global_step)
-        result, agreed = self._stepper.step(self.state.global_step, self._alarm)
+        parts, schedule, row = self._parts, self._schedule, None
+        result, agreed, learning_rate = self._train_step.run(self.state.global_step, self._alarm)
         if result is None:
             self._stopped = True
             self._end_where_due()
@@ -119,36 +295,58 @@ class Loop:
         self.state = self.state.after(result)
         step = self.state.global_step
         parts.meters.observe(result)
-        start = parts.start.global_step
-        if step == start + 1 < parts.max_steps and (parts.save_minutes or parts.save.due_between(start)):
-            with parts.meters.paused("checkpoint"):
-                parts.checkpoints.prepare(parts.engine)
-        if step == 1 or parts.log.due(step):
-            late = self._row(learning_rate)
-            self._rows.add(step, late, parts.histograms.taken(step) if parts.histograms else None)
-        try:
-            self._rows.write_until(step - parts.rows_behind)
-        except GoBack as found:
-            self.state = self._stepper.go_back(found, step)
-            self._evaluation, self._evaluated_at = None, -1
-            self._asked = Flags()
-            return Step(self.state.global_step, None, None)
-        self._asked |= agreed
-        if (parts.eval.due(step) or self._asked.evaluate) and not agreed.stop:
+        if step == parts.start.global_step + 1:
+            self._prepare_saves(step)
+        if step == 1 or schedule.log.due(step):
+            row = self._row(learning_rate)
+            self._rows.add(step, row, parts.histograms.taken(step) if parts.histograms else None)
+        # On a GPU the row of the step before: no step waits for its own.
+        rollback = self._rows.write_until(step - schedule.rows_behind)
+        if rollback is not None:
+            return self._roll_back(rollback)
+        if any(agreed):
+            self._asked |= agreed
+        if (schedule.eval.due(step) or self._asked.evaluate) and not agreed.stop:
             self._evaluate()
         self._stopped |= agreed.stop
-        # The checkpoint of the last step is waited for below, without a copy in memory.
-        is_last = step >= parts.max_steps or self._asked.end
-        if not self._stopped and not is_last and (self._asked.save or parts.save.due(step)):
-            self._alarm.restart()
+        # The checkpoint of the last step is waited for at the end, without a copy in memory.
+        is_last = step >= schedule.max_steps or self._asked.end
+        if not self._stopped and not is_last and (self._asked.save or schedule.save.due(step)):
+            if self._alarm is not None:
+                self._alarm.restart()
             self._save()
-        self._observe_saves()
-        self._end_where_due()
+        for outcome in parts.checkpoints.poll():
+            self._observe_save(outcome)
+        if self._stopped or is_last:
+            self._end_where_due()
         if self._long_lived is not None and not self._is_over:
-            with parts.meters.paused():
+            with parts.meters.exclude_from_step_time():
                 self._long_lived.set_aside()
             self._long_lived = None
-        return Step(step, self._evaluation if self._evaluated_at == step else None, late)
+        return Step(step, self._evaluation if self._evaluated_at == step else None, row)
+
+    def _prepare_saves(self, first_step: int) -> None:
+        """After the first step of this process: prepare the checkpoints that come before the last step."""
+        parts, schedule = self._parts, self._schedule
+        is_due = schedule.save_minutes or schedule.save.due_between(first_step - 1)
+        if first_step < schedule.max_steps and is_due:
+            with parts.meters.exclude_from_step_time("checkpoint"):
+                parts.checkpoints.prepare(parts.engine)
+
+    def _roll_back(self, request: RollbackRequested) -> Step:
+        """Resume from a checkpoint before a bad step, as if no step since had been made."""
+        remembered = self._recovery.roll_back(request, self.state.global_step)
+        self._train_step.forget_requests()
+        self.state = TrainState.of(remembered, self._parts.engine.device)
+        self._evaluation, self._evaluated_at = None, -1
+        self._asked = Flags()
+        return Step(self.state.global_step, None, None)
+
+    def _write_rows(self) -> None:
+        """Write all rows so far. Waits for the device."""
+        rollback = self._rows.write_until(self.state.global_step)
+        # Where a run may roll back, each row is read with its step.
+        assert rollback is None
 
     def evaluate(self) -> dict[str, float] | None:
         """The evaluation of the weights as they are, done where it was not yet, and logged.
@@ -156,7 +354,8 @@ class Loop:
         Returns:
             None: nothing is held out, or a stop was agreed before the end.
         """
-        self._begin()
+        if not self._has_begun:
+            self._begin()
         if self._evaluated_at == self.state.global_step and self._evaluation is not None:
             return self._evaluation
         row = self._evaluate()
@@ -172,21 +371,24 @@ class Loop:
         if self.state.global_step == 0:
             raise CheckpointError("a run has nothing to save before its first step")
         self._save(at_once=True)
-        self._observe_saves()
+        for outcome in self._parts.checkpoints.poll():
+            self._observe_save(outcome)
         return self._parts.checkpoints.folder / folder_name(self.state.global_step)
 
     def _conclude(self) -> None:
         """Tells what the run took against what was expected, and where this process's time went."""
         if self._has_begun and not self._parts.sinks.is_empty:
-            if (came := self._parts.expectation.conclusion()) is not None:
+            meters = self._parts.meters
+            came = self._parts.expectation.conclusion(meters.peak_gib, meters.samples_per_second)
+            if came is not None:
                 self._parts.sinks.tell(self.state.global_step, came)
-            time_spent = self._parts.meters.conclusion()
+            time_spent = meters.conclusion()
             if self._parts.objective.unit == "tokens":
                 tokens = {"tokens_seen": float(self.state.tokens_seen)}
                 time_spent = replace(time_spent, fields={**time_spent.fields, **tokens})
             self._parts.sinks.tell(self.state.global_step, time_spent)
 
-    def __enter__(self) -> Loop:
+    def __enter__(self) -> TrainLoop:
         return self
 
     def __exit__(
@@ -194,8 +396,8 @@ class Loop:
     ) -> None:
         self._signals.close()
         if error is None:
-            self._rows.write_until(self.state.global_step)
-            with self._parts.meters.paused("checkpoint"):
+            self._write_rows()
+            with self._parts.meters.exclude_from_step_time("checkpoint"):
                 self._parts.checkpoints.close()
             if not self._stopped:
                 self._conclude()
@@ -204,17 +406,15 @@ class Loop:
 
     def _begin(self) -> None:
         """Before the first step: the evaluation that is due there, the first or one that a stop left out."""
-        if self._has_begun:
-            return
         self._has_begun = True
         parts = self._parts
-        # One clock for all ranks.
-        self._alarm = Alarm(60 * parts.save_minutes if parts.job.ranks.is_main_process else 0)
+        if self._schedule.save_minutes and parts.job.ranks.is_main_process:  # one clock for all ranks
+            self._alarm = Alarm(60 * self._schedule.save_minutes)
         self._signals.enter_context(self._stop)
         parts.meters.begin()
         if parts.callbacks is not None:
             self._ask(parts.callbacks.run_begins(self._now(parts.callbacks)))
-        owes = parts.owes_evaluation or self._asked.evaluate
+        owes = self._schedule.owes_evaluation or self._asked.evaluate
         if owes and self._evaluate() is not None and self.state.global_step > 0:
             self._save()  # once more: the best is chosen by it
         self._end_where_due()
@@ -225,16 +425,16 @@ class Loop:
         A run that was stopped before its first step has nothing to keep: it starts again.
         """
         step = self.state.global_step
-        if self._is_over or not (self._stopped or self._asked.end or step >= self._parts.max_steps):
+        if self._is_over or not (self._stopped or self._asked.end or step >= self._schedule.max_steps):
             return
         if self._asked.end and not self._stopped and self._evaluated_at != step:
             self._evaluate()
         self._is_over = True
-        self._rows.write_until(step)
-        if self._asked.end and not self._stopped and step < self._parts.max_steps:
+        self._write_rows()
+        if self._asked.end and not self._stopped and step < self._schedule.max_steps:
             self._tell_of_early_stop()
         self._parts.job.progress.at("saving", step)
-        with self._parts.meters.paused("checkpoint"):
+        with self._parts.meters.exclude_from_step_time("checkpoint"):
             if step > 0 and (not self._stopped or self._has_time_to_save()):
                 self._before_save("save", *([] if self._stopped else ["evaluate", "stop"]))
                 self._parts.checkpoints.save_final(self._parts.engine, self._remembered())
@@ -250,18 +450,17 @@ class Loop:
 
     def _save(self, at_once: bool = False) -> None:
         parts = self._parts
-        self._rows.write_until(self.state.global_step)  # of a checkpoint's steps all rows are on the disk
+        self._write_rows()  # of a checkpoint's steps all rows are on the disk
         parts.job.progress.at("saving", self.state.global_step)
         self._before_save("save")
         save = parts.checkpoints.save_final if at_once else parts.checkpoints.save
-        with parts.meters.paused("checkpoint"):
+        with parts.meters.exclude_from_step_time("checkpoint"):
             save(parts.engine, self._remembered())
 
-    def _observe_saves(self) -> None:
-        """Measures the saves that have ended."""
-        for outcome in self._parts.checkpoints.poll():
-            self._write_seconds = outcome.write_seconds or 0.0
-            self._parts.meters.observe_save(outcome.stall_seconds, self._write_seconds)
+    def _observe_save(self, outcome: SaveOutcome) -> None:
+        """Measure a save that has ended."""
+        self._write_seconds = outcome.write_seconds or 0.0
+        self._parts.meters.observe_save(outcome.stall_seconds, self._write_seconds)
 
     def _has_time_to_save(self) -> bool:
         """Whether one more save fits into the grace after a signal, by how long the last one took.
@@ -280,30 +479,27 @@ class Loop:
         late = torch.tensor(float(not fits), device=self._parts.engine.device)
         return bool(self._parts.job.all_reduce_sum(late) == 0)
 
-    def _row(self, learning_rate: float) -> LateRow:
+    def _row(self, learning_rate: float) -> DeferredRow:
+        """Return the row of the steps since the last one, to be read once the device is there. Collective."""
         parts = self._parts
         further: dict[str, float | Tensor] = {
             "train/learning_rate": learning_rate,
-            "train/samples_seen": parts.loader.samples_seen,
-            "train/epoch": parts.loader.epoch,
+            **parts.loader.metrics(),
             "train/skipped_steps": self.state.skipped_steps,
         }
         if parts.objective.unit == "tokens":
             further["train/tokens_seen"] = self.state.tokens_seen
-        samples = parts.loader.source_samples()
-        if len(samples) > 1:
-            further |= {f"data/{name}_samples": count for name, count in samples.items()}
         return parts.meters.summary(further)
 
     def _evaluate(self) -> dict[str, float] | None:
         parts, step = self._parts, self.state.global_step
         if parts.eval_loader is None:
             return None
-        self._rows.write_until(step)
+        self._write_rows()
         parts.job.progress.at("evaluation", step)
         # A model that draws here too draws the same after a stop.
         seed_step(parts.seed, step, parts.engine.seed_rank)
-        with parts.meters.paused("evaluation"):
+        with parts.meters.exclude_from_step_time("evaluation"):
             row = evaluate(parts.engine, parts.objective, parts.eval_loader, parts.job, self._stop)
             if row is not None:
                 # Refuses a best metric that the evaluation lacks, before the first step.
@@ -311,7 +507,8 @@ class Loop:
             if row is None:
                 self._stopped = True
             else:
-                self._rows.write(step, Seen(row))
+                rollback = self._rows.write(step, Seen(row))
+                assert rollback is None  # alerts about training alone lead to one
                 self._evaluation, self._evaluated_at = row, step
                 if parts.tell_sample is not None:
                     parts.tell_sample(step)
@@ -350,7 +547,7 @@ class Loop:
         callbacks, step = self._parts.callbacks, self.state.global_step
         if callbacks is not None and callbacks.reason:
             self.stopped_early = callbacks.reason
-            message = f"the run ends at step {step} of {self._parts.max_steps}: {callbacks.reason}"
+            message = f"the run ends at step {step} of {self._schedule.max_steps}: {callbacks.reason}"
             self._parts.sinks.tell(step, Event(STOPPED_EARLY, message, level="info"))
 
     def _remembered(self) -> dict[str, Any]:

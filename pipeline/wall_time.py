@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.phases import NO_STEP, Moment, Phases, Spent, columns
+from pipeline.distributed.phases import NO_STEP, Moment, Phases, columns, seconds_between
 from pipeline.events import TIME, Event
 from pipeline.files import format_duration
 from pipeline.sinks.jsonl import newest
@@ -75,7 +75,7 @@ class WallTime:
         self._price_per_second = None if price is None else price * devices / 3600
         self._communicates = communicates
         self._startup = 0.0
-        self._first_step: Moment | None = None
+        self._first_step: Moment = None
         self._told_of_first = False
         self.begin()
 
@@ -85,14 +85,18 @@ class WallTime:
         self.phases.restart()
         self._loop_began = self.phases.began
 
-    def stepped(self) -> None:
-        """After each step."""
+    def end_first_step(self) -> None:
+        """Note that the first step has ended; further calls do nothing."""
         if self._first_step is None:
             self._first_step = self.phases.now()
 
-    def by_phase(self, spent: Spent) -> dict[str, float]:
-        """The columns of a row. Waits for the device."""
-        told = columns(spent.seconds(), communicates=self._communicates)
+    def by_phase(self, spent: Mapping[str, float]) -> dict[str, float]:
+        """Return the columns of a row.
+
+        Args:
+            spent: Seconds by phase of the row's steps.
+        """
+        told = columns(spent, communicates=self._communicates)
         row = {f"time/{phase}_seconds": seconds for phase, seconds in told.items()}
         if not self._told_of_first and (first := self._first_step_seconds()) is not None:
             self._told_of_first = True
@@ -103,7 +107,7 @@ class WallTime:
         """From the start of the process to the end of its first step. Waits for the device."""
         if self._first_step is None:
             return None
-        return self._startup + self._first_step.seconds_since(self._loop_began)
+        return self._startup + seconds_between(self._loop_began, self._first_step)
 
     def so_far(self) -> dict[str, float]:
         """The run's columns, up to now. Waits for nothing."""

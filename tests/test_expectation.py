@@ -15,7 +15,6 @@ from pipeline.planning.forecast import forecast
 from pipeline.planning.history import History, Kind
 from pipeline.planning.place import place_of
 from pipeline.planning.shapes import model_of
-from pipeline.watchers import Seen
 
 GPU = place_of("h100", None, 1, 1, None, None)
 
@@ -31,14 +30,8 @@ def observed(found, history, memory, speed):
     expectation = Expectation(found, history, 64)
     expected = found.peak / 2**30
     a_second = found.time.tokens_per_second * found.time.gpus / 64
-    for step in range(8):
-        slow = 0.01 if step == 0 else 1.0  # the compiler's
-        row = {
-            "memory/peak_reserved_gib": expected * memory if step == 5 else expected / 2,
-            "perf/samples_per_second": a_second * speed * slow,
-        }
-        assert expectation(step, Seen(row)) is None
-    return expectation.conclusion()
+    first = 0.01 * a_second * speed  # the compiler's
+    return expectation.conclusion(expected * memory, [first, *[a_second * speed] * 7])
 
 
 def test_a_run_as_expected_is_told_and_kept(found, tmp_path):
@@ -75,12 +68,9 @@ def test_a_process_on_a_cpu_that_held_more_before_is_not_judged(found):
     on_cpu = replace(found, place=replace(found.place, device=replace(found.place.device, kind="cpu")))
     for before, is_judged in ((0.0, True), (100.0, False)):
         expectation = Expectation(on_cpu, None, 64, before)
-        expectation(1, Seen({"memory/peak_resident_gib": 100.0}))
-        told = expectation.conclusion()
+        told = expectation.conclusion(100.0, [])
         assert (told is not None) == is_judged
-    for step in range(8):  # its speed is, all the same
-        expectation(step, Seen({"perf/samples_per_second": 10.0}))
-    told = expectation.conclusion()
+    told = expectation.conclusion(100.0, [10.0] * 8)  # its speed is, all the same
     assert told.fields["tokens_per_second_measured"] == 640.0
     assert "memory_measured_gib" not in told.fields
 
@@ -104,6 +94,6 @@ def test_the_guess_is_the_largest_micro_batch_that_is_expected_to_fit(tmp_path):
 
 
 def test_nothing_is_said_of_what_was_not_expected_or_not_measured(found):
-    assert Expectation(None, None, 64).conclusion() is None
+    assert Expectation(None, None, 64).conclusion(1.0, [10.0] * 8) is None
     assert Expectation(None, None, 64).line is None
-    assert Expectation(found, None, 64).conclusion() is None
+    assert Expectation(found, None, 64).conclusion(0.0, []) is None

@@ -21,7 +21,7 @@ from pipeline.models.blocks import compile_blocks
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum, linear_token_losses
 from pipeline.planning import chunks
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 WORDS = 1000
@@ -186,7 +186,7 @@ def test_a_run_that_compiles_has_them_where_a_model_changes_its_logits(tmp_path,
         config, resolved = resolve(recipe(**changes, engine={"compile": compiled}), None, 1)
         folder = tmp_path / str(compiled)
         run = assemble(config, resolved, ALONE, token_bundle(), folder)
-        with run.sinks, Loop(run) as loop:
+        with run.sinks, TrainLoop(run) as loop:
             while loop.step() is not None:
                 pass
         run.loader.close()

@@ -8,13 +8,12 @@ import pytest
 import torch
 from support.clock import Clock
 
-from pipeline.device_meters import GpuMeter, MemoryMeter, memory_row
+from pipeline.device_meters import GpuMeter
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
-from pipeline.metrics import Meters, Workload, slowest
-from pipeline.step_numbers import CHUNK
+from pipeline.metrics import CHUNK, MemoryMeter, Meters, Workload, memory_row, slowest
 from pipeline.wall_time import WallTime
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -40,11 +39,11 @@ def test_rates_leave_out_what_is_not_training():
     clock = Clock()
     meter = meters(clock)
     for _ in range(3):
-        with meter.waiting_for_data():
+        with meter.phases.measured("data"):
             clock.now += 0.25
         clock.now += 0.75
         meter.observe(step())
-    with meter.paused():
+    with meter.exclude_from_step_time():
         clock.now += 100.0
     row = meter.summary().read().row
     assert row["train/loss"] == pytest.approx(3.0)
@@ -54,6 +53,8 @@ def test_rates_leave_out_what_is_not_training():
     assert row["perf/tokens_per_second"] == pytest.approx(10.0)
     assert row["perf/tokens_per_second_per_device"] == pytest.approx(5.0)
     assert row["perf/mfu"] == pytest.approx(4.0 * 6e9 / 2 / 1e12)  # of whole rows, whatever of them counts
+    assert meter.samples_per_second == [row["perf/samples_per_second"]]
+    assert meter.peak_gib == row["memory/peak_resident_gib"]
 
 
 def test_what_is_recomputed_is_work_of_the_hardware_alone():
@@ -118,7 +119,7 @@ def test_a_row_comes_with_each_step_before_it():
     clock = Clock()
     meter = meters(clock)
     for number in range(3 * CHUNK + 5):
-        with meter.waiting_for_data():
+        with meter.phases.measured("data"):
             clock.now += 0.25
         meter.observe(step(loss_sum=10.0 * number, count=5.0, skipped=number % 2, norm=number))
     seen = meter.summary().read()

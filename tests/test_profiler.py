@@ -27,7 +27,7 @@ from pipeline.profiler import (
     snapshot_when_out,
     watch_memory,
 )
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 
 def profiler_of(config, resolved, parts, folder: Path):
@@ -45,7 +45,7 @@ def run(folder: Path, *, stop_at: int = 0, **profile: int) -> list[dict[str, Any
     parts = replace(parts, engine=Engine(parts.engine, signal.SIGTERM, stop_at))
     try:
         profiler = profiler_of(config, resolved, parts, folder)
-        with parts.sinks, profiler as profiled, Loop(parts, None, profiled) as loop:
+        with parts.sinks, profiler as profiled, TrainLoop(parts, None, profiled) as loop:
             loop.train()
     finally:
         parts.loader.close()

@@ -42,11 +42,11 @@ def train_rows(job: Job, tree, deepspeed) -> list[tuple[float, float, float]]:
     _, resolved = resolve(tree, deepspeed, job.ranks.world_size)
     engine, objective = make_engine(job, tree, deepspeed, data), build_objective(config)
     loader = build_loader(config, resolved.plan, data, engine)
-    meters = build_meters(config, resolved, engine, objective, job, Path())
+    meters = build_meters(config, resolved, job=job, engine=engine, objective=objective, directory=Path())
     rows = []
     for step in range(STEPS):
         seed_step(config.seed, step, engine.seed_rank)
-        meters.observe(engine.train_step(loader.next_group(), meters.timed(objective), 3e-4, 0))
+        meters.observe(engine.train_step(loader.next_group(), objective, 3e-4, 0))
         row = meters.summary().read().row
         rows.append((row["train/loss"], row.get("train/router_aux_loss", 0.0), row["train/grad_norm"]))
     return rows

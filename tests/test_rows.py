@@ -17,10 +17,10 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import NonFiniteLossError
 from pipeline.report.run_summary import summary_lines
-from pipeline.rows import LateRow, LateRows
+from pipeline.rows import DeferredRow, RowQueue
 from pipeline.sinks import Sinks
 from pipeline.sinks.jsonl import iterate_record
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 from pipeline.watchers import Seen
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -73,11 +73,12 @@ class Watched:
 def run(folder: Path, behind: int = 1, sink=None, changes=None, **engine):
     config, resolved = resolve(recipe(**(CHANGES | (changes or {}))), None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), folder)
-    parts = replace(parts, rows_behind=behind, engine=Engine(parts.engine, **engine))
+    schedule = replace(parts.schedule, rows_behind=behind)
+    parts = replace(parts, schedule=schedule, engine=Engine(parts.engine, **engine))
     if sink is not None:
         parts = replace(parts, sinks=Sinks([*parts.sinks._sinks, sink(parts.engine)]))
     try:
-        with parts.sinks, Loop(parts) as loop:
+        with parts.sinks, TrainLoop(parts) as loop:
             while loop.step() is not None:
                 pass
     finally:
@@ -117,7 +118,7 @@ def test_an_error_loses_no_row(tmp_path, unbroken, at):
 @pytest.mark.parametrize("at", [5, 6])
 def test_a_kill_loses_one_row_at_the_most_and_it_comes_again(tmp_path, unbroken, monkeypatch, at):
     with monkeypatch.context() as patch:
-        patch.setattr(LateRows, "write_what_arrives", lambda rows: None)
+        patch.setattr(RowQueue, "write_what_arrives", lambda rows: None)
         with pytest.raises(Broken):
             run(tmp_path, event=Broken(), at=at)
     written = [row["step"] for row in numbers(tmp_path) if "train/loss" in row]
@@ -138,7 +139,7 @@ def test_steps_without_a_gradient_end_the_run_at_the_same_row(tmp_path, changes)
     assert len([row for row in told[0][1] if "train/loss" in row]) == min(9, STEPS - 1 if not changes else 9)
 
 
-class Slow(LateRow):
+class Slow(DeferredRow):
     """Numbers that the device never comes to."""
 
     def has_arrived(self):
@@ -156,8 +157,8 @@ def test_after_a_failure_a_row_is_waited_for_no_longer_than_a_moment(monkeypatch
         def close(self, exit_code):
             pass
 
-    rows = LateRows((), Sinks([Kept()]), lambda step, event: None)
-    for step, kind in enumerate((LateRow, Slow, LateRow), 1):
+    rows = RowQueue((), Sinks([Kept()]), lambda step, event: None)
+    for step, kind in enumerate((DeferredRow, Slow, DeferredRow), 1):
         rows.add(step, kind({"loss": torch.ones(())}, lambda host: Seen({"train/loss": float(host["loss"])})))
     rows.write_what_arrives()
     assert written == [1]
@@ -165,7 +166,7 @@ def test_after_a_failure_a_row_is_waited_for_no_longer_than_a_moment(monkeypatch
 
 def test_numbers_of_any_shape_come_over_in_one_piece():
     numbers = {"a": torch.tensor(3), "b": torch.arange(2.0), "c": torch.tensor(True)}
-    late = LateRow(numbers, lambda host: Seen({n: float(each.sum()) for n, each in host.items()}))
+    late = DeferredRow(numbers, lambda host: Seen({n: float(each.sum()) for n, each in host.items()}))
     numbers["b"].zero_()  # the next step has begun
     assert late.read().row == {"a": 3.0, "b": 1.0, "c": 1.0}
 

@@ -17,7 +17,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import StepResult
 from pipeline.errors import NonFiniteLossError, StoppedError
 from pipeline.events import Event
-from pipeline.safeguard import MOST_IN_A_ROW, GoBack, Safeguard
+from pipeline.safeguard import MOST_IN_A_ROW, Safeguard
 from pipeline.sinks.jsonl import iterate_record
 
 
@@ -177,14 +177,14 @@ def test_a_run_that_only_leaves_out_ends(bad, kind):
         WatchConfig(on_spike="skip", on_nonfinite="skip"), 1, lambda _, event: told.append(event)
     )
     for step in range(40):
-        assert safeguard.takes(step + 1, result(2.0 + 0.01 * (step % 3)), (0, 8), str)
+        assert safeguard.accepts_step(step + 1, result(2.0 + 0.01 * (step % 3)), (0, 8), str)
     limits = safeguard.limits
     assert limits is not None
     assert 2.0 < limits.loss < 5.0
     for _ in range(MOST_IN_A_ROW - 1):
-        assert not safeguard.takes(41, bad(), (0, 8), lambda first, last: "wiki 7")
+        assert not safeguard.accepts_step(41, bad(), (0, 8), lambda first, last: "wiki 7")
     with pytest.raises(kind, match=f"the last {MOST_IN_A_ROW} batches"):
-        safeguard.takes(41, bad(), (0, 8), lambda first, last: "wiki 7")
+        safeguard.accepts_step(41, bad(), (0, 8), lambda first, last: "wiki 7")
     assert len(told) == MOST_IN_A_ROW
     assert "wiki 7" in told[0].message
 
@@ -208,25 +208,25 @@ def test_in_fp16_a_gradient_that_overflows_is_what_its_loss_is(
     watch = WatchConfig(on_spike=on_spike, on_nonfinite=on_nonfinite)
     safeguard = Safeguard(watch, 1, lambda step, event: None)
     for step in range(40):
-        for band, value in zip(safeguard.bands, (2.0 + 0.01 * (step % 3), 1.0), strict=True):
-            band.add(value)
+        for detector, value in zip(safeguard.detectors, (2.0 + 0.01 * (step % 3), 1.0), strict=True):
+            detector.add(value)
     bad = replace(result(loss, math.inf, 1.0), loss_scale=256.0, searched=searched)
-    assert safeguard.takes(41, bad, (0, 8), lambda first, last: "wiki 7") is counts
+    assert safeguard.accepts_step(41, bad, (0, 8), lambda first, last: "wiki 7") is counts
 
 
 def test_a_run_that_goes_back_and_back_ends():
     safeguard = Safeguard(WatchConfig(on_spike="rollback"), 1, lambda step, event: None)
     spike = Event("loss_spike", "the loss of step 41 is high", fields={"at_step": 41})
     for _ in range(MOST_IN_A_ROW):
-        with pytest.raises(GoBack) as found:
-            safeguard.act(45, spike)
-        assert safeguard.going_back(found.value) == 33
+        rollback = safeguard.act(45, spike)
+        assert rollback is not None
+        assert safeguard.going_back(rollback) == 33
     with pytest.raises(StoppedError, match="came no further"):
-        safeguard.going_back(found.value)
+        safeguard.going_back(rollback)
 
 
 def test_nothing_is_read_where_nothing_is_asked_for():
     safeguard = Safeguard(WatchConfig(), 1, lambda step, event: None)
     assert safeguard.limits is None
-    assert not safeguard.goes_back
-    assert safeguard.takes(1, replace(result(math.nan), loss=None), (0, 8), str)
+    assert not safeguard.rolls_back
+    assert safeguard.accepts_step(1, replace(result(math.nan), loss=None), (0, 8), str)

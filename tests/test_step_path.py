@@ -6,8 +6,8 @@ import json
 
 from support.launch import ROOT, run_python, write_recipe
 
-MOST_CALLS = 460
-MOST_FILES = 76
+MOST_CALLS = 260
+MOST_FILES = 65
 WARM_STEPS = 5
 
 COUNT = """

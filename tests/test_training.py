@@ -28,7 +28,7 @@ from pipeline.distributed.stopping import (
     Flags,
     StopOnSignal,
 )
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
@@ -73,7 +73,7 @@ def ended(
     run = assemble(config, resolved, job, data or token_bundle(), folder)
     if job.ranks.rank == on_rank:
         run = replace(run, engine=Disturbed(run.engine, number, step, evaluation))
-    with run.sinks, Loop(run) as loop:
+    with run.sinks, TrainLoop(run) as loop:
         while loop.step() is not None:
             pass
     run.loader.close()

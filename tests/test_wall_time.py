@@ -17,7 +17,7 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.phases import NO_STEP, PHASES, Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 from pipeline.wall_time import Earlier, WallTime
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -44,9 +44,9 @@ def test_start_and_phases_are_the_process():
     wall.begin()
     spend(wall, clock, evaluation=2.0, data=1.0, forward=4.0, backward=8.0, optimizer=1.0)
     clock.now += 0.5
-    wall.stepped()
+    wall.end_first_step()
     spend(wall, clock, forward=4.0, checkpoint=3.0, generation=0.5, aside=1.0)
-    wall.stepped()
+    wall.end_first_step()
     event = wall.conclusion()
     told = event.fields
     assert (event.name, event.level) == ("time", "info")
@@ -100,7 +100,7 @@ def trained(folder, data=None, changed=lambda parts: None, **changes):
     parts = assemble(config, resolved, ALONE, data or token_bundle(), folder)
     changed(parts)
     try:
-        with parts.sinks, Loop(parts) as loop:
+        with parts.sinks, TrainLoop(parts) as loop:
             loop.train()
     finally:
         parts.loader.close()
@@ -224,7 +224,7 @@ def test_steps_that_are_made_again_are_lost_and_all_else_goes_on(tmp_path):
     config, resolved = resolve(recipe(**changes), None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
     parts = replace(parts, engine=Mortal(parts.engine, slow=5, dies=8))
-    with pytest.raises(Killed), parts.sinks, Loop(parts) as loop:
+    with pytest.raises(Killed), parts.sinks, TrainLoop(parts) as loop:
         loop.train()
     dead = rows_by_step(tmp_path)
     assert not time_of(tmp_path)

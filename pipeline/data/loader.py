@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,53 +26,59 @@ SHOWN = 8  # samples that a line names
 
 
 class BatchSource(Protocol):
-    """The training rows of one rank, a group of micro-batches for each optimizer step.
+    """The training rows of one rank: a group of micro-batches for each optimizer step.
 
-    Where it stands is a state that a checkpoint can keep: a run that goes on from there is given the rows
-    that the unbroken run would have been given.
+    A rollout can serve it: nothing has to be known before it is made. The state says where the source is. A
+    run that resumes from it is given the rows that the unbroken run would have been given.
     """
 
     @property
     def samples_seen(self) -> int:
-        """Samples of the steps handed out so far, over all ranks, with what was passed over."""
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far."""
-
-    def source_samples(self) -> dict[str, int]:
-        """Samples handed out so far, over all ranks, by their source. Not collective."""
+        """Number of samples handed out so far, over all ranks, with those passed over."""
 
     def next_group(self) -> list[Batch]:
-        """This rank's micro-batches of the next optimizer step."""
+        """Return this rank's micro-batches of the next optimizer step."""
 
-    def fetch_ahead(self) -> None:
-        """Called once a step is on its way: the time to begin with the next group."""
-
-    def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
-        """Has no later step take the samples at these positions of the order, [first, last) each."""
-
-    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """Has the next groups be of as many samples in other micro-batches."""
-
-    def read_again(self, first: int) -> list[Batch] | None:
-        """The group that begins at a position of the order, to be looked at; None: it cannot be had again."""
-
-    def describe(self, first: int, last: int) -> str:
-        """Which samples stand at [first, last) of the order, in words: by source and index."""
+    def metrics(self) -> dict[str, float]:
+        """Return the columns of a row that say how far the source is. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands: plain numbers, names and lists of them, the same on every rank."""
+        """Return the state: plain numbers, names and lists of them, the same on every rank."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, also one of another number of ranks."""
+        """Resume from a `state_dict`, also from one of another number of ranks."""
 
     def close(self) -> None:
-        """Ends what it has started."""
+        """End what the source has started."""
+
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """A source that can read a group before it is asked for."""
+
+    is_ahead: bool
+    """Whether it does."""
+
+    def fetch_ahead(self) -> None:
+        """Begin with the next group. Called once a step is on its way."""
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """A source whose samples have a fixed order, so that a group can be named, read again and left out."""
+
+    def describe(self, first: int, last: int) -> str:
+        """Return in words which samples are at [first, last) of the order: by source and index."""
+
+    def read_again(self, first: int) -> list[Batch]:
+        """Return the group that begins at a position of the order."""
+
+    def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
+        """Have no later step take the samples at these positions of the order, [first, last) each."""
 
 
 class TrainLoader:
-    """A BatchSource that reads a data set, and brings the batches to the device.
+    """A BatchSource, Prefetching and Replayable, that reads a data set, and brings the batches to the device.
 
     `fetch_ahead` reads the next group and copies it on a stream of its own, so that neither is waited for.
     There is no thread: what is read in this process shares Python with the step, and worker processes read
@@ -136,9 +142,9 @@ class TrainLoader:
         self._num_workers = num_workers
         self._batches: Iterator[Any] | None = None
         self._device = device
-        self._is_ahead = device.type != "cpu" if is_ahead is None else is_ahead
+        self.is_ahead = device.type != "cpu" if is_ahead is None else is_ahead
         self._streams: Any = getattr(torch, device.type)  # torch.cuda; torch.cpu has streams that do nothing
-        self._stream = self._streams.Stream() if self._is_ahead else None
+        self._stream = self._streams.Stream() if self.is_ahead else None
         self._ahead: list[Batch] | None = None
         self._counts = SourceCounts(order)
 
@@ -147,31 +153,38 @@ class TrainLoader:
         """Optimizer steps of one pass over the data, not rounded."""
         return self.samples_per_epoch / self.global_batch_size
 
-    @property
-    def epoch(self) -> float:
-        """See BatchSource."""
-        return self.samples_seen / self.samples_per_epoch
+    def metrics(self) -> dict[str, float]:
+        """See BatchSource. The same on every rank; the samples of each source where there are several."""
+        row: dict[str, float] = {
+            "train/samples_seen": self.samples_seen,
+            "train/epoch": self.samples_seen / self.samples_per_epoch,
+        }
+        if len(self._order.names) > 1:
+            counts = self.source_samples()
+            row |= {f"data/{name}_samples": count for name, count in counts.items()}
+        return row
 
     def source_samples(self) -> dict[str, int]:
-        """See BatchSource. The same on every rank."""
+        """Return the samples handed out so far, over all ranks, by their source."""
         return self._counts.up_to(self.samples_seen)
 
     @phase(Phase.DATA)
     def next_group(self) -> list[Batch]:
         """See BatchSource. On the device, where groups are fetched ahead."""
-        if self._is_ahead:
+        if self.is_ahead:
             self.fetch_ahead()
             group = self._take()
         else:
             group = self._read()
-        self.samples_seen = self._left_out.start(self.samples_seen, self.global_batch_size)
+        if self._left_out.stretches:
+            self.samples_seen = self._left_out.start(self.samples_seen, self.global_batch_size)
         self.samples_seen += self.global_batch_size
         return group
 
     @phase(Phase.DATA)
     def fetch_ahead(self) -> None:
         """Starts to bring the next group to the device; waits until it is read, not for the device."""
-        if not self._is_ahead or self._ahead is not None:
+        if not self.is_ahead or self._ahead is not None:
             return
         group = self._read()
         with self._streams.stream(self._stream):
@@ -210,12 +223,15 @@ class TrainLoader:
         }
 
     def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
-        """See BatchSource. What was fetched ahead is read anew."""
+        """See Replayable. What was fetched ahead is read anew."""
         self._left_out = LeftOut([*self._left_out.stretches, *stretches])
         self.close()
 
     def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """See BatchSource. What was fetched ahead is read anew."""
+        """Divide the next groups of as many samples into other micro-batches.
+
+        What was fetched ahead is read anew.
+        """
         how = {
             "micro_batch_size": micro_batch_size,
             "gradient_accumulation_steps": gradient_accumulation_steps,
@@ -225,12 +241,12 @@ class TrainLoader:
         self.close()
 
     def read_again(self, first: int) -> list[Batch]:
-        """See BatchSource. In this process."""
+        """See Replayable. In this process."""
         draws = islice(self._draws_from(samples_seen=first), self._gradient_accumulation_steps)
         return [usable(batch) for batch in map(self._fetch.__getitems__, draws)]
 
     def describe(self, first: int, last: int) -> str:
-        """See BatchSource. At most SHOWN of them: `wiki 7, 12; code 3 ...`."""
+        """See Replayable. At most SHOWN of them: `wiki 7, 12; code 3 ...`."""
         own = defaultdict[str, list[str]](list)
         for index in self._order.samples_at(np.arange(first, min(last, first + SHOWN))).tolist():
             name, place = place_of(index, self._order.sources)

@@ -7,61 +7,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from pipeline.distributed.progress import Phase, note_phase
-
-
-class Moment:
-    """When the device comes to this place in the code; on a CPU, now."""
-
-    def __init__(self, clock: Callable[[], float], device: torch.device):
-        self._event: torch.cuda.Event | None = None
-        self._time = 0.0
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        else:
-            self._time = clock()
-
-    def has_passed(self) -> bool:
-        """Whether the device has come here. Does not wait."""
-        return self._event is None or self._event.query()
-
-    def seconds_since(self, earlier: Moment) -> float:
-        """Waits for the device to have come here."""
-        if self._event is None or earlier._event is None:
-            return self._time - earlier._time
-        if not self._event.query():
-            self._event.synchronize()
-        return earlier._event.elapsed_time(self._event) / 1000
-
-
-class Span:
-    """Seconds between two places in the code, as the device sees them.
-
-    On a GPU it works on while the host reads data, and only what it waits between two events of its own is
-    lost; in a forward it is what it computes, and waits for the host.
-    """
-
-    def __init__(self, clock: Callable[[], float], device: torch.device):
-        self._clock = clock
-        self._device = device
-        self._moments: list[tuple[Moment, Moment]] = []
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Around what is measured."""
-        before = Moment(self._clock, self._device)
-        yield
-        self._moments.append((before, Moment(self._clock, self._device)))
-
-    def take(self) -> Callable[[], float]:
-        """What was measured since the last call: a function that waits for the device and says it."""
-        moments, self._moments = self._moments, []
-        return lambda: sum((after.seconds_since(before) for before, after in moments), 0.0)
-
 
 OTHER = "other"
 ASIDE = "aside"
@@ -86,36 +36,67 @@ MOST_MARKS = 1024
 """Places that are kept until a row is read: from then on what the device has passed is added up."""
 
 
+Moment = Any
+"""A place in the code: seconds by the host's clock or, on a GPU, an event that the device records."""
+
+
+def moment_now(clock: Callable[[], float], on_gpu: bool) -> Moment:
+    """Return this place. Does not wait."""
+    if not on_gpu:
+        return clock()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(earlier: Moment, later: Moment) -> float:
+    """Return the seconds between two places. Waits for the device to come to the later one."""
+    if isinstance(earlier, int | float):
+        return float(later - earlier)
+    if not later.query():
+        later.synchronize()
+    return float(earlier.elapsed_time(later) / 1000)
+
+
 class Spent:
     """A stretch of the timeline."""
 
-    def __init__(self, totals: dict[str, float]):
-        """
+    def __init__(self, totals: dict[str, float], on_gpu: bool):
+        """Begin a stretch.
+
         Args:
-            totals: Seconds by phase of all stretches, to which it adds its own.
+            totals: Seconds by phase of all stretches; this one adds its own.
+            on_gpu: Whether the device comes to the marks later than the host.
         """
-        self._marks: deque[tuple[str, Moment]] = deque()
+        self.marks: deque[tuple[str, Moment]] = deque()
+        """Each phase with its beginning, in order; the last one has not ended."""
         self._seconds: dict[str, float] = defaultdict(float)
         self._totals = totals
-
-    def mark(self, phase: str, moment: Moment) -> None:
-        """From here on it is this phase."""
-        self._marks.append((phase, moment))
-        if len(self._marks) > MOST_MARKS:
-            self.settle(waits=False)
+        self._on_gpu = on_gpu
 
     def settle(self, waits: bool) -> bool:
-        """Adds up what the device has passed, or waits until that is all; whether it is all."""
-        while len(self._marks) > 1 and (waits or self._marks[1][1].has_passed()):
-            phase, began = self._marks.popleft()
-            seconds = self._marks[0][1].seconds_since(began)
+        """Add up the phases that have ended.
+
+        Args:
+            waits: Wait for the device to end all of them.
+
+        Returns:
+            Whether all have ended.
+        """
+        while len(self.marks) > 1:
+            ended = self.marks[1][1]
+            if self._on_gpu and not waits and not ended.query():
+                return False
+            phase, began = self.marks.popleft()
+            seconds = seconds_between(began, ended) if self._on_gpu else ended - began
             self._seconds[phase] += seconds
             self._totals[phase] += seconds
-        return len(self._marks) <= 1
+        return True
 
     def seconds(self) -> Mapping[str, float]:
-        """By phase. Waits for the device to be through."""
-        self.settle(waits=True)
+        """Return the seconds by phase. Waits for the device to be through."""
+        if len(self.marks) > 1:
+            self.settle(waits=True)
         return self._seconds
 
 
@@ -123,7 +104,8 @@ class Phases:
     """The timeline of a run, from where this is made. What is in no phase is `other`."""
 
     def __init__(self, clock: Callable[[], float], device: torch.device):
-        self._clock, self._device = clock, device
+        self._clock = clock
+        self._on_gpu = device.type == "cuda"
         self._totals: dict[str, float] = defaultdict(float)
         self._unread: list[Spent] = []
         self._phase = OTHER
@@ -131,17 +113,17 @@ class Phases:
         self._start()
 
     def _start(self) -> None:
-        self.began = Moment(self._clock, self._device)
-        self._now = Spent(self._totals)
-        self._now.mark(self._phase, self.began)
+        self.began = self.now() if self._on_gpu else self._clock()
+        self._now = Spent(self._totals, self._on_gpu)
+        self._now.marks.append((self._phase, self.began))
 
     def now(self) -> Moment:
-        """This place."""
-        return Moment(self._clock, self._device)
+        """Return this place."""
+        return moment_now(self._clock, self._on_gpu)
 
     @contextmanager
     def measured(self, phase: str) -> Iterator[None]:
-        """Around a phase. It interrupts the one around it, but for those that are no part of a step."""
+        """Measure a phase. It interrupts the one around it, but for those that are no part of a step."""
         outer = self._phase
         if outer in NO_STEP:
             yield
@@ -169,14 +151,17 @@ class Phases:
         if self._listen is not None:
             self._listen(self._phase)
         self._phase = phase
-        self._now.mark(phase, Moment(self._clock, self._device))
+        marks = self._now.marks
+        marks.append((phase, self.now() if self._on_gpu else self._clock()))
+        if len(marks) > MOST_MARKS:
+            self._now.settle(waits=False)
 
     def take(self) -> Spent:
         """What there was since the last call."""
         taken = self._now
-        self._unread = [each for each in self._unread if not each.settle(waits=False)] + [taken]
         self._start()
-        taken.mark(self._phase, self.began)
+        taken.marks.append((self._phase, self.began))
+        self._unread = [each for each in (*self._unread, taken) if not each.settle(waits=False)]
         return taken
 
     def restart(self) -> None:

@@ -183,14 +183,16 @@ class DeepSpeedEngine(DeepSpeedBase):
         own_loss_scale = self._own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
-        with self._autocast():
+        with self._autocast(), self.phases.measured("routing"):
             own, summed = partial(self._part_on_device, objective=objective), self._job.all_reduce_sum
             objective.prepare_step(GlobalBatch(engine, micro_batches, own, summed, self.device))
         losses: list[LossSum] = []
         alike = self._split.tensor_parallel  # each rank of a tensor group computed all of it
         for index, cpu_batch in enumerate(micro_batches):
             with self._autocast():
-                loss = objective(engine, self._part_on_device(cpu_batch, objective))
+                batch = self._part_on_device(cpu_batch, objective)
+                with self.phases.measured("forward"):
+                    loss = objective(engine, batch)
             check_gradient(loss)
             if index == 0:
                 with self.phases.measured("communication"):
@@ -219,6 +221,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         grad_norm, skipped, searched = self._outcome(engine.skipped_steps - skipped_before)
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         extras = {key: value / alike for key, value in total.extras.items()}
+        mean = self._refusal.loss
         return StepResult(
             loss_sum=loss_sum,
             global_count=totals[0],
@@ -227,7 +230,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             flags=totals[1],
             loss_scale=scale_now,
             extras=extras,
-            loss=self._refusal.loss,
+            loss=mean,
             searched=searched,
         )
 
@@ -265,7 +268,7 @@ class DeepSpeedEngine(DeepSpeedBase):
 
     def _clip_and_guard(self, *_: Any) -> None:
         """Before the inner optimizer's step at stage 0, where every rank has all gradients."""
-        sums = sum_of_parts if self._split.tensor_parallel > 1 else guard.alone
+        sums = sum_of_parts if self._split.tensor_parallel > 1 else None
         self._norm, self._skipped = guard.clip_and_guard(
             self._optimizer, self._max_grad_norm, self._is_counted, sums, self._refusal
         )

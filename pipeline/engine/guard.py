@@ -22,11 +22,6 @@ Refused = Callable[[Tensor], Tensor | None]
 """Norm of the gradients, 0-dim -> whether a step is not to be taken, bool, 0-dim; None: none is refused."""
 
 
-def alone(square: Tensor) -> Tensor:
-    """The sum over this rank."""
-    return square
-
-
 def is_own(config: dict[str, Any], split: Split, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the trainer guards the steps of a DeepSpeed engine, which then does not: its `config` is told.
 
@@ -56,14 +51,14 @@ def clip_and_guard(
     optimizer: torch.optim.Optimizer,
     max_norm: float,
     counted: Iterable[bool] = repeat(True),
-    sums: Sums = alone,
+    sums: Sums | None = None,
     refused: Refused | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Has the optimizer's next step clip the gradients, or move nothing where they are not finite.
 
     Args:
         counted: Of each parameter of the optimizer, whether it is this rank's to count.
-        sums: Adds a 0-dim tensor up over the ranks that hold parts of the model.
+        sums: Adds a 0-dim tensor up over the ranks that hold parts of the model; `None` if one holds all.
         refused: Whether a step with such a norm is not to be taken.
 
     Returns:
@@ -71,7 +66,8 @@ def clip_and_guard(
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p, own in zip(parameters, counted, strict=False) if own and p.grad is not None]
-    norm = sums(square_norm(gradients, parameters[0].device)).sqrt().float()
+    square = square_norm(gradients, parameters[0].device)
+    norm = (square if sums is None else sums(square)).sqrt().float()
     return norm, clip_or_skip(optimizer, norm, max_norm, refused(norm) if refused is not None else None)
 
 

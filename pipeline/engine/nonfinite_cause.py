@@ -18,7 +18,6 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, Limits
 from pipeline.models.batch_norm import is_synchronised
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
-from pipeline.objectives.interface import WrappedObjective
 
 SHOWN = 8  # samples that a line names
 INPUT, FORWARD, BACKWARD = range(3)
@@ -226,17 +225,20 @@ class _ReadBatch(LoadedBatch):
         return super().get(key, default)
 
 
-class _Looking(WrappedObjective):
-    """An objective that is looked at."""
+class _Looking:
+    """An objective that is looked at; what is not here is the objective's own."""
 
     def __init__(self, objective: Objective, first: FirstNonFinite):
-        super().__init__(objective)
+        self._objective = objective
         self._first = first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         self._first.look_at_inputs(batch, self._objective.inputs(model, batch))
         read = _ReadBatch(batch)
-        loss = super().__call__(model, read)
+        loss = self._objective(model, read)
         self._first.look_at_loss(loss, batch, read.keys_read)
         return loss
 

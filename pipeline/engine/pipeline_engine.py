@@ -129,9 +129,10 @@ class PipelineEngine(DeepSpeedBase):
         self._begin(limits)
         self._look = lambda: self._refusal.look(self._total(objective).loss_sum, totals[0])
         on_device = partial(to_device, device=self.device, float_dtype=None)
-        objective.prepare_step(
-            GlobalBatch(self._last.head, micro_batches, on_device, self._job.all_reduce_sum, self.device)
-        )
+        with self.phases.measured("routing"):
+            objective.prepare_step(
+                GlobalBatch(self._last.head, micro_batches, on_device, self._job.all_reduce_sum, self.device)
+            )
         self._last.begin(objective, scale * own_loss_scale)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps

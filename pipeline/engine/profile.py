@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipeline.distributed.phases import Phases, Span
+from pipeline.distributed.phases import Moment, Phases, moment_now, seconds_between
 from pipeline.files import MIB
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class EngineProfile:
         if self._spans:
             row["perf/forward_time_seconds"] = forward_seconds / steps
         for name, span in self._spans.items():
-            row[f"perf/{name}_time_seconds"] = span.take()() / steps
+            row[f"perf/{name}_time_seconds"] = span.take() / steps
         for name, sizes in (self._collectives or {}).items():
             key = f"perf/comm_{name.partition(' | ')[0]}"  # `debug` adds the caller
             for unit, sum_of in (
@@ -179,6 +179,31 @@ class EngineProfile:
             self._collectives.clear()
             for timer in self._timers.values():
                 timer.reset()
+
+
+class Span:
+    """Seconds between two places in the code, as the device sees them.
+
+    On a GPU it works on while the host reads data, and only what it waits between two events of its own is
+    lost; in a forward it is what it computes, and waits for the host.
+    """
+
+    def __init__(self, clock: Callable[[], float], device: torch.device):
+        self._clock = clock
+        self._on_gpu = device.type == "cuda"
+        self._moments: list[tuple[Moment, Moment]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure what is inside."""
+        before = moment_now(self._clock, self._on_gpu)
+        yield
+        self._moments.append((before, moment_now(self._clock, self._on_gpu)))
+
+    def take(self) -> float:
+        """Return the seconds measured since the last call. Waits for the device."""
+        moments, self._moments = self._moments, []
+        return sum((seconds_between(*each) for each in moments), 0.0)
 
 
 def _measured(method: Callable[..., Any], span: Span) -> Callable[..., Any]:

@@ -110,13 +110,17 @@ class TorchEngine:
         Raises:
             ModelError: under `ddp`, a parameter took no part and nobody said that this may be.
         """
+        ddp = self._ddp
         if not self.module.training:
             self._replicas.train()
         # Ranks that come late are waited for behind the forward, not before it.
         arrived = self._job.begin_sum(count_and_flags(micro_batches, objective, flags, self.device))
         self._optimizer.zero_grad(set_to_none=True)
-        self._refusal.begin(limits)
-        with self._autocast():
+        refusal = None if limits is None else self._refusal
+        if refusal is not None:
+            refusal.begin(limits)
+        # Not `forward`, which ranks are compared by: an objective may wait for the other ranks here.
+        with self._autocast(), self.phases.measured("routing"):
             to_device = partial(self._on_device, objective=objective)
             objective.prepare_step(
                 GlobalBatch(self._replicas, micro_batches, to_device, self._job.all_reduce_sum, self.device)
@@ -124,27 +128,34 @@ class TorchEngine:
         losses: list[LossSum] = []
         for index, cpu_batch in enumerate(micro_batches):
             batch = self._on_device(cpu_batch, objective)
-            with self._reduced_after(index == len(micro_batches) - 1):
-                with self._autocast():
-                    loss = objective(self._replicas if self._ddp is None else self._ddp.wrapper, batch)
+            is_last = index == len(micro_batches) - 1  # which sums the gradients over the ranks
+            with nullcontext() if ddp is None or is_last else ddp.wrapper.no_sync():
+                with self._autocast(), self.phases.measured("forward"):
+                    loss = objective(self._replicas if ddp is None else ddp.wrapper, batch)
                 check_gradient(loss)
                 if index == 0:
-                    with self.phases.measured("communication"):
+                    with nullcontext() if ddp is None else self.phases.measured("communication"):
                         totals = arrived()
                     scale = backward_scale(totals[0], self.dp_world_size).float()
                 with self.phases.measured("backward"):
                     (loss.minimised * scale).backward()
             losses.append(loss.detached())
-        self._look_for_unused()
-        with self.phases.measured("communication"):
-            self._buffers.share()
+        if ddp is not None:
+            ddp.check()
+            with self.phases.measured("communication"):
+                self._buffers.share()
+        if self._is_first_step:
+            self._is_first_step = False
+            warn_of_unused(without_gradient(self.module))
         total = added(losses, objective.means, self.device)
         with self.phases.measured("optimizer"):
             set_learning_rate(self._optimizer, learning_rate)
-            self._refusal.look(total.loss_sum, totals[0])
-            grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm, refused=self._refusal)
+            if refusal is not None:
+                refusal.look(total.loss_sum, totals[0])
+            grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm, refused=refusal)
             self._optimizer.step()
-        skipped = self._refusal.end(skipped)
+        if refusal is not None:
+            skipped = refusal.end(skipped)
         return StepResult(
             loss_sum=total.loss_sum,
             global_count=totals[0],
@@ -153,19 +164,8 @@ class TorchEngine:
             flags=totals[1],
             loss_scale=None,
             extras=total.extras,
-            loss=self._refusal.loss,
+            loss=None if refusal is None else refusal.loss,
         )
-
-    def _reduced_after(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Around a forward and backward: gradients are summed over ranks after the last one only."""
-        return nullcontext() if self._ddp is None or is_last else self._ddp.wrapper.no_sync()
-
-    def _look_for_unused(self) -> None:
-        if self._ddp is not None:
-            self._ddp.check()
-        if self._is_first_step:
-            warn_of_unused(without_gradient(self.module))
-        self._is_first_step = False
 
     @phase(Phase.EVALUATION)
     @torch.no_grad()

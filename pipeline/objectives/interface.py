@@ -14,8 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.distributed.phases import Phases
-
 Batch = Mapping[str, Any]
 
 # What a batch holds for the loss, also where the model's forward has an argument of that name.
@@ -120,35 +118,3 @@ class TwoPassObjective(ABC):
     @abstractmethod
     def set_first_pass_mean(self, mean: float) -> None:
         """Take that mean for the evaluation that follows."""
-
-
-class WrappedObjective:
-    """Is the other one, but for what a subclass has of its own."""
-
-    def __init__(self, objective: Objective):
-        self._objective = objective
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objective, name)
-
-    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        """See Objective."""
-        return self._objective(model, batch)
-
-
-class TimedObjective(WrappedObjective):
-    """An objective whose forwards are measured."""
-
-    def __init__(self, objective: Objective, phases: Phases):
-        super().__init__(objective)
-        self._phases = phases
-
-    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        """See Objective."""
-        with self._phases.measured("forward"):
-            return super().__call__(model, batch)
-
-    def prepare_step(self, batch: GlobalBatch) -> None:
-        """See Objective. Not `forward`, which ranks are compared by: it waits for them."""
-        with self._phases.measured("routing"):
-            self._objective.prepare_step(batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from pipeline.errors import PipelineError
@@ -15,6 +16,19 @@ from pipeline.events import Event
 
 Tell = Callable[[int, Event], None]
 """Takes what happened at a step."""
+
+
+@dataclass(frozen=True)
+class RollbackRequested:
+    """The run is to resume from a checkpoint before a bad step."""
+
+    step: int
+    """The bad step."""
+    why: Event
+
+
+HandleAlert = Callable[[int, Event], RollbackRequested | None]
+"""Takes an alert at a step, and answers whether the run is to roll back."""
 
 CROWDED = 1.5  # processes that want to run, a core
 
@@ -38,9 +52,9 @@ class Seen:
     where they wait for nobody, `forward` and `backward`. GiB in use: `device`, `host`. Where a CPU trains,
     `load`: processes that want to run on the machine, a core of it."""
 
-    @property
+    @cached_property
     def steps(self) -> int:
-        """Of training; 0: an evaluation."""
+        """Number of training steps behind the row; 0 for an evaluation."""
         return len(self.losses)
 
     @property
@@ -97,15 +111,21 @@ def restore(watchers: Iterable[Watcher], state: Mapping[str, Any]) -> None:
             each.load_state_dict(state[each.name])
 
 
-def ask(watchers: Iterable[Watcher], step: int, seen: Seen, tell: Tell) -> None:
-    """Has each look at the row, and tells what it says.
+def check_row(
+    watchers: Iterable[Watcher], step: int, seen: Seen, handle_alert: HandleAlert
+) -> RollbackRequested | None:
+    """Show a row to each watcher, and hand on what it says.
+
+    Returns:
+        The first request to roll back; no further watcher is asked then.
 
     Raises:
-        PipelineError: the first stop's.
+        PipelineError: a watcher ends the run.
     """
     for watcher in watchers:
         answer = watcher(step, seen)
-        if isinstance(answer, Event):
-            tell(step, answer)
-        elif isinstance(answer, Stop):
+        if isinstance(answer, Stop):
             raise answer.error
+        if answer is not None and (rollback := handle_alert(step, answer)) is not None:
+            return rollback
+    return None

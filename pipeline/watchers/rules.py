@@ -105,9 +105,11 @@ ALERTS = {
 def build_watchers(
     config: RunConfig,
     resolved: Resolved,
-    engine: Engine,
+    *,
     job: Job,
-    steps: tuple[int, int],
+    engine: Engine,
+    start_step: int,
+    max_steps: int,
     detectors: tuple[SpikeDetector, SpikeDetector],
     remembered: Mapping[str, Any],
 ) -> tuple[Watcher, ...]:
@@ -116,16 +118,17 @@ def build_watchers(
     Args:
         config: The recipe.
         resolved: Both files together.
-        engine: Engine of the run.
         job: Process group of the run.
-        steps: Step that the run begins at, and step that it ends at.
+        engine: Engine of the run.
+        start_step: Step that the run begins at.
+        max_steps: Step that it ends at.
         detectors: Spike detectors of the losses and of the gradient norms.
         remembered: What the run's checkpoint keeps; empty at its start.
     """
     run = WatchedRun(config, resolved, engine, job, detectors)
     alerts = [alert.build(run) for alert in ALERTS.values() if alert.is_asked(run)]
     restore(alerts, remembered.get("watchers", {}))
-    return (*alerts, NonFiniteSteps(engine.precision, *steps))
+    return (*alerts, NonFiniteSteps(engine.precision, start_step, max_steps))
 
 
 def _place(resolved: Resolved, engine: Engine, job: Job) -> str:

@@ -13,7 +13,7 @@ from pipeline.assemble import assemble, go_on
 from pipeline.data.loader import BatchSource
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 ROWS, LENGTH = 8, 6
@@ -27,13 +27,6 @@ class Rollouts:
         self.samples_seen = 0
         self.made = []
 
-    @property
-    def epoch(self):
-        return self.samples_seen / 1000
-
-    def source_samples(self):
-        return {"rollouts": self.samples_seen}
-
     @torch.no_grad()
     def next_group(self):
         tokens = torch.arange(self.samples_seen, self.samples_seen + ROWS)[:, None]
@@ -45,17 +38,8 @@ class Rollouts:
         self.made.append(tokens)
         return [{"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}]
 
-    def fetch_ahead(self):
-        pass  # the weights are not there yet
-
-    def leave_out(self, stretches):
-        pass
-
-    def read_again(self, first):
-        return None
-
-    def describe(self, first, last):
-        return f"rollouts {first} to {last - 1}"
+    def metrics(self):
+        return {"train/samples_seen": self.samples_seen}
 
     def state_dict(self):
         return {"samples_seen": self.samples_seen}
@@ -74,8 +58,9 @@ def trained(folder: Path, max_steps: int) -> tuple[list[dict], list[torch.Tensor
     run.loader.close()
     rollouts = Rollouts(run.engine.module)
     source: BatchSource = rollouts
-    start, _ = go_on(run.checkpoints, run.checkpoints.choose(), run.engine, source, max_steps)
-    with run.sinks, Loop(replace(run, loader=source, start=start)) as loop:
+    chosen = run.checkpoints.choose()
+    start, _ = go_on(run.checkpoints, chosen, engine=run.engine, source=source, max_steps=max_steps)
+    with run.sinks, TrainLoop(replace(run, loader=source, start=start)) as loop:
         while loop.step() is not None:
             pass
     record = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

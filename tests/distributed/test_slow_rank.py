@@ -13,7 +13,7 @@ from support.heard import heard
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 
 from pipeline.assemble import assemble
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 SPLITS = {
     "ddp": {"torch": {"parallel": "ddp"}},
@@ -45,7 +45,7 @@ def warnings_of_a_run(job, folder, split, slow_rank, first_step):
         patch("os.getloadavg", load),
         heard("pipeline.sinks") as lines,
         run.sinks,
-        Loop(run) as loop,
+        TrainLoop(run) as loop,
     ):
         loop.train()
     run.loader.close()

@@ -19,7 +19,7 @@ from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.metrics import Meters, Workload
 from pipeline.objectives import CausalLM
-from pipeline.parts import TrainState
+from pipeline.training import TrainState
 
 PARAMETERS = 37_088
 WARM_UP = 3  # the first step allocates and warns

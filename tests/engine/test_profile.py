@@ -27,12 +27,14 @@ def rows_of(job: Job, deepspeed: dict[str, Any], folder: str) -> list[dict[str, 
     config, (_, resolved) = settings(tree, deepspeed).config, resolve(tree, deepspeed, job.ranks.world_size)
     engine, objective = make_engine(job, tree, deepspeed, data), build_objective(config)
     loader = build_loader(config, resolved.plan, data, engine)
-    meters = build_meters(config, resolved, engine, objective, job, Path(folder))
+    meters = build_meters(
+        config, resolved, job=job, engine=engine, objective=objective, directory=Path(folder)
+    )
     rows = []
     for step in range(STEPS):
         groups, started = loader.next_group(), time.perf_counter()
         seed_step(config.seed, step, engine.seed_rank)
-        meters.observe(engine.train_step(groups, meters.timed(objective), 3e-4, 0))
+        meters.observe(engine.train_step(groups, objective, 3e-4, 0))
         took = time.perf_counter() - started
         rows.append(meters.summary().read().row | {"took": took})
     engine.close()

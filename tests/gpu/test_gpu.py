@@ -15,10 +15,10 @@ from parity.splits import cases
 from support.launch import DIGITS, ROOT, TORCHRUN, TRAIN, write_recipe
 from support.ranks import RankPool
 
-from pipeline.device_meters import MemoryMeter
 from pipeline.distributed.process_group import describe_device
 from pipeline.distributed.stacks import _recorded
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader
+from pipeline.metrics import MemoryMeter
 from pipeline.peak_flops import peak_flops
 
 pytestmark = [

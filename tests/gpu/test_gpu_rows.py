@@ -27,10 +27,11 @@ def test_a_row_waits_for_nothing_until_it_is_read():
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            with meters.waiting_for_data():
+            with meters.phases.measured("data"):
                 torch.cuda._sleep(int(1e8))  # some 50 ms
-            meters.timed(lambda model, batch: torch.cuda._sleep(int(2e8)))(None, {})
-            with meters.paused("evaluation"):
+            with meters.phases.measured("forward"):
+                torch.cuda._sleep(int(2e8))
+            with meters.exclude_from_step_time("evaluation"):
                 torch.cuda._sleep(int(1e8))
             meters.observe(StepResult(*numbers, None))
             late.append(meters.summary({"train/tokens_seen": numbers[1]}))

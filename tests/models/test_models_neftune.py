@@ -25,8 +25,8 @@ from pipeline.models.embeddings import noise_for
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
-from pipeline.stepping import with_keys
-from pipeline.training import Loop
+from pipeline.recovery import with_keys
+from pipeline.training import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 ALPHA = 30.0  # large enough to be seen in a loss of small weights
@@ -44,7 +44,7 @@ def run(job: Job, tree, deepspeed, folder: Path, packed: bool = True, steps: int
     """(loss, gradient norm) of each step, and the evaluation losses before the first and after the last."""
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
     parts = assemble(config, resolved, job, token_bundle(packed=packed), folder)
-    with parts.sinks, Loop(parts) as loop:
+    with parts.sinks, TrainLoop(parts) as loop:
         while loop.step() is not None and loop.state.global_step < steps:
             pass
     parts.loader.close()

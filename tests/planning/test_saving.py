@@ -17,7 +17,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
 from pipeline.planning.saving import checkpoint_bytes, copy_bytes
 from pipeline.shards import BUFFER
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 FIRST = frozen("model.layers.0.*")
 PLAIN = {"torch": {"parallel": "ddp"}, **BF16}
@@ -73,7 +73,7 @@ def test_a_copy_is_expected_where_a_run_makes_one(tmp_path, monkeypatch, saves, 
     tree = recipe(max_steps=6, checkpoint={**saves, "keep_last": 9})
     config, resolved = resolve(tree, None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
-    with parts.sinks, Loop(parts) as loop:
+    with parts.sinks, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     assert len(made) == copies

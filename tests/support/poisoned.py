@@ -18,7 +18,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import CausalLM, LossSum
 from pipeline.sinks.jsonl import iterate_record, read_metrics
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STEPS, BATCH = 48, 8
@@ -79,7 +79,7 @@ def train(job: Job, split, folder: str, poison: dict[int, float], objective=None
     parts = replace(parts, objective=objective)
     if prepare is not None:
         prepare(parts, objective.poison)
-    with parts.sinks, Loop(parts) as loop:
+    with parts.sinks, TrainLoop(parts) as loop:
         loop.train()
     kept = [shard.values.detach().clone() for shard in parts.engine.shards()], parts.engine.scalars()
     parts.loader.close()

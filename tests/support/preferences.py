@@ -140,12 +140,12 @@ def train_answers(
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
     objective = build_objective(settings(tree, split).config)
-    meters = build_meters(config, resolved, engine, objective, job, Path())
+    meters = build_meters(config, resolved, job=job, engine=engine, objective=objective, directory=Path())
     rows = []
     for step in range(STEPS):
         seed_step(config.seed, step, engine.seed_rank)
         group = group_of(data.train, step, resolved.plan, engine.dp_rank, engine.dp_world_size)
-        result = engine.train_step(group, meters.timed(objective), 1e-3, 0)
+        result = engine.train_step(group, objective, 1e-3, 0)
         meters.observe(result)
         rows.append({key: value for key, value in meters.summary().read().row.items() if key[:6] == "train/"})
     rows.append(evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), job))

@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 
 from pipeline.assemble import assemble
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 SPOILT = (2, 3)
 """Steps whose evaluation gives NaN."""
@@ -30,7 +30,7 @@ def evaluated(job, deepspeed, folder):
     NOW.case, NOW.sample = "", -1
     data = bundle({"good": Subset(Samples(), range(4)), "bad": HeldOut()})
     parts = assemble(config, resolved, job, data, folder)
-    with parts.sinks, Loop(parts) as loop:
+    with parts.sinks, TrainLoop(parts) as loop:
         for step in range(1, 5):
             NOW.case = "held out" if step in SPOILT else ""
             loop.step()

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from pipeline.assemble import assemble
 from pipeline.data.bundle import DataBundle, collate_items
-from pipeline.training import Loop
+from pipeline.training import TrainLoop
 
 WORDS, LENGTH = 64, 16
 STEPS = 230
@@ -150,7 +150,7 @@ def trained(job, folder, split, steps, is_troubled, changes=None):
                 module.register_forward_hook(lambda module, given, output: 0.0 * output)
     parts = replace(parts, engine=engine)
     alone_on_the_machine = patch("os.getloadavg", lambda: (0.5, 0.5, 0.5))
-    with alone_on_the_machine, heard("pipeline.sinks") as lines, parts.sinks, Loop(parts) as loop:
+    with alone_on_the_machine, heard("pipeline.sinks") as lines, parts.sinks, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()
@@ -245,7 +245,7 @@ def overfitted(job, folder, split, steps):
     clock = Clock()
     parts = assembled(clock, config, resolved, job, bundle(True), folder)
     parts = replace(parts, engine=Engine(parts.engine, clock))
-    with parts.sinks, Loop(parts) as loop:
+    with parts.sinks, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()
@@ -275,7 +275,7 @@ def rushed(job, folder, split, times):
     optimizer = {"learning_rate": times * 3e-3}
     config, resolved = resolve(recipe(max_steps=70, optimizer=optimizer), split, job.ranks.world_size)
     parts = assemble(config, resolved, job, token_bundle(), folder)
-    with parts.sinks, Loop(parts) as loop:
+    with parts.sinks, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()
@@ -298,7 +298,7 @@ def at_the_lowest_scale(job, folder, split):
     config, resolved = resolve(tree(6, eval={"every": 0}), split, job.ranks.world_size)
     parts = assemble(config, resolved, job, bundle(False), folder)
     parts = replace(parts, engine=Engine(parts.engine, Clock(), bad=[3, 4]))
-    with parts.sinks, Loop(parts) as loop:
+    with parts.sinks, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()

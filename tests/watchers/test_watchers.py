@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import NonFiniteLossError
 from pipeline.events import Event
-from pipeline.watchers import Seen, Stop, ask, restore, state_of
+from pipeline.watchers import RollbackRequested, Seen, Stop, check_row, restore, state_of
 from pipeline.watchers.learning import MAX_CONSECUTIVE_SKIPS, EvalDivergence, NonFiniteSteps
 from pipeline.watchers.rules import ALERTS
 
@@ -52,13 +52,16 @@ def test_what_watchers_say_is_told_and_the_first_stop_raises_its_error():
     def ends(step, seen):
         return Stop(NonFiniteLossError("enough"))
 
-    ask([tells, lambda step, seen: None], 3, Seen({"train/loss": 9.0}), lambda *event: told.append(event))
+    quiet = [tells, lambda step, seen: None]
+    assert check_row(quiet, 3, Seen({"train/loss": 9.0}), lambda *event: told.append(event)) is None
     assert rows == [(3, Seen({"train/loss": 9.0}))]
     assert told == [(3, high)]
     with pytest.raises(NonFiniteLossError, match="enough") as ended:
-        ask([tells, ends, tells], 4, Seen({}), lambda *event: told.append(event))
+        check_row([tells, ends, tells], 4, Seen({}), lambda *event: told.append(event))
     assert told == [(3, high), (4, high)]
     assert ended.value.exit_code == 2
+    back = RollbackRequested(4, high)
+    assert check_row([tells, ends], 4, Seen({}), lambda step, event: back) is back  # no other is asked
 
 
 def test_what_watchers_keep_is_restored_by_name_and_may_be_missing():
