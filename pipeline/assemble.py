@@ -190,7 +190,9 @@ def with_its_reference(
     cache = Path(documents.cache_dir).expanduser() / "reference" if documents is not None else None
     # The engine's weights do not show the adapter's base.
     key = {**config.model.model_dump(mode="json"), **adapters.lasting(adapter)}
-    return compute_reference(rows, engine, objective, directory, cache, job, key)
+    return compute_reference(
+        rows, job=job, engine=engine, objective=objective, directory=directory, cache=cache, key=key
+    )
 
 
 def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataBundle) -> RunSchedule:

@@ -75,13 +75,26 @@ def build_engine(
         stages = StageSharding(resolved.deepspeed, split, length, job)
         model_in(stages)
         assert stages.model is not None
-        return PipelineEngine(stages.model, config.optimizer, resolved.deepspeed, split, job, stages.bounds)
+        return PipelineEngine(
+            stages.model,
+            optimizer=config.optimizer,
+            config=resolved.deepspeed,
+            split=split,
+            job=job,
+            bounds=stages.bounds,
+        )
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
     sharding = sharding_for(swap.config, split, job.device)
     model = model_in(sharding)
     swap.check_space(count_parameters(model))
     engine = DeepSpeedEngine(
-        model, config.optimizer, swap.config, split, job, placement.is_autocast, sharding
+        model,
+        optimizer=config.optimizer,
+        config=swap.config,
+        split=split,
+        job=job,
+        autocast=placement.is_autocast,
+        sharding=sharding,
     )
     engine.closing.callback(swap.close)
     weakref.finalize(engine, swap.close)  # of an engine that nobody closes

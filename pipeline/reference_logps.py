@@ -53,10 +53,18 @@ class Rows:
 
 
 def compute_reference(
-    rows: Rows, engine: Engine, objective: BySegment, directory: Path, cache: Path | None, job: Job, key: Any
+    rows: Rows,
+    *,
+    job: Job,
+    engine: Engine,
+    objective: BySegment,
+    directory: Path,
+    cache: Path | None,
+    key: Any,
 ) -> DataBundle:
-    """Data of a run that begins: its batches have `reference_logps`, which the run's directory then has too.
-    Collective.
+    """Return the data of a run that begins, with `reference_logps` in its batches. Collective.
+
+    The run's directory then has them, too.
 
     Args:
         cache: Folder of such files of all runs; None: there is none.

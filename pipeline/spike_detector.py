@@ -81,8 +81,7 @@ class SpikeDetector:
             self._refused = 0
             if not self._values and not self._floor:
                 self._first = value
-            self._take(value)
-            self._settle()
+            self._settle(value)
             return False
         self._refused += 1
         if self._refused == NEW_LEVEL:
@@ -91,11 +90,10 @@ class SpikeDetector:
             self._refused, self.limit = 0, math.inf
         return True
 
-    def _take(self, value: float) -> None:
-        self._values.append(value)
-        self._logs.append(math.log(value) if value > TINY else LOG_TINY)
-
-    def _settle(self) -> None:
+    def _settle(self, *taken: float) -> None:
+        """Take values, and set the limit of the next one."""
+        self._values += taken
+        self._logs += [math.log(value) if value > TINY else LOG_TINY for value in taken]
         self.limit = math.inf
         if len(self._values) < LEAST or min(self._values) < 0:
             return
@@ -126,11 +124,9 @@ class SpikeDetector:
         """Restore the state of a checkpoint."""
         self._values.clear()
         self._logs.clear()
-        for value in state["values"]:
-            self._take(value)
         self._refused, self._floor = int(state["refused"][0]), float(state["floor"][0])
         self._first = float(state.get("first", [0.0])[0])  # not in checkpoints of earlier versions
-        self._settle()
+        self._settle(*state["values"])
 
 
 def local_scatter(logs: NDArray[np.float64]) -> float:

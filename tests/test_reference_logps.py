@@ -31,7 +31,9 @@ def computed(job: Job, split, folder: Path, in_row: int = 1, seed: int = 0, cach
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine, objective = build_engine(config, resolved, job, data), build_objective(config)
     rows = Rows(data, resolved.plan.micro_batch_size, 0)
-    compute_reference(rows, engine, objective, folder, cache, job, "key")
+    compute_reference(
+        rows, job=job, engine=engine, objective=objective, directory=folder, cache=cache, key="key"
+    )
     engine.close()
     table = with_reference(data, folder, job).collate._table
     return table.keys, table.logps

@@ -6,8 +6,8 @@ import json
 
 from support.launch import ROOT, run_python, write_recipe
 
-MOST_CALLS = 260
-MOST_FILES = 65
+MOST_CALLS = 250
+MOST_FILES = 50
 WARM_STEPS = 5
 
 COUNT = """
