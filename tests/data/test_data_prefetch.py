@@ -65,7 +65,8 @@ def test_what_is_fetched_ahead_is_what_would_have_come(num_workers):
             ahead.fetch_ahead()
             ahead.fetch_ahead()  # one group ahead, no more
         assert ahead.state_dict() == plain.state_dict()
-        assert (ahead.samples_seen, ahead.epoch) == (6 * step, 6 * step / 63)
+        row = ahead.metrics()
+        assert (row["train/samples_seen"], row["train/epoch"]) == (6 * step, 6 * step / 63)
     ahead.close()
 
 
