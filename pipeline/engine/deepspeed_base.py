@@ -43,12 +43,11 @@ from pipeline.engine.deepspeed_patches import (
 )
 from pipeline.engine.deepspeed_state import rewritten_weights
 from pipeline.engine.gradients import gradients_shown
+from pipeline.engine.guard import Refusal, StepGate
 from pipeline.engine.interface import Limits
 from pipeline.engine.profile import without_profilers
-from pipeline.engine.refusal import Refusal
 from pipeline.engine.replicas import Replicas
 from pipeline.engine.state import State, restore
-from pipeline.engine.step_gate import StepGate
 from pipeline.op_builds import CPU_ADAM, needed_ops
 from pipeline.optim import START, build_torch_optimizer
 from pipeline.planning.buffers import fitted_bucket

@@ -33,7 +33,6 @@ from pipeline.engine.deepspeed_patches import (
     loss_scale_left_to_us,
 )
 from pipeline.engine.deepspeed_state import state_of
-from pipeline.engine.documents import with_bounds
 from pipeline.engine.interface import (
     DTYPES,
     Limits,
@@ -42,14 +41,21 @@ from pipeline.engine.interface import (
     count_and_flags,
     count_parameters,
     to_device,
+    with_bounds,
 )
 from pipeline.engine.normalize import backward_scale
 from pipeline.engine.replicas import ChangingBuffers
 from pipeline.engine.sequence_parallel import SequenceParallel
-from pipeline.engine.state import State, kept_buffers, names_of, whole_parameters
+from pipeline.engine.state import (
+    GradientWatch,
+    State,
+    kept_buffers,
+    names_of,
+    warn_of_unused,
+    whole_parameters,
+)
 from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts
 from pipeline.engine.tensor_sharding import TensorSharding
-from pipeline.engine.unused import GradientWatch, warn_of_unused
 from pipeline.engine.zero3 import (
     Zero3Sharding,
     gather_by_block,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from pipeline.engine.documents import with_bounds
-from pipeline.engine.interface import DTYPES, to_device
+from pipeline.engine.interface import DTYPES, to_device, with_bounds
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import Batch, LossSum, Objective
 

@@ -10,14 +10,33 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pipeline.data.batches import LoadedBatch, moved
+from pipeline.data.batches import LoadedBatch, moved, on_host
 from pipeline.distributed.phases import Phases
 from pipeline.engine.replicas import Replicas
 from pipeline.errors import ModelError
+from pipeline.models.document_attention import BOUNDS, document_bounds
 from pipeline.models.generation import Generates
 from pipeline.models.sharding import number_of
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 from pipeline.shards import EngineState, Shard
+
+
+def with_bounds(batch: Batch) -> Batch:
+    """The batch with the bounds of its documents (see document_attention) where `position_ids` tell them.
+
+    What a loader moved to a device is looked at on the host; only where a batch was made on the device is the
+    device waited for.
+    """
+    seen = on_host(batch)
+    positions, ids = seen.get("position_ids"), seen.get("input_ids")
+    if BOUNDS in batch or "attention_mask" in batch:  # transformers looks for documents without a mask only
+        return batch
+    if not (isinstance(positions, Tensor) and isinstance(ids, Tensor) and positions.shape == ids.shape):
+        return batch
+    bounds = document_bounds(positions.cpu())
+    is_pinned = positions.is_cuda or positions.is_pinned()
+    return LoadedBatch({**batch, BOUNDS: bounds.pin_memory() if is_pinned else bounds}).known_as(batch)
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

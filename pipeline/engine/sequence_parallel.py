@@ -16,7 +16,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor, nn
 
 from pipeline.data.batches import IGNORE_INDEX, on_host
-from pipeline.engine.documents import with_bounds
+from pipeline.engine.interface import with_bounds
 from pipeline.errors import DataError, ModelError
 from pipeline.models.attention import (
     AttentionFunction,

@@ -22,9 +22,8 @@ from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.documents import with_bounds
 from pipeline.engine.gradients import gradients_shown
-from pipeline.engine.guard import clip_and_guard
+from pipeline.engine.guard import Refusal, StepGate, clip_and_guard
 from pipeline.engine.interface import (
     Limits,
     StepResult,
@@ -32,13 +31,19 @@ from pipeline.engine.interface import (
     count_and_flags,
     count_parameters,
     to_device,
+    with_bounds,
 )
 from pipeline.engine.normalize import backward_scale
-from pipeline.engine.refusal import Refusal
 from pipeline.engine.replicas import ChangingBuffers, Replicas
-from pipeline.engine.state import ParameterState, kept_buffers, names_of, restore, whole_parameters
-from pipeline.engine.step_gate import StepGate
-from pipeline.engine.unused import warn_of_unused, without_gradient
+from pipeline.engine.state import (
+    ParameterState,
+    kept_buffers,
+    names_of,
+    restore,
+    warn_of_unused,
+    whole_parameters,
+    without_gradient,
+)
 from pipeline.errors import ModelError, listed
 from pipeline.models.batch_norm import num_batch_norms
 from pipeline.models.generation import GenerationSettings, generate

@@ -16,7 +16,7 @@ from pipeline.config.objective_schema import (
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.importing import import_object
-from pipeline.objectives.cross_entropies import CausalLM, Classification
+from pipeline.objectives.cross_entropies import CausalLM, Classification, refuse_router
 from pipeline.objectives.given_logits import FusedKernels, VocabularyPart, note_part
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, LossSum, Objective, added
 from pipeline.objectives.linear_cross_entropy import HeadAlone
@@ -38,7 +38,6 @@ from pipeline.objectives.preferences import (
     orpo_terms,
     simpo_terms,
 )
-from pipeline.objectives.router import refuse_router
 
 __all__ = [
     "ALONE",

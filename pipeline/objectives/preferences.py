@@ -33,7 +33,7 @@ from pipeline.config.objective_schema import (
 from pipeline.data.batches import IGNORE_INDEX, on_host, shown
 from pipeline.data.preference_layouts import CHOSEN, MISMATCHED, REJECTED
 from pipeline.errors import ConfigError, DataError, ModelError
-from pipeline.objectives.cross_entropies import OverVocabulary
+from pipeline.objectives.cross_entropies import OverVocabulary, router_of
 from pipeline.objectives.given_logits import FusedKernels
 from pipeline.objectives.interface import (
     TARGET_KEYS,
@@ -44,7 +44,6 @@ from pipeline.objectives.interface import (
     TwoPassObjective,
 )
 from pipeline.objectives.model_call import ModelCall, logits_of, unwrapped
-from pipeline.objectives.router import router_of
 
 _NAME = "sequence_group"
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
+from pipeline.engine.guard import Refusal
 from pipeline.engine.interface import Engine, Limits
-from pipeline.engine.refusal import Refusal
 from pipeline.objectives import CausalLM, LossSum
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))

@@ -23,8 +23,8 @@ from pipeline.config.split import Split
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
+from pipeline.engine.state import GradientWatch, listed, without_gradient
 from pipeline.engine.torch_engine import TorchEngine
-from pipeline.engine.unused import GradientWatch, listed, without_gradient
 from pipeline.errors import ModelError
 from pipeline.evaluation import evaluate
 from pipeline.objectives import Classification, LossSum, build_objective

@@ -22,7 +22,7 @@ from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.documents import with_bounds
+from pipeline.engine.interface import with_bounds
 from pipeline.models import build_model
 from pipeline.models.blocks import compile_blocks, repeated_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
