@@ -12,10 +12,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, median
 
-from pipeline.planning.hardware import Gpu, find_gpu
-from pipeline.planning.job import Job
-from pipeline.planning.rates import COMPILED, EAGER, Kernels, Rates, rates_of
-from pipeline.planning.timing import step_time
+from pipeline.planning.hardware import COMPILED, EAGER, Gpu, Kernels, Rates, find_gpu, rates_of
+from pipeline.planning.timing import Job, step_time
 
 SPEEDS = Path(__file__).with_name("published_speeds.jsonl")
 # torchtitan's H100s have slower memory, and half the watts of others.

@@ -37,19 +37,21 @@ from published_terms import LOGITS, PLAIN, Row, added, model_of, states_of  # no
 
 from pipeline.config.adapter_schema import AdapterConfig  # noqa: E402
 from pipeline.files import GIB  # noqa: E402
-from pipeline.planning.adapting import low_rank  # noqa: E402
-from pipeline.planning.cutting import stage_of  # noqa: E402
-from pipeline.planning.memory import peak_by_phase  # noqa: E402
-from pipeline.planning.model import Dimensions, Model  # noqa: E402
-from pipeline.planning.overhead import (  # noqa: E402
+from pipeline.planning.activations import Recompute, Work  # noqa: E402
+from pipeline.planning.memory import (  # noqa: E402
     CUT_FRAGMENTS,
     CUT_SHARE,
     FRAGMENTS,
     NCCL,
     PROCESS,
     RESERVED,
+    peak_by_phase,  # noqa: E402
 )
-from pipeline.planning.work import Recompute, Work  # noqa: E402
+from pipeline.planning.model import Dimensions, Model  # noqa: E402
+from pipeline.planning.rank import (
+    low_rank,  # noqa: E402
+    stage_of,  # noqa: E402
+)
 
 ROWS = HERE / "published_memory.jsonl"
 

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.planning.activations import Work
 from pipeline.planning.buffers import Buffers
-from pipeline.planning.families import build
 from pipeline.planning.model import Dimensions, Model, Parameter
+from pipeline.planning.shapes import build
 from pipeline.planning.states import Held, States
-from pipeline.planning.work import Work
 
 Row = Mapping[str, Any]
 # Parameters that belong to no block, norms apart.

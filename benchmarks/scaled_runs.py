@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 
 from published import H100_HBM2E, MPT, REPOSITORIES
 
-from pipeline.planning.hardware import Gpu, find_gpu
-from pipeline.planning.job import Job
-from pipeline.planning.rates import COMPILED, EAGER, Kernels, Rates, rates_of
-from pipeline.planning.timing import fitted, step_time
+from pipeline.planning.hardware import COMPILED, EAGER, Gpu, Kernels, Rates, find_gpu, rates_of
+from pipeline.planning.timing import Job, fitted, step_time
 
 LLAMA_8B = Job(8.03e9, 6.98e9, 32, 4096, 8192, vocabulary=128256)
 LLAMA_1B = Job(1.236e9, 0.973e9, 16, 2048, 4096, vocabulary=128256)

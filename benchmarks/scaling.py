@@ -26,9 +26,8 @@ from scaled_runs import compared, forecasts, markdown
 from throughput import Group, group_tasks
 from workload import MODELS, Workload
 
-from pipeline.planning.job import Job
-from pipeline.planning.rates import Rates
-from pipeline.planning.timing import fitted, step_time
+from pipeline.planning.hardware import Rates
+from pipeline.planning.timing import Job, fitted, step_time
 
 SIZES = [1 << power for power in range(12, 25, 2)]  # bytes of a whole tensor
 REPEATS = 10

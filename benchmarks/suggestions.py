@@ -15,8 +15,7 @@ from pipeline.config.loading import get_dotted  # noqa: E402
 from pipeline.config.settings import load_settings  # noqa: E402
 from pipeline.planning.place import place_of  # noqa: E402
 from pipeline.planning.shapes import model_of  # noqa: E402
-from pipeline.planning.suggest import Suggestion, suggest  # noqa: E402
-from pipeline.planning.suggested import offloaded, recomputed  # noqa: E402
+from pipeline.planning.suggest import Suggestion, offloaded, recomputed, suggest  # noqa: E402  # noqa: E402
 
 GIB = 2**30
 SIZES = {

@@ -24,8 +24,7 @@ from pipeline.files import GIB
 from pipeline.models import sizes
 from pipeline.planning.account import Planned
 from pipeline.planning.forecast import Forecast, forecast_of, job_of, largest_that_fits
-from pipeline.planning.history import History, Kind, Measured, history_of
-from pipeline.planning.place import Place, here, on_gpus
+from pipeline.planning.place import History, Kind, Measured, Place, here, history_of, on_gpus
 from pipeline.planning.proposals import smaller
 from pipeline.planning.shapes import model_of
 

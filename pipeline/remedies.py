@@ -22,8 +22,7 @@ from pipeline.distributed.machine import memory_now
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.progress import LOADING, Phase
 from pipeline.errors import PipelineError
-from pipeline.planning.account import EngineStates, Planned
-from pipeline.planning.changes import Change, ranked
+from pipeline.planning.account import Change, EngineStates, Planned, ranked
 
 MOST = 3
 ENOUGH, NOTHING = 10, 100

@@ -12,8 +12,7 @@ from support.tiny import recipe, resolve, settings
 from pipeline.data.bundle import DataBundle
 from pipeline.expectation import Expectation, expect, guessed
 from pipeline.planning.forecast import forecast
-from pipeline.planning.history import History, Kind
-from pipeline.planning.place import place_of
+from pipeline.planning.place import History, Kind, place_of
 from pipeline.planning.shapes import model_of
 
 GPU = place_of("h100", None, 1, 1, None, None)

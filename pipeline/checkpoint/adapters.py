@@ -33,7 +33,7 @@ from pipeline.models.adapters import NAME, adapted, of_peft
 from pipeline.models.of_transformers import auto_class_for
 from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, open_hub, open_weights
 from pipeline.optional_packages import require
-from pipeline.planning.cutting import EMBEDDINGS, WORDS
+from pipeline.planning.rank import EMBEDDINGS, WORDS
 from pipeline.shards import WEIGHT, Region
 
 BASE, FILES = "base", "base_files"  # of what a checkpoint says of its adapter

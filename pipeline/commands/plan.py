@@ -17,19 +17,17 @@ from pipeline.errors import ConfigError
 from pipeline.files import GIB
 from pipeline.planning.forecast import Forecast, forecast, largest_that_fits
 from pipeline.planning.hardware import NETWORK_HELP
-from pipeline.planning.history import History, history_of
-from pipeline.planning.limits import (
+from pipeline.planning.model import Model
+from pipeline.planning.place import History, Place, history_of, place_of
+from pipeline.planning.proposals import (
     Limit,
+    helpful,
     largest_micro_batch,
     largest_model,
     longest_sequence,
 )
-from pipeline.planning.model import Model
-from pipeline.planning.place import Place, place_of
-from pipeline.planning.proposals import helpful
 from pipeline.planning.shapes import model_of
-from pipeline.planning.suggest import suggest
-from pipeline.planning.suggested import text_beside, write
+from pipeline.planning.suggest import suggest, text_beside, write
 from pipeline.planning.telling import as_json, change_rows, memory_rows, scaling_rows, summary, time_rows
 from pipeline.shipped import DEFAULT_RECIPE
 

@@ -32,7 +32,7 @@ from pipeline.models.staging import (
     without_values,
 )
 from pipeline.optim import assigned, grouped
-from pipeline.planning.cutting import balanced, uniform
+from pipeline.planning.rank import balanced, uniform
 
 
 class StageSharding:

@@ -12,15 +12,12 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.files import GIB
 from pipeline.planning.buffers import buffers
-from pipeline.planning.history import Correction, History, Kind
-from pipeline.planning.job import Job
 from pipeline.planning.memory import Holding, Memory, memory_of
 from pipeline.planning.model import Model
-from pipeline.planning.place import Place
+from pipeline.planning.place import Correction, History, Kind, Place
 from pipeline.planning.rank import Rank
-from pipeline.planning.saving import checkpoint_bytes
-from pipeline.planning.states import States, states_of
-from pipeline.planning.timing import StepTime, step_time
+from pipeline.planning.states import States, checkpoint_bytes, states_of
+from pipeline.planning.timing import Job, StepTime, step_time
 
 HOUR = 3600.0
 UNCORRECTED = Correction()

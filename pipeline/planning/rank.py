@@ -4,17 +4,315 @@ formulas ask for.
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from itertools import accumulate
+from math import ceil, inf, prod
+from pathlib import Path
 from typing import Any
 
+from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.loading import get_dotted
 from pipeline.config.parameter_groups import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.config.split import Split
-from pipeline.planning.adapting import bytes_in_4_bits, is_held_apart
-from pipeline.planning.cutting import own_part
+from pipeline.errors import ConfigError
 from pipeline.planning.model import Model, Parameter
+
+# Names under which decoders keep the norm after their last block.
+NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
+_BLOCK_OF_CUTS = re.compile(r"^((?:.+\.)?)[^.]+\.(\d+)\.")
+# Under which they keep the vectors of words, by the family: of the input, and an output layer of its own.
+WORDS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+_HEADS = ("lm_head", "embed_out")
+EMBEDDINGS = (*WORDS, *(f"{name}.weight" for name in _HEADS))
+_MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def own_part(model: Model, split: Split, json: dict[str, Any], rank: int) -> Model:
+    """What of the model a rank has before ZeRO divides it, in the order in which the engine steps it.
+
+    Args:
+        json: The DeepSpeed JSON, filled in.
+
+    Raises:
+        ConfigError: nothing says how to cut it.
+    """
+    if split.tensor_parallel > 1:
+        return cut_by_tensors(model, json, split.tensor_parallel, rank % split.tensor_parallel)
+    if split.pipeline_stages > 1:
+        stage = rank // (split.world_size // split.pipeline_stages)
+        return stage_of(model, split.pipeline_stages, json["pipeline"].get("partition", "parameters"), stage)
+    return model
+
+
+def stage_of(model: Model, stages: int, how: str, stage: int) -> Model:
+    """One pipeline stage; its dimensions are of its own blocks. `partition: time` is measured by a
+    run: here it is as `parameters`.
+
+    Raises:
+        ConfigError: its layers are not known, or too few.
+    """
+    layers = _Layers.of(model)
+    sizes = [sum(p.numel for p in block) for block in layers.blocks]
+    if len(sizes) < stages:
+        raise ConfigError(f"pipeline.stages is {stages}, but the model has {len(sizes)} blocks")
+    sizes[0] += sum(p.numel for p in layers.before)
+    sizes[-1] += sum(p.numel for p in (*layers.after, *layers.tied))
+    bounds = uniform(len(sizes), stages) if how == "uniform" else _balanced(tuple(sizes), stages)
+    blocks = layers.blocks[bounds[stage] : bounds[stage + 1]]
+    own = [p for block in blocks for p in block]
+    if stage == 0:
+        own = [*layers.before, *own]
+    if stage == stages - 1:
+        own = [*(layers.tied if stage else ()), *own, *layers.after]
+    dimensions = model.dimensions
+    if dimensions is not None:
+        dimensions = replace(dimensions, layers=len(blocks), first=bounds[stage])
+    return replace(model, parameters=tuple(own), dimensions=dimensions)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    before: list[Parameter]
+    blocks: list[list[Parameter]]
+    after: list[Parameter]
+    tied: list[Parameter]
+    """The input embedding, where the output layer is the same."""
+
+    @classmethod
+    def of(cls, model: Model) -> _Layers:
+        found = [(p, _BLOCK_OF_CUTS.match(p.name)) for p in model.parameters]
+        prefix = next((match[1] for _, match in found if match), None)
+        if prefix is None:
+            raise ConfigError(f"pipeline.stages: {model.name} has no repeated blocks to divide")
+        blocks: dict[int, list[Parameter]] = {}
+        before, after = [], []
+        for p, match in found:
+            if match:
+                blocks.setdefault(int(match[2]), []).append(p)
+            elif p.name.startswith(prefix) and p.name.split(".")[-2] not in NORMS and prefix:
+                before.append(p)
+            else:
+                after.append(p)
+        after.sort(key=lambda p: not p.name.startswith(prefix))  # the norm, then the head
+        words = [p for p in before if p.name.endswith(WORDS)]
+        is_tied = not any(not p.name.startswith(prefix) for p in after)
+        return cls(before, [blocks[index] for index in sorted(blocks)], after, words[:1] if is_tied else [])
+
+
+def uniform(items: int, parts: int) -> list[int]:
+    """Bounds of parts with as many items each, those that are left to the first ones."""
+    each, left = divmod(items, parts)
+    return [0, *accumulate(each + (part < left) for part in range(parts))]
+
+
+def balanced(weights: Sequence[float], parts: int) -> list[int]:
+    """Bounds of parts of a row whose largest and smallest sum differ least, as DeepSpeed's PipelineModule
+    finds them (the linear partition problem, by dynamic programming).
+    """
+    number = len(weights)
+    if number <= parts:
+        return uniform(number, parts)
+    sums = [0, *accumulate(weights)]
+    # Of the first i items in j parts: (largest less smallest, largest, smallest, where the last one begins).
+    best = [[(inf, inf, inf, 0)] * (parts + 1) for _ in range(number + 1)]
+    best[0][0] = (0, 0, inf, 0)
+    for i in range(1, number + 1):
+        for j in range(1, min(i, parts) + 1):
+            for k in range(i):
+                _, largest, smallest, _ = best[k][j - 1]
+                size = sums[i] - sums[k]
+                most, least = max(largest, size), min(smallest, size)
+                if best[i][j][0] >= most - least:
+                    best[i][j] = (most - least, most, least, k)
+    bounds = [number]
+    for j in range(parts, 0, -1):
+        bounds.append(best[bounds[-1]][j][3])
+    return bounds[::-1]
+
+
+_balanced = cache(balanced)  # of each stage of a model the same
+
+
+def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> Model:
+    """A tensor rank's part, as AutoTP cuts by transformers' plan or by `tensor_parallel.partition_config`.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    rules = list(_stated(json["tensor_parallel"])) or list(_planned(model))
+    if not rules:
+        raise ConfigError(
+            f"tensor_parallel: transformers has no tensor-parallel plan for {model.name}; say what to cut in "
+            "tensor_parallel.partition_config"
+        )
+    is_tied = model.dimensions is not None and model.dimensions.tied
+    own = []
+    for p in model.parameters:
+        plain = re.sub(r"\.(base_layer|lora_[AB]\.\w+|lora_magnitude_vector\.\w+)\.", ".", f"{p.name}")
+        place = plain.rpartition(".")[0] + ".weight"
+        rule = next((rule for rule in rules if rule.pattern.match(place)), None)
+        if (
+            rule is None
+            and is_tied
+            and p.name.endswith(WORDS)
+            and "partition_config" not in json["tensor_parallel"]
+        ):
+            rule = _Cut(re.compile(""), 0, name="lm_head")
+        own.append(p if rule is None else replace(p, shape=_shape(p, rule, model, size, rank)))
+    return replace(model, parameters=tuple(own))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    pattern: re.Pattern[str]
+    dim: int
+    """Of the layer's weight (outputs, inputs)."""
+    parts: tuple[int, ...] | int = 1
+    """Matrices in one, each cut by itself: how many, or the rows of each."""
+    name: str | None = None
+
+
+def _shape(p: Parameter, rule: _Cut, model: Model, size: int, rank: int) -> tuple[int, ...]:
+    dim = rule.dim
+    if ".lora_A." in p.name or ".lora_B." in p.name:
+        if (".lora_B." in p.name) == (dim == 1):
+            return p.shape  # the side that is whole
+    elif len(p.shape) == 1 and dim == 1:
+        return p.shape
+    whole = p.shape[dim]
+    each = rule.parts if isinstance(rule.parts, tuple) else (whole // rule.parts,) * rule.parts
+    name = rule.name or re.sub(r"\.(base_layer|lora_.*)?\.?weight$|\.bias$", "", p.name)
+    own = sum(_share(total, size, rank, name, model) for total in each)
+    return (*p.shape[:dim], own, *p.shape[dim + 1 :])
+
+
+def _share(total: int, size: int, rank: int, name: str, model: Model) -> int:
+    """Of a dimension: whole heads where that is what it holds, else evenly (DeepSpeed's tp_shard.py)."""
+    heads = model.dimensions.key_value_heads if model.dimensions is not None else None
+    units = total
+    if heads and total % heads == 0 and "mlp" not in name and name not in _HEADS:
+        units = total if any(word in name for word in _MLP) else heads
+    return total // units * (units // size + (rank < units % size))
+
+
+def _stated(section: dict[str, Any]) -> Iterator[_Cut]:
+    config = section.get("partition_config") or {}
+    for spec in config.get("layer_specs", ()):
+        kind, shape = spec.get("partition_type", "column"), spec.get("shape")
+        parts: Any = 1
+        if shape is not None and isinstance(shape[0], int):
+            parts = shape[0]
+        elif shape is not None:
+            parts = tuple(shape[0])
+        if kind in ("column", "row"):
+            for pattern in spec["patterns"]:
+                yield _Cut(re.compile(pattern), 0 if kind == "column" else 1, parts)
+
+
+def _planned(model: Model) -> Iterator[_Cut]:
+    family = model.dimensions.family if model.dimensions is not None else ""
+    for pattern, style in tensor_plan(family).items():
+        if (dim := {"colwise": 0, "rowwise": 1}.get(style.split("_")[0])) is not None:
+            place = pattern.replace(".", r"\.").replace("*", ".*")
+            name = pattern if pattern in _HEADS else None
+            yield _Cut(re.compile(rf".*{place}\.weight$"), dim, name=name)
+
+
+@cache
+def tensor_plan(family: str) -> dict[str, str]:
+    """transformers' plan of a family, pattern of a layer's name -> style, read from its sources: importing
+    them takes seconds. Empty where it has none.
+    """
+    found = find_spec("transformers")
+    folder = Path(next(iter(found.submodule_search_locations or ()))) if found is not None else Path()
+    plan: dict[str, str] = {}
+    for file, name in (("configuration", "base_model_tp_plan"), ("modeling", "_tp_plan")):
+        path = folder / "models" / family / f"{file}_{family}.py"
+        if family and path.is_file():
+            plan |= _literal(path.read_text(), name)
+    return plan
+
+
+def _literal(source: str, name: str) -> dict[str, str]:
+    at = re.search(rf"^ +{name} = \{{", source, re.MULTILINE)
+    if at is None:
+        return {}
+    text = source[at.end() - 1 :]
+    try:
+        value = ast.literal_eval(text[: text.index("}") + 1])
+    except (SyntaxError, ValueError):
+        return {}
+    return {str(key): str(style) for key, style in value.items()}
+
+
+_BLOCK, _BLOCKS = 64, 256  # bitsandbytes: values that share a scale, scales that share one
+_TABLES = 16 * 4 + 256 * 4  # bytes: of values, and of scales
+
+
+def is_held_apart(p: Parameter) -> bool:
+    """Whether it is a frozen linear layer's under an adapter, which is held in half precision or in 4 bits
+    where the rest is not.
+    """
+    return p.layer is not None and not p.trains and ".lora_" not in p.name
+
+
+def bytes_in_4_bits(shape: tuple[int, ...]) -> int:
+    """Of a matrix in NF4: codes, a byte of scale a block, the scales of those, a mean and two tables."""
+    values = prod(shape)
+    blocks = ceil(values / _BLOCK)
+    return ceil(values / 2) + blocks + ceil(blocks / _BLOCKS) * 4 + 4 + _TABLES
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An adapter's matrices in a block of a rank: widths are summed over the linear layers that have some, as
+    AutoTP has cut them: with its layer one of the two, of which the other one keeps the layer's whole width.
+    """
+
+    rank: int
+    inputs: float
+    outputs: float
+    everywhere: bool
+    """All linear layers of a block have some."""
+    drops: bool = False
+    """Values of their inputs."""
+    is_dora: bool = False
+    largest: int = 0
+    """Elements of the largest matrix beside them,"""
+    in_4_bits: bool = False
+    """which is held so, and made whole to be multiplied with."""
+
+
+def low_rank(own: Model, adapter: AdapterConfig | None) -> LowRank | None:
+    """None: the run has no adapter. A stage of which no layer has one has matrices of rank 0.
+
+    Args:
+        own: What the rank has of the model (cutting.py).
+    """
+    if adapter is None:
+        return None
+    layers = 1 if own.dimensions is None else own.dimensions.layers
+    inner = [p for p in own.parameters if p.name.endswith(".lora_A.default.weight")]
+    outer = [p for p in own.parameters if p.name.endswith(".lora_B.default.weight")]
+    beside = [p for p in own.parameters if p.layer is not None]
+    return LowRank(
+        inner[0].shape[0] if inner else 0,
+        sum(p.shape[1] for p in inner) / layers,
+        sum(p.shape[0] for p in outer) / layers,
+        len(inner) >= len(beside),
+        adapter.dropout > 0,
+        adapter.kind == "dora",
+        max(p.numel for p in beside) if beside else 0,
+        adapter.quantize is not None,
+    )
+
 
 STAND_IN = "stand-in"  # see engine/stages.py; it never gets a gradient
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.files import GIB, format_duration
-from pipeline.planning.changes import Change
+from pipeline.planning.account import Change
 from pipeline.planning.forecast import Forecast
 
 BAR = 44

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.planning.families import build, families
+from pipeline.planning.shapes import build, families
 
 SMALL = {
     "num_hidden_layers": 2,

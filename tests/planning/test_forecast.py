@@ -9,16 +9,14 @@ from planning.test_states import whole_of
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.files import GIB
+from pipeline.planning.activations import Work
 from pipeline.planning.buffers import buffers
 from pipeline.planning.forecast import Forecast, forecast_of, job_of
-from pipeline.planning.history import Correction
-from pipeline.planning.memory import peak_by_phase
-from pipeline.planning.overhead import CUT_FRAGMENTS, CUT_SHARE, FRAGMENTS, RESERVED
-from pipeline.planning.place import place_of
+from pipeline.planning.memory import CUT_FRAGMENTS, CUT_SHARE, FRAGMENTS, RESERVED, peak_by_phase
+from pipeline.planning.place import Correction, place_of
 from pipeline.planning.rank import Rank
 from pipeline.planning.states import states_of
 from pipeline.planning.timing import step_time
-from pipeline.planning.work import Work
 
 LLAMA = {
     "kind": "causal_lm",

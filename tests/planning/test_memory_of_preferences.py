@@ -19,11 +19,11 @@ from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
+from pipeline.planning.activations import Work
 from pipeline.planning.buffers import buffers
 from pipeline.planning.memory import batch_bytes, peak_by_phase
 from pipeline.planning.rank import Rank
 from pipeline.planning.states import states_of
-from pipeline.planning.work import Work
 
 ROWS, LENGTH, PROMPT, WORDS = 4, 256, 20, 2048
 SIZES = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "vocab_size": WORDS}

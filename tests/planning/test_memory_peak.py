@@ -17,11 +17,11 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
+from pipeline.planning.activations import Work
 from pipeline.planning.buffers import buffers
 from pipeline.planning.memory import Holding, batch_bytes, memory_of, peak_by_phase
 from pipeline.planning.model import Dimensions, Model, Parameter
 from pipeline.planning.states import Rank, states_of
-from pipeline.planning.work import Work
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 WORDS = 1032

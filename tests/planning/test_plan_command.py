@@ -17,8 +17,7 @@ from pipeline.config.schema import cache_folder
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
 from pipeline.models.sizes import count
-from pipeline.planning.history import History, Kind, Measured
-from pipeline.planning.place import place_of
+from pipeline.planning.place import History, Kind, Measured, place_of
 from pipeline.planning.proposals import proposals
 from pipeline.planning.shapes import model_of
 

@@ -10,10 +10,18 @@ import pytest
 import torch
 from support.traced_blocks import LAYERS, Case, trace
 
-from pipeline.planning.activations import Activations, Sizes, activations_of, families, row_name, rows
-from pipeline.planning.adapting import LowRank
+from pipeline.planning.activations import (
+    Activations,
+    Recompute,
+    Sizes,
+    Work,
+    activations_of,
+    families,
+    row_name,
+    rows,
+)
 from pipeline.planning.model import Dimensions
-from pipeline.planning.work import Recompute, Work
+from pipeline.planning.rank import LowRank
 
 GPT2 = (("resid_pdrop", 0.0), ("embd_pdrop", 0.0), ("attn_pdrop", 0.0))
 CASES = [

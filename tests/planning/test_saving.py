@@ -15,7 +15,7 @@ from pipeline.checkpoint.saving import Snapshot
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
-from pipeline.planning.saving import checkpoint_bytes, copy_bytes
+from pipeline.planning.states import checkpoint_bytes, copy_bytes
 from pipeline.shards import BUFFER
 from pipeline.training import TrainLoop
 

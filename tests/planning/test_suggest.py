@@ -14,11 +14,9 @@ from support.launch import ROOT
 
 from pipeline.config.settings import load_settings
 from pipeline.planning.forecast import forecast_of
-from pipeline.planning.history import History, Kind, Measured
-from pipeline.planning.place import place_of
+from pipeline.planning.place import History, Kind, Measured, place_of
 from pipeline.planning.shapes import model_of
-from pipeline.planning.suggest import choose, fitting_splits, suggest
-from pipeline.planning.suggested import write
+from pipeline.planning.suggest import choose, fitting_splits, suggest, write
 
 suggestions = imported("suggestions")
 DAILY = {("7B", "1 x 24"), ("13B", "8 x 80"), ("70B", "2 x 8 x 80")}

@@ -11,11 +11,9 @@ from statistics import mean
 
 import pytest
 
-from pipeline.planning.hardware import find_gpu
-from pipeline.planning.job import Job, mean_keys
+from pipeline.planning.hardware import EAGER, find_gpu, rates_of
 from pipeline.planning.model import Dimensions, Model, Parameter
-from pipeline.planning.rates import EAGER, rates_of
-from pipeline.planning.timing import OPTIMIZER_BYTES, exposed, fitted, step_time
+from pipeline.planning.timing import OPTIMIZER_BYTES, Job, exposed, fitted, mean_keys, step_time
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = rates_of(find_gpu("h100"), 5e10)
