@@ -45,13 +45,10 @@ from pipeline.planning.memory import (  # noqa: E402
     NCCL,
     PROCESS,
     RESERVED,
-    peak_by_phase,  # noqa: E402
+    peak_by_phase,
 )
 from pipeline.planning.model import Dimensions, Model  # noqa: E402
-from pipeline.planning.rank import (
-    low_rank,  # noqa: E402
-    stage_of,  # noqa: E402
-)
+from pipeline.planning.rank import low_rank, stage_of  # noqa: E402
 
 ROWS = HERE / "published_memory.jsonl"
 

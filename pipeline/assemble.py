@@ -20,7 +20,7 @@ from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
-from pipeline.config.cadences import resolve_cadences
+from pipeline.config.interval import resolve_cadences
 from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from pipeline.config.cadences import intervals_in_words
+from pipeline.config.interval import intervals_in_words
 from pipeline.config.recipe import OPTION
 from pipeline.config.schema import LogLevel
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml

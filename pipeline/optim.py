@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeline.config.optimizer_schema import OptimizerConfig
-from pipeline.config.parameter_groups import GroupKey, group_keys, kind_of
+from pipeline.config.patterns import GroupKey, group_keys, kind_of
 from pipeline.config.split import Split
 from pipeline.distributed.progress import Phase, phase
 from pipeline.own_optimizer import build_own

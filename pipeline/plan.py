@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.config.cadences import intervals_in_words
+from pipeline.config.interval import intervals_in_words
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.data.loader import TrainLoader

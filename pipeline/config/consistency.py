@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.config.cadences import cadence_contradictions
 from pipeline.config.data_schema import (
     DocumentsConfig,
     PreferenceDataConfig,
     SourceConfig,
     TextDataConfig,
 )
+from pipeline.config.interval import cadence_contradictions
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig
 from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig

@@ -15,8 +15,161 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
-from pipeline.config.loading import ConfigFile, Tree, did_you_mean, is_comment
+from pipeline.config.loading import ConfigFile, Tree, did_you_mean, get_dotted, is_comment
 from pipeline.errors import ConfigError
+
+MASTERS = {name: f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16")}
+STATES = "bf16.bf16_optimizer_states"
+
+
+def has_half_states(filled: Tree) -> bool:
+    """Whether what the optimizer keeps of each parameter is bf16 as well."""
+    return bool(get_dotted(filled, STATES))
+
+
+def has_half_masters(filled: Tree) -> bool:
+    """Whether there are no fp32 weights."""
+    return any(get_dotted(filled, key) for key in MASTERS.values())
+
+
+def refuse_half_masters(file: ConfigFile, filled: Tree, kind: str, precision: str) -> None:
+    """Holds them to the rest of a file that is filled in, and was checked (deepspeed_conflicts.py) before.
+
+    Args:
+        kind: Of optimizer.
+        precision: What the run computes in.
+
+    Raises:
+        ConfigError: they cannot stand beside it.
+    """
+    for name, key in MASTERS.items():
+        if not get_dotted(filled, key):
+            continue
+        if wrong := _wrong(filled, name, kind, precision):
+            raise ConfigError(f"{file.at(key)}: {wrong}")
+
+
+def _wrong(filled: Tree, name: str, kind: str, precision: str) -> str | None:
+    if precision != name:
+        return f"this run computes in {precision}; set {name}.enabled: true, or drop the key"
+    if (get_dotted(filled, "pipeline.stages") or 1) > 1:
+        return "pipeline stages keep their masters in fp32; drop it, or take ZeRO without stages"
+    stage = get_dotted(filled, "zero_optimization.stage")
+    if name == "bf16" and stage == 1 and get_dotted(filled, "data_types.grad_accum_dtype") == "fp32":
+        return (
+            "ZeRO 1 that sums gradients in fp32 keeps its masters in fp32; set zero_optimization.stage 2, or "
+            "drop data_types.grad_accum_dtype"
+        )
+    device = get_dotted(filled, "zero_optimization.offload_optimizer.device")
+    if device == "nvme":
+        return "what is swapped to a disk is fp32; set zero_optimization.offload_optimizer.device: cpu"
+    if device != "cpu" and not has_half_states(filled):
+        more = f"{STATES}: true beside it, or " if name == "bf16" else ""
+        return (
+            "DeepSpeed steps it with fp32 states in host memory alone; set "
+            f"{more}zero_optimization.offload_optimizer.device: cpu"
+        )
+    if device == "cpu" and kind != "adamw":
+        return "in host memory it is stepped by DeepSpeed's CPU Adam alone; set optimizer.kind: adamw"
+    ratio = get_dotted(filled, "zero_optimization.offload_optimizer.ratio")
+    if device == "cpu" and ratio not in (None, 1):
+        key = "zero_optimization.offload_optimizer.ratio"
+        return f"the part that stays on the device has fp32 states; drop {key}"
+    return None
+
+
+def refuse_conflicts(file: ConfigFile) -> None:
+    """Holds a checked file to the table below.
+
+    Raises:
+        ConfigError: a key that cannot stand beside the others.
+    """
+    for dotted, wrong, message in _TOGETHER:
+        if wrong(file.tree):
+            raise ConfigError(f"{file.at(dotted)}: {message}")
+
+
+def _get(tree: Tree, dotted: str) -> Any:
+    default = rules()[dotted].get("default")
+    value = get_dotted(tree, dotted)
+    return default if value is None or value == "auto" else value
+
+
+def _stage(tree: Tree) -> int:
+    return int(_get(tree, "zero_optimization.stage"))
+
+
+def _no_path(section: str) -> tuple[str, Any, str]:
+    at = f"zero_optimization.{section}"
+    return (
+        f"{at}.device",
+        lambda tree: get_dotted(tree, f"{at}.device") == "nvme" and not get_dotted(tree, f"{at}.nvme_path"),
+        f"nvme needs a folder on a local NVMe disk; set {at}.nvme_path",
+    )
+
+
+def _no_master_weights(dotted: str) -> tuple[str, Any, str]:
+    return (
+        dotted,
+        lambda tree: _get(tree, dotted) and not _stage(tree),
+        "only ZeRO has master weights; set zero_optimization.stage 1, 2 or 3",
+    )
+
+
+def _scatters(tree: Tree, stage: int) -> bool:
+    return _stage(tree) == stage and bool(_get(tree, "zero_optimization.reduce_scatter"))
+
+
+# (key, whether it is wrong with the others, what to change).
+_TOGETHER = [
+    _no_path("offload_optimizer"),
+    _no_path("offload_param"),
+    (
+        "zero_optimization.compute_grad_norm",
+        lambda tree: not _get(tree, "zero_optimization.compute_grad_norm"),
+        "the norm is logged, and without one nothing guards against gradients that are not finite; drop it",
+    ),
+    (
+        "zero_optimization.offload_optimizer.ratio",
+        lambda tree: _get(tree, "zero_optimization.offload_optimizer.ratio") < 1 and _stage(tree) < 3,
+        "only ZeRO 3 offloads a part; set zero_optimization.stage 3, or drop it",
+    ),
+    _no_master_weights("bf16.bf16_master_weights_and_grads"),
+    _no_master_weights("fp16.fp16_master_weights_and_grads"),
+    (
+        "bf16.bf16_optimizer_states",
+        lambda tree: (
+            _get(tree, "bf16.bf16_optimizer_states") and not _get(tree, "bf16.bf16_master_weights_and_grads")
+        ),
+        "needs bf16.bf16_master_weights_and_grads: true",
+    ),
+    (
+        "prescale_gradients",
+        lambda tree: _get(tree, "prescale_gradients") and _scatters(tree, 2),
+        "DeepSpeed does not scale gradients beforehand where ZeRO 2 scatters them; set "
+        "zero_optimization.stage 1, or zero_optimization.reduce_scatter: false",
+    ),
+    (
+        "prescale_gradients",
+        lambda tree: _get(tree, "prescale_gradients") and _scatters(tree, 3),
+        "DeepSpeed does not scale gradients beforehand with ZeRO 3; drop it, or set "
+        "zero_optimization.stage 1",
+    ),
+    (
+        "gradient_predivide_factor",
+        lambda tree: _get(tree, "gradient_predivide_factor") != 1 and _scatters(tree, 2),
+        "DeepSpeed does not divide gradients beforehand where ZeRO 2 scatters them; set "
+        "zero_optimization.stage 1, or zero_optimization.reduce_scatter: false",
+    ),
+    (
+        "gradient_predivide_factor",
+        # Without reduce_scatter it starts, and never multiplies by a factor that is the number of ranks.
+        lambda tree: _get(tree, "gradient_predivide_factor") != 1 and _stage(tree) == 3,
+        "DeepSpeed does not divide gradients beforehand with ZeRO 3; drop it, or set "
+        "zero_optimization.stage 1",
+    ),
+]
+
 
 SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
 

@@ -9,9 +9,7 @@ from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.batch import BatchPlan
-from pipeline.config.deepspeed_check import check, rules
-from pipeline.config.deepspeed_conflicts import refuse_conflicts
-from pipeline.config.half_masters import refuse_half_masters
+from pipeline.config.deepspeed_check import check, refuse_conflicts, refuse_half_masters, rules
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, read_json
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.choice import Choice
+from pipeline.config.combinations import Choice
 from pipeline.errors import ConfigError
 from pipeline.optional_packages import require
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.config.batch import BatchPlan, plan_batch
-from pipeline.config.choice import Choice
-from pipeline.config.combinations import refuse_impossible
+from pipeline.config.combinations import Choice, refuse_impossible
 from pipeline.config.deepspeed_adoption import adopt_stated_numbers, adopt_torch_section
 from pipeline.config.deepspeed_json import decide_precision, load_deepspeed_json, resolve_deepspeed
 from pipeline.config.deepspeed_keys import ADOPTED

@@ -28,7 +28,7 @@ from deepspeed.utils import groups, set_log_level_from_string
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from pipeline.config.half_masters import has_half_states
+from pipeline.config.deepspeed_check import has_half_states
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases

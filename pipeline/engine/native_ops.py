@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from pipeline.config.half_masters import has_half_masters
+from pipeline.config.deepspeed_check import has_half_masters
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, one_line
 from pipeline.op_builds import (

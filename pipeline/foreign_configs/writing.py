@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from pipeline.config import deepspeed_keys as keys
-from pipeline.config.deepspeed_check import check
-from pipeline.config.deepspeed_conflicts import refuse_conflicts
+from pipeline.config.deepspeed_check import check, refuse_conflicts
 from pipeline.config.loading import ConfigFile, read_json, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings

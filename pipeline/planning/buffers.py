@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.half_masters import has_half_masters
+from pipeline.config.deepspeed_check import has_half_masters
 from pipeline.planning.model import Parameter
 from pipeline.planning.rank import Rank
 from pipeline.planning.states import kept_whole, parts_of, shard_of, sub_groups

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.loading import get_dotted
-from pipeline.config.parameter_groups import group_keys, kind_of
+from pipeline.config.patterns import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.config.split import Split
@@ -26,7 +26,7 @@ from pipeline.planning.model import Model, Parameter
 
 # Names under which decoders keep the norm after their last block.
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
-_BLOCK_OF_CUTS = re.compile(r"^((?:.+\.)?)[^.]+\.(\d+)\.")
+_BLOCK_NAME = re.compile(r"^((?:.+\.)?)[^.]+\.(\d+)\.")
 # Under which they keep the vectors of words, by the family: of the input, and an output layer of its own.
 WORDS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 _HEADS = ("lm_head", "embed_out")
@@ -87,7 +87,7 @@ class _Layers:
 
     @classmethod
     def of(cls, model: Model) -> _Layers:
-        found = [(p, _BLOCK_OF_CUTS.match(p.name)) for p in model.parameters]
+        found = [(p, _BLOCK_NAME.match(p.name)) for p in model.parameters]
         prefix = next((match[1] for _, match in found if match), None)
         if prefix is None:
             raise ConfigError(f"pipeline.stages: {model.name} has no repeated blocks to divide")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from pipeline.config.half_masters import has_half_masters, has_half_states
+from pipeline.config.deepspeed_check import has_half_masters, has_half_states
 from pipeline.config.interval import Interval
 from pipeline.config.optimizer_schema import OptimizerConfig
-from pipeline.config.parameter_groups import group_keys, kind_of
+from pipeline.config.patterns import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.planning.model import Model, Parameter

@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from pipeline.cli import main
-from pipeline.config.cadences import Cadences, resolve_cadences
-from pipeline.config.interval import Interval
+from pipeline.config.interval import Cadences, Interval, resolve_cadences
 from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.config.settings import load_settings, recipe_yaml
 from pipeline.errors import ConfigError
