@@ -1,4 +1,4 @@
-"""Writes pipeline/planning/activations.json: what a family's blocks keep and need, in terms of their sizes.
+"""Writes pipeline/planner/activations.json: what a family's blocks keep and need, in terms of their sizes.
 
 Each allocation of a block is a sum of products of sizes (tokens x hidden, ...): the coefficients are solved
 for from trials of different sizes, and what another allocation always exceeds is dropped.
@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.traced_blocks import LAYERS, Case, trace  # noqa: E402
 
-from pipeline.planning.activations import FILE, OF_WEIGHTS, Sizes, row_name, terms  # noqa: E402
+from pipeline.planner.activations import FILE, OF_WEIGHTS, Sizes, row_name, terms  # noqa: E402
 
 # Of a block's products those that most families have; and what others have besides.
 BASE = ("ND", "NI", "NQ", "NK", "NH", "NW", "N", "T", "DI", "DQ", "DK", "D", "TW", "1")

@@ -16,7 +16,7 @@ import numpy as np
 from published import KERNELS, Speed, error, load, rates_for
 from scipy.optimize import least_squares
 
-from pipeline.planning.hardware import Kernels, Rates
+from pipeline.planner.hardware import Kernels, Rates
 
 # What a constant can be, and by which factor it may well be another one. Shares of a peak: of kernels
 # alone, as their makers publish. Bytes: of the tensors that go in and out, by hand.

@@ -33,7 +33,7 @@ from pipeline.checkpoint.manifest import (
     read_manifest,
 )
 from pipeline.checkpoint.shard_file import Layout
-from pipeline.shards import Region, Shard
+from pipeline.checkpoint.shards import Region, Shard
 
 SECONDS, MEGABYTES = 1.0, 200.0
 HIDDEN, INNER, KEYS, VOCABULARY, LAYERS = 8192, 28672, 1024, 128256, 80

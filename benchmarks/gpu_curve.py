@@ -34,8 +34,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 from workload import JSON_FILES, REPOSITORY
 
-from pipeline.assemble import build_loader
-from pipeline.build_engine import build_engine, model_request
 from pipeline.config.settings import load_settings
 from pipeline.data import prepare_data
 from pipeline.data.random_numbers import seed_step
@@ -43,10 +41,12 @@ from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
 from pipeline.engine.interface import Engine
 from pipeline.engine.normalize import mean_loss
+from pipeline.engine.schedule import multiplier
 from pipeline.models import build_model
 from pipeline.models.sharding import Whole
 from pipeline.objectives import Objective, build_objective
-from pipeline.schedule import multiplier
+from pipeline.training.assemble import build_loader
+from pipeline.training.build_engine import build_engine, model_request
 
 REFERENCE = Path(__file__).with_name("curve_reference.json")
 STEPS, COUNTED_STEPS = 20, 2  # steps of a curve; host waits are counted in the last ones

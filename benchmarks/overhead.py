@@ -44,7 +44,7 @@ class Switched:
     """A loop that measures, or does not."""
 
     def __init__(self, parts: Any):
-        from pipeline.training import TrainLoop
+        from pipeline.training.loop import TrainLoop
 
         # A burst has its row in the middle: on a GPU the next step reads it, in the same burst.
         middle = _InTheMiddle()
@@ -54,8 +54,8 @@ class Switched:
         self._phases = parts.engine.phases
 
     def switch(self, on: bool) -> None:
-        from pipeline.sinks import Sinks
-        from pipeline.training import Cadence
+        from pipeline.monitoring.trackers import Sinks
+        from pipeline.training.loop import Cadence
 
         parts, off = self._parts, Off()
         parts.engine.phases = self._phases if on else off
@@ -76,11 +76,11 @@ def take_part(task: Task, gate: Gate) -> dict[str, Any]:
     """All bursts of a rank: their seconds, and the processor's; `gate` is not used."""
     import torch
 
-    from pipeline.assemble import assemble
     from pipeline.config.settings import load_settings
     from pipeline.data import prepare_data
     from pipeline.distributed.process_group import describe_device, start_job
     from pipeline.distributed.ranks import read_ranks
+    from pipeline.training.assemble import assemble
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     overrides = ["log.price_per_device_hour=1"]

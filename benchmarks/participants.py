@@ -30,7 +30,6 @@ from processes import FinishedError, Gate, Task
 from torch import Tensor
 from workload import DRAW_ON_DEVICE, FP8, FULL
 
-from pipeline.assemble import assemble
 from pipeline.config.settings import Settings, load_settings
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import describe_device, start_job
@@ -40,7 +39,8 @@ from pipeline.models.huggingface import draw_weights
 from pipeline.models.sharding import Sharding
 from pipeline.models.sizes import flops_per_token
 from pipeline.objectives import CausalLM
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 
 def take_part(task: Task, gate: Gate) -> dict[str, float | None]:

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from workload import LOG_EVERY, PeerDataset
 
-from pipeline.build_engine import model_request
 from pipeline.config.settings import Settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
@@ -25,6 +24,7 @@ from pipeline.distributed.process_group import describe_device
 from pipeline.models import build_model
 from pipeline.models.sharding import Whole
 from pipeline.objectives import CausalLM
+from pipeline.training.build_engine import model_request
 
 Batch = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Published speeds of others' runs beside what pipeline/planning predicts: `python benchmarks/published.py`
+"""Published speeds of others' runs beside what pipeline/planner predicts: `python benchmarks/published.py`
 
 Prints the tables of docs/performance.md. published_speeds.jsonl has the runs, `fit`: calibrate.py may look at
 them, `test`: it may not. scaled_runs.py has those at several sizes.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, median
 
-from pipeline.planning.hardware import COMPILED, EAGER, Gpu, Kernels, Rates, find_gpu, rates_of
-from pipeline.planning.timing import Job, step_time
+from pipeline.planner.hardware import COMPILED, EAGER, Gpu, Kernels, Rates, find_gpu, rates_of
+from pipeline.planner.timing import Job, step_time
 
 SPEEDS = Path(__file__).with_name("published_speeds.jsonl")
 # torchtitan's H100s have slower memory, and half the watts of others.

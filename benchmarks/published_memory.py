@@ -37,8 +37,8 @@ from published_terms import LOGITS, PLAIN, Row, added, model_of, states_of  # no
 
 from pipeline.config.adapter_schema import AdapterConfig  # noqa: E402
 from pipeline.files import GIB  # noqa: E402
-from pipeline.planning.activations import Recompute, Work  # noqa: E402
-from pipeline.planning.memory import (  # noqa: E402
+from pipeline.planner.activations import Recompute, Work  # noqa: E402
+from pipeline.planner.memory import (  # noqa: E402
     CUT_FRAGMENTS,
     CUT_SHARE,
     FRAGMENTS,
@@ -47,8 +47,8 @@ from pipeline.planning.memory import (  # noqa: E402
     RESERVED,
     peak_by_phase,
 )
-from pipeline.planning.model import Dimensions, Model  # noqa: E402
-from pipeline.planning.rank import low_rank, stage_of  # noqa: E402
+from pipeline.planner.model import Dimensions, Model  # noqa: E402
+from pipeline.planner.rank import low_rank, stage_of  # noqa: E402
 
 ROWS = HERE / "published_memory.jsonl"
 

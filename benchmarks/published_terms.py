@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.planning.activations import Work
-from pipeline.planning.buffers import Buffers
-from pipeline.planning.model import Dimensions, Model, Parameter
-from pipeline.planning.shapes import build
-from pipeline.planning.states import Held, States
+from pipeline.planner.activations import Work
+from pipeline.planner.buffers import Buffers
+from pipeline.planner.model import Dimensions, Model, Parameter
+from pipeline.planner.shapes import build
+from pipeline.planner.states import Held, States
 
 Row = Mapping[str, Any]
 # Parameters that belong to no block, norms apart.

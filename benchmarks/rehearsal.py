@@ -121,7 +121,7 @@ def main() -> int:
         tests = [
             "tests/gpu",
             "tests/engine/test_fake_cuda.py",
-            "tests/test_fused_loss.py",
+            "tests/objectives/test_fused_loss.py",
             "tests/models/test_document_attention.py",
         ]
         rehearsal.run("tests", rehearsal.python, "-m", "pytest", "-q", *tests, "-m", "not nightly")

@@ -23,14 +23,14 @@ from processes import FinishedError, Gate, Task
 from saver_diary import Diary, Durable, Save, Watch, meet, tree_bytes
 from saver_peers import bare_deepspeed, bare_pytorch, hugging_face_trainer
 
-from pipeline.assemble import assemble
 from pipeline.checkpoint import shard_file
 from pipeline.config.settings import Settings, load_settings
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
 from pipeline.files import synchronise
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 BLOCK = 1 << 24  # bytes of one write of the plain file
 SETTLE = 0.3

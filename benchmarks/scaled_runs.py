@@ -1,4 +1,4 @@
-"""Published runs at several sizes, and how far pipeline/planning/timing.py is from them.
+"""Published runs at several sizes, and how far pipeline/planner/timing.py is from them.
 
 The first run of each series corrects the speed of the computation; the others are predicted.
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from published import H100_HBM2E, MPT, REPOSITORIES
 
-from pipeline.planning.hardware import COMPILED, EAGER, Gpu, Kernels, Rates, find_gpu, rates_of
-from pipeline.planning.timing import Job, fitted, step_time
+from pipeline.planner.hardware import COMPILED, EAGER, Gpu, Kernels, Rates, find_gpu, rates_of
+from pipeline.planner.timing import Job, fitted, step_time
 
 LLAMA_8B = Job(8.03e9, 6.98e9, 32, 4096, 8192, vocabulary=128256)
 LLAMA_1B = Job(1.236e9, 0.973e9, 16, 2048, 4096, vocabulary=128256)

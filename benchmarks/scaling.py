@@ -1,7 +1,7 @@
 """How training scales: python benchmarks/scaling.py [--ranks 1 2 4]
 
 Measures collectives and the pipeline's own engines at a few ranks here, fits what a hop and a byte cost, and
-holds pipeline/planning/timing.py to those steps; then its model beside published runs, and to 1,024 GPUs.
+holds pipeline/planner/timing.py to those steps; then its model beside published runs, and to 1,024 GPUs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from scaled_runs import compared, forecasts, markdown
 from throughput import Group, group_tasks
 from workload import MODELS, Workload
 
-from pipeline.planning.hardware import Rates
-from pipeline.planning.timing import Job, fitted, step_time
+from pipeline.planner.hardware import Rates
+from pipeline.planner.timing import Job, fitted, step_time
 
 SIZES = [1 << power for power in range(12, 25, 2)]  # bytes of a whole tensor
 REPEATS = 10

@@ -13,9 +13,9 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.config.loading import get_dotted  # noqa: E402
 from pipeline.config.settings import load_settings  # noqa: E402
-from pipeline.planning.place import place_of  # noqa: E402
-from pipeline.planning.shapes import model_of  # noqa: E402
-from pipeline.planning.suggest import Suggestion, offloaded, recomputed, suggest  # noqa: E402  # noqa: E402
+from pipeline.planner.place import place_of  # noqa: E402
+from pipeline.planner.shapes import model_of  # noqa: E402
+from pipeline.planner.suggest import Suggestion, offloaded, recomputed, suggest  # noqa: E402  # noqa: E402
 
 GIB = 2**30
 SIZES = {

@@ -107,7 +107,11 @@ class Failures:
 
 def read_libraries() -> None:
     """Brings the libraries' files into the system's cache: the first participant would pay for all."""
-    command = [sys.executable, "-c", "import deepspeed, pipeline.api; from transformers import Trainer"]
+    command = [
+        sys.executable,
+        "-c",
+        "import deepspeed, pipeline.training.api; from transformers import Trainer",
+    ]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 

@@ -19,4 +19,4 @@ root=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" && exit ;; esac
 python=$root/.venv/bin/python
 [ -x "$python" ] || python=python3
-exec "$python" -m pipeline.launching.multi_gpu "$@"
+exec "$python" -m pipeline.distributed.launch.multi_gpu "$@"

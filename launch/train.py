@@ -5,7 +5,7 @@ Also: torchrun --nproc-per-node 2 launch/train.py ..., or python launch/train.py
 
 import sys
 
-from pipeline.cli import main
+from pipeline.cli.train import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.api import Run, evaluate, export, generate
-    from pipeline.callbacks import Answer, Callback, Moment
     from pipeline.config.settings import Settings, load_settings
     from pipeline.errors import PipelineError
-    from pipeline.events import Event
-    from pipeline.training import Step
+    from pipeline.monitoring.events import Event
+    from pipeline.training.api import Run, evaluate, export, generate
+    from pipeline.training.callbacks import Answer, Callback, Moment
+    from pipeline.training.loop import Step
 
 __all__ = [
     "Answer",
@@ -30,17 +30,17 @@ __all__ = [
 ]
 
 _PLACES = {
-    "Answer": "callbacks",
-    "Callback": "callbacks",
-    "Event": "events",
-    "Moment": "callbacks",
+    "Answer": "training.callbacks",
+    "Callback": "training.callbacks",
+    "Event": "monitoring.events",
+    "Moment": "training.callbacks",
     "PipelineError": "errors",
-    "Run": "api",
+    "Run": "training.api",
     "Settings": "config.settings",
-    "Step": "training",
-    "evaluate": "api",
-    "export": "api",
-    "generate": "api",
+    "Step": "training.loop",
+    "evaluate": "training.api",
+    "export": "training.api",
+    "generate": "training.api",
     "load_settings": "config.settings",
 }
 

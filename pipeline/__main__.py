@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from pipeline import cli
-from pipeline.command_lines import SCRIPT
-from pipeline.commands import (
+from pipeline.cli import (
     checkpoints,
     doctor,
     evaluate,
@@ -24,6 +22,8 @@ from pipeline.commands import (
     report,
     sync,
 )
+from pipeline.cli import train as cli
+from pipeline.config.command_lines import SCRIPT
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.errors import CommandLine, DeviceFailedError, PipelineError, report_errors
 
@@ -74,8 +74,8 @@ def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:
     except Exception as error:
         if isinstance(error, PipelineError):
             raise
-        from pipeline.device_failures import explain
-        from pipeline.remedies import of_files
+        from pipeline.training.device_failures import explain
+        from pipeline.training.oom_advice import of_files
 
         mistake = explain(error, None, of_files)
         if mistake is None:

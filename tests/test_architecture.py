@@ -1,4 +1,4 @@
-"""The walls of the house: imports go one way, third parties stay behind theirs, parts stay small."""
+"""The rooms of the house: which package may import which, and where a newcomer finds what."""
 
 from __future__ import annotations
 
@@ -8,67 +8,45 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.schema import RunConfig
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pipeline"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Lower layers first; a module imports from its own layer or from lower ones.
-LAYERS = [
-    ["errors", "events", "foreign", "redaction", "units"],
-    [
-        *("command_lines", "config", "hub", "importing", "durable", "op_builds", "optional_packages"),
-        *("peak_flops", "run_lock", "shards", "shipped", "working_tree"),
-    ],
-    ["distributed", "kept_sizes", "logs", "foreign_configs", "planning"],
-    ["launching"],
-    ["doctor"],
-    ["objectives", "optim", "own_optimizer", "schedule", "models", "data", "sampling", "sinks"],
-    ["engine"],
-    ["checkpoint", "evaluation", "inspection", "peaks", "reference_logps", "report"],
-    ["trained"],
-    [
-        *("band", "metrics", "replica_check", "rows", "safeguard"),
-        *("expectation", "gpu_meter", "histograms", "node_meter", "profiler", "wall_time", "watchers"),
-    ],
-    ["long_lived"],
-    ["identity"],
-    ["callbacks"],
-    ["run_directory", "recovery"],
-    ["stepping", "training"],
-    ["remedies"],
-    ["device_failures"],
-    ["assemble", "build_engine", "build_meters", "joining", "micro_batch", "profiling", "plan"],
-    ["api"],
-    ["closing"],
-    ["running"],
-    ["cli", "commands"],
-    ["__main__"],
+# A module imports from its own room and from those before it.
+ROOMS = [
+    "root",  # the modules beside the rooms
+    "config",
+    "distributed",
+    "planner",
+    "data",
+    "models",
+    "objectives",
+    "checkpoint",
+    "engine",
+    "monitoring",
+    "evaluation",
+    "training",
+    "cli",
 ]
-LAZY = {"importlib", "importlib.import_module", "typing", "typing.Any", "typing.TYPE_CHECKING"}
-# Never each other.
-APART = ["models", "data", "sinks", "optim", "schedule"]
-
-WALLS = {
+MOST_AT_THE_ROOT = 5
+APART = {"data", "models"}
+"""Rooms that do not know each other."""
+IMPORTERS = {
     "deepspeed": ["engine"],
-    "wandb": ["sinks"],
+    "wandb": ["monitoring/trackers"],
     "bitsandbytes": ["models"],
     "transformers": ["models", "data"],
 }
-TORCH_FREE = [
-    "errors",
-    "units",
-    "config",
-    "cli",
-    "commands",
-    "__main__",
-    "importing",
-    "logs",
-    "launching",
-    "doctor",
-    "op_builds",
-    "planning",
-    "foreign_configs",
+"""Library -> the only places that import it."""
+WITHOUT_TORCH = [
+    *("errors.py", "files.py", "redaction.py", "__main__.py"),
+    *("config", "planner", "cli", "distributed/launch", "distributed/doctor", "distributed/op_builds.py"),
+    "monitoring/logs.py",
 ]
+"""What commands that need no torch import: torch takes seconds."""
+LAZY = {"importlib", "importlib.import_module", "typing", "typing.Any", "typing.TYPE_CHECKING"}
 
 
 def module_of(path: Path) -> str:
@@ -78,13 +56,19 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def part_of(path: Path) -> str:
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
+def room_of(module: str) -> str:
+    """Return the room of `pipeline.room.module`."""
+    name = module.split(".")[1] if "." in module else ""
+    return name if (PACKAGE / name).is_dir() and name else "root"
+
+
+def is_in(path: Path, places: list[str]) -> bool:
+    name = path.relative_to(PACKAGE).as_posix()
+    return any(name == place or name.startswith(f"{place}/") for place in places)
 
 
 def imports(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
-    """(line, module) of every import, type-checking ones left out."""
+    """Return (line, module) of every import, but for those of type checking."""
     tree = ast.parse(path.read_text())
     guarded = {
         id(node)
@@ -106,8 +90,10 @@ def imports(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
 
 
 def needs(name: str) -> set[str]:
-    """The modules of this tree that one imports, at the top or inside a function, with the packages of each
-    that it is not in itself: an import runs their `__init__`."""
+    """Return the modules of this tree that one imports, at the top or inside a function.
+
+    An import runs the `__init__` of each package on the way, so these count as well.
+    """
     found = set()
     for _, imported in imports(MODULES[name]):
         parts = imported.split(".")
@@ -119,7 +105,7 @@ def needs(name: str) -> set[str]:
 
 
 def find_circle(graph: dict[str, set[str]]) -> list[str]:
-    """Names that lead from one to itself; empty: there is no such way."""
+    """Return names that lead from one to itself; an empty list if there are none."""
     done: set[str] = set()
     for start in graph:
         path = [start]
@@ -137,27 +123,32 @@ def find_circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def test_every_room_is_in_the_list_and_the_root_is_small():
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(ROOMS[1:])
+    modules = {path.name for path in PACKAGE.glob("*.py")}
+    assert len(modules) <= MOST_AT_THE_ROOT, sorted(modules)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_one_way(path):
-    height = {name: level for level, names in enumerate(LAYERS) for name in names}
-    part = part_of(path)
-    if part == "__init__":  # the face: what it offers is imported when it is asked for
-        assert {module for _, module in imports(path)} <= LAZY
+def test_a_room_imports_only_rooms_before_it(path):
+    module = module_of(path)
+    if module == "pipeline":  # the face: what it offers is imported when it is asked for
+        assert {imported for _, imported in imports(path)} <= LAZY
         return
-    assert part in height, f"{part} has no layer yet"
-    for line, module in imports(path):
-        names = module.split(".")
-        if names[0] == "pipeline" and len(names) > 1:
-            other = names[1]
-            assert height[other] <= height[part], f"{path}:{line}: {part} may not import {other}"
-            both_apart = part in APART and other in APART
-            assert part == other or not both_apart, (
-                f"{path}:{line}: {part} and {other} do not know each other"
-            )
+    if module == "pipeline.__main__":  # the commands' own entry
+        return
+    room = room_of(module)
+    for line, imported in imports(path):
+        if not imported.startswith("pipeline."):
+            continue
+        other = room_of(imported)
+        assert ROOMS.index(other) <= ROOMS.index(room), f"{path}:{line}: {room} may not import {other}"
+        assert {room, other} != APART, f"{path}:{line}: {room} and {other} do not know each other"
 
 
 def test_no_import_circle():
-    """Also inside a package, and not by an import in a function either."""
+    """Also inside a room, and not by an import in a function either."""
     circle = find_circle({name: needs(name) for name in MODULES})
     assert not circle, " imports ".join(circle)
 
@@ -174,12 +165,11 @@ def test_a_circle_is_found(graph, circle):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_third_parties_stay_behind_their_walls(path):
-    part = part_of(path)
+def test_libraries_are_imported_in_one_place(path):
     for line, module in imports(path):
-        allowed = WALLS.get(module.split(".")[0])
-        assert allowed is None or part in allowed, f"{path}:{line}: {module} belongs in {allowed}"
-    if part in TORCH_FREE:
+        places = IMPORTERS.get(module.split(".")[0])
+        assert places is None or is_in(path, places), f"{path}:{line}: {module} belongs in {places}"
+    if is_in(path, WITHOUT_TORCH):
         for line, module in imports(path, top_level_only=True):
             assert module.split(".")[0] not in ("torch", "transformers"), (
                 f"{path}:{line}: {module} is slow to load"
@@ -187,15 +177,50 @@ def test_third_parties_stay_behind_their_walls(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_parts_stay_small(path):
-    text = path.read_text()
-    assert text.count("\n") <= 900, "a file as long as its topic, 900 lines at most"
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree) or path.name == "__init__.py" or not tree.body, "no module docstring"
+def test_every_module_says_what_it_is_for(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree) or path.name == "__init__.py" or not tree.body
+
+
+def asked_by_kind(tree: ast.Module) -> list[str]:
+    """Return the calls that ask a section of the recipe for its class, or for a field by a string."""
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    of_config = [node for node in imported if (node.module or "").startswith("pipeline.config")]
+    classes = {alias.asname or alias.name for node in of_config for alias in node.names}
+    found = []
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= 80, f"{node.name}: {length} lines"
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or len(node.args) < 2:
+            continue
+        subject, what = node.args[:2]
+        if node.func.id in ("isinstance", "issubclass"):
+            is_asked = bool(classes & {name.id for name in ast.walk(what) if isinstance(name, ast.Name)})
+        else:
+            owner = ast.unparse(subject.value) if isinstance(subject, ast.Attribute) else ""
+            is_section = owner.endswith("config") and subject.attr in RunConfig.model_fields
+            by_string = node.func.id in ("getattr", "hasattr") and isinstance(what, ast.Constant)
+            is_asked = is_section and by_string
+        if is_asked:
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_sections_of_the_recipe_answer_for_themselves(path):
+    """A kind is asked as `config.model.language_model`, which mypy narrows, not by class or by string."""
+    if room_of(module_of(path)) != "config":
+        assert not asked_by_kind(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from pipeline.config.schema import A as B\nisinstance(x, B | C)", ["isinstance(x, B | C)"]),
+        ("getattr(own.config.data, 'paths', None)", ["getattr(own.config.data, 'paths', None)"]),
+        ("getattr(model.config, 'layers', None); isinstance(x, int); getattr(config.data, name)", []),
+    ],
+)
+def test_a_question_by_class_or_string_is_found(code, found):
+    assert asked_by_kind(ast.parse(code)) == found
 
 
 def test_no_two_files_of_tests_have_one_name():
@@ -211,38 +236,58 @@ def test_nothing_in_launch_shadows_a_package():
 
 
 def test_the_loop_decides_when_and_nothing_else():
-    tree = ast.parse((PACKAGE / "training.py").read_text())
+    tree = ast.parse((PACKAGE / "training" / "loop.py").read_text())
     loop = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "step")
     text = ast.unparse(loop)
     for word in ("deepspeed", "rank ==", ".item()", "try:", "print("):
         assert word not in text, f"{word} in the loop"
-    assert loop.end_lineno - loop.lineno <= 45
 
 
-def table_of_new_things() -> list[str]:
-    text = (ROOT / "docs" / "design.md").read_text()
-    section = text.partition("## Where a new thing goes")[2].partition("\n## ")[0]
-    return [line for line in section.splitlines() if line.startswith("| a")]
+def rows_of(page: str, heading: str) -> list[str]:
+    """Return the rows of the table below a heading of a page in docs/, without its head."""
+    text = (ROOT / "docs" / page).read_text()
+    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("| ")][1:]
 
 
-@pytest.mark.parametrize("row", table_of_new_things(), ids=lambda row: row.split("|")[1].strip())
+WHERE = rows_of("contributing.md", "Where a new thing goes")
+
+
+def check_place(place: str, name: str) -> None:
+    path = ROOT / place
+    assert path.exists(), place
+    if not name:
+        return
+    tree = ast.parse(path.read_text())
+    names = {getattr(node, "name", None) for node in tree.body}
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    assert name in names, f"{place} has no {name}"
+
+
+@pytest.mark.parametrize("row", WHERE, ids=lambda row: row.split("|")[1].strip())
 def test_a_newcomer_finds_where_a_new_thing_goes(row):
-    cells = row.strip("|").split("|")[1:]
-    assert len([cell for cell in cells if "`" in cell]) == 3, "what is written, made known and tested"
-    for place in re.findall(r"`([\w./]+/[\w./]*)(?::(\w+))?`", row):
-        path, name = ROOT / place[0], place[1]
-        assert path.exists(), place[0]
-        if name:
-            tree = ast.parse(path.read_text())
-            names = {getattr(node, "name", None) for node in tree.body}
-            for node in tree.body:
-                if isinstance(node, ast.Assign | ast.AnnAssign):
-                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                    names |= {target.id for target in targets if isinstance(target, ast.Name)}
-            assert name in names, f"{place[0]} has no {name}"
+    places = re.findall(r"`([\w./]+/[\w./]*)(?::(\w+))?`", row)
+    assert places, "a place"
+    for place, name in places:
+        check_place(place, name)
 
 
 def test_the_table_of_new_things_answers_what_newcomers_ask():
-    told = " ".join(row.split("|")[1] for row in table_of_new_things())
-    for what in ("optimizer", "loss", "metric", "adapter", "alert", "data layout", "launcher"):
-        assert what in told
+    asked = " ".join(row.split("|")[1] for row in WHERE)
+    for what in ("optimizer", "loss", "metric", "adapter", "alert", "layout", "launcher"):
+        assert what in asked
+    assert len(WHERE) >= 20
+
+
+@pytest.mark.parametrize("row", rows_of("design.md", "Rooms"), ids=lambda row: row.split("|")[1].strip())
+def test_the_rooms_of_the_page_are_there(row):
+    for place in re.findall(r"`(pipeline/[\w./]*)`", row):
+        assert (ROOT / place).exists(), place
+
+
+def test_the_page_lists_the_rooms_in_their_order():
+    named = [row.split("|")[1].strip().strip("`/") for row in rows_of("design.md", "Rooms")]
+    assert named == ROOMS

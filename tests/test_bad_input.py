@@ -13,7 +13,7 @@ from support.launch import ROOT, TORCHRUN, TRAIN, launch, run_python, write_reci
 from support.ranks import free_port
 from torch import nn
 
-from pipeline.cli import main
+from pipeline.cli.train import main
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models import build_model

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launching.test_installation import find_python
+from distributed.launch.test_installation import find_python
 from support.launch import ROOT, environment
 
 ABSENT = (

@@ -13,10 +13,10 @@ from support.launch import ROOT, numbers, write_recipe
 
 from pipeline.__main__ import COMMANDS
 from pipeline.__main__ import main as pipeline
-from pipeline.cli import main as train
+from pipeline.cli.train import main as train
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
-from pipeline.launching.environment import split_arguments
+from pipeline.distributed.launch.environment import split_arguments
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.inspection.screen import Screen
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import LONGEST_LINE, ConfigError, printable
 from pipeline.files import (
@@ -23,8 +24,7 @@ from pipeline.files import (
     replacing,
     unsafe_files,
 )
-from pipeline.inspection.screen import Screen
-from pipeline.logs import log_to_console, log_to_file
+from pipeline.monitoring.logs import log_to_console, log_to_file
 
 
 def test_what_is_no_plain_file_is_not_waited_for(tmp_path):

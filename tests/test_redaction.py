@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from sinks.test_sinks_notify import Server as Webhook
+from monitoring.trackers.test_sinks_notify import Server as Webhook
 from support.launch import Launched, launch, run_directories, run_python, write_recipe
 from support.secret_forms import FORMS, HARMLESS, HARMLESS_VARIABLES, VARIABLES
 from support.wandb_server import KEY, Server, environment
 
-from pipeline.api import evaluate
 from pipeline.errors import ConfigError, one_line, printable
-from pipeline.events import Event
+from pipeline.monitoring.events import Event
+from pipeline.monitoring.report.page import encode
 from pipeline.redaction import REDACTED, declare_secret_variable, redact, redact_text
-from pipeline.report.page import encode
-from pipeline.working_tree import git_diff
+from pipeline.training.api import evaluate
+from pipeline.training.working_tree import git_diff
 
 # Made for this test.
 SECRETS = {
@@ -70,8 +70,8 @@ PROGRAM = """
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.sinks import build_sinks
-    from pipeline.working_tree import git_diff
+    from pipeline.monitoring.trackers import build_sinks
+    from pipeline.training.working_tree import git_diff
 
     logging.basicConfig(stream=sys.stdout)
     folder, planted = Path(sys.argv[1]), json.loads(sys.stdin.read())
@@ -252,7 +252,7 @@ OWN = """
     import torch
     from torch.utils.data import TensorDataset
 
-    from pipeline.events import Event
+    from pipeline.monitoring.events import Event
 
     RANK = int(os.environ.get("RANK", "0"))
     SAVED = Path(__file__).parent / "runs"
@@ -345,7 +345,7 @@ def test_no_secret_leaves_a_run_by_any_way(tmp_path: Path, ranks: int):
         done = launch(*words, cwd=folder, **extra)
     else:
         done = run_python(
-            "-m", "pipeline.launching.multi_gpu", "--num_gpus", "2", *words, cwd=folder, **extra
+            "-m", "pipeline.distributed.launch.multi_gpu", "--num_gpus", "2", *words, cwd=folder, **extra
         )
     webhook.http.shutdown()
     assert done.returncode == 1, done.stderr[-3000:]

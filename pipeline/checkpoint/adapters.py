@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.shards import WEIGHT, Region
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.optional_packages import require
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents.streams import SETTLED_NANOSECONDS
 from pipeline.distributed.process_group import Job
@@ -32,9 +34,7 @@ from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
 from pipeline.models.adapters import NAME, adapted, of_peft
 from pipeline.models.of_transformers import auto_class_for
 from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, open_hub, open_weights
-from pipeline.optional_packages import require
-from pipeline.planning.rank import EMBEDDINGS, WORDS
-from pipeline.shards import WEIGHT, Region
+from pipeline.planner.rank import EMBEDDINGS, WORDS
 
 BASE, FILES = "base", "base_files"  # of what a checkpoint says of its adapter
 _WHOLE = "whole "  # digests without it are of an older release

@@ -31,8 +31,8 @@ from pipeline.checkpoint.reader import (
     look,
     stretches,
 )
+from pipeline.checkpoint.shards import Region
 from pipeline.errors import CheckpointError
-from pipeline.shards import Region
 
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"

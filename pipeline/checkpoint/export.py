@@ -27,13 +27,13 @@ from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import KINDS, VALUES_AT_ONCE, CheckpointReader, stretches, weights_of
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, header_of, opened
+from pipeline.checkpoint.shards import WEIGHT, Region
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import CONFIGURATION_LIMIT, DESCRIPTION_LIMIT, format_bytes, publish_folder, read_plain
 from pipeline.models.adapters import WEIGHTS as ADAPTER_FILE
 from pipeline.models.of_transformers import auto_class_for
 from pipeline.redaction import redact_text
-from pipeline.shards import WEIGHT, Region
 
 SINGLE = "model.safetensors"
 Wanted = tuple[str, tuple[int, ...], torch.dtype]  # kind, shape, dtype

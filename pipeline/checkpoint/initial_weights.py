@@ -15,9 +15,9 @@ from pipeline.checkpoint.adapters import MergedWeights
 from pipeline.checkpoint.catalog import named_in, steps_in
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader, check_content, check_sizes, look, weights_of
+from pipeline.checkpoint.shards import Region
 from pipeline.errors import CheckpointError, ModelError
 from pipeline.models.weights import Entry, WeightFile, refusal
-from pipeline.shards import Region
 
 log = logging.getLogger(__name__)
 

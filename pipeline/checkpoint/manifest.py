@@ -26,8 +26,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES, Layout, header_of, opened, read_exactly
+from pipeline.checkpoint.shards import Box, Region, Shard
 from pipeline.errors import CheckpointError
-from pipeline.shards import Box, Region, Shard
 
 Column = npt.NDArray[Any]
 COLUMNS = {"start": "<i8", "length": "<i8", "checksum": "<u8", "tensor": "<i4", "box": "<i4"}

@@ -26,10 +26,10 @@ from torch import Tensor
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, read_manifest
 from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
 from pipeline.checkpoint.shard_file import as_bytes, hash_stretch, opened, read_exactly
+from pipeline.checkpoint.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import open_plain
-from pipeline.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
 
 THREADS = 4
 

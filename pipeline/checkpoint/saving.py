@@ -38,11 +38,11 @@ from pipeline.checkpoint.manifest import (
 )
 from pipeline.checkpoint.peers import Peers, Room, first, lack_of_memory
 from pipeline.checkpoint.shard_file import Layout, LayoutChangedError, as_bytes, hash_views, write_file
+from pipeline.checkpoint.shards import BUFFER, EngineState, Shard
 from pipeline.distributed.machine import available_memory
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import one_line
 from pipeline.files import publish_folder, write_durably
-from pipeline.shards import BUFFER, EngineState, Shard
 
 Values = Iterable[Iterable[memoryview]]
 

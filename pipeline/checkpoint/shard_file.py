@@ -22,8 +22,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from pipeline.checkpoint.shards import Shard
 from pipeline.files import open_plain
-from pipeline.shards import Shard
 
 DTYPES = {
     "F64": torch.float64,

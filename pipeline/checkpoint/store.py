@@ -26,10 +26,10 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.peers import find_peers
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.saving import Kept, NotSavedError, Save, prepare
+from pipeline.checkpoint.shards import EngineState
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
-from pipeline.shards import EngineState
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.command_lines import own_command
+from pipeline.config.command_lines import own_command
 from pipeline.config.settings import load_settings
-from pipeline.doctor.examination import examine, this_machine
-from pipeline.doctor.rows import Row, Wanted, is_red, show
-from pipeline.doctor.slurm import examine_step, in_step
+from pipeline.config.shipped import DEFAULT_RECIPE
+from pipeline.distributed.doctor.examination import examine, this_machine
+from pipeline.distributed.doctor.rows import Row, Wanted, is_red, show
+from pipeline.distributed.doctor.slurm import examine_step, in_step
+from pipeline.distributed.launch.hostfile import Selection, choose_devices, read_hostfile
+from pipeline.distributed.op_builds import needed_ops
 from pipeline.errors import LaunchError
-from pipeline.launching.hostfile import Selection, choose_devices, read_hostfile
-from pipeline.op_builds import needed_ops
-from pipeline.shipped import DEFAULT_RECIPE
 
 HELP = "examine the machines of a job: ssh, versions, devices, disks, network, a real all-reduce"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.commands.inputs import add_checkpoint_arguments, add_overrides, reading_a_run
+from pipeline.cli.inputs import add_checkpoint_arguments, add_overrides, reading_a_run
 from pipeline.distributed.ranks import Ranks
-from pipeline.logs import log_to_console
+from pipeline.monitoring.logs import log_to_console
 
 HELP = "evaluate a checkpoint on its run's held-out data, or on other data"
 DESCRIPTION = """\
@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     log_to_console(Ranks(0, 0, 1, 1))
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
-    from pipeline.api import evaluate
-    from pipeline.inspection.screen import Screen
-    from pipeline.sinks.jsonl import METRICS_FILE, read_metrics
+    from pipeline.cli.inspection.screen import Screen
+    from pipeline.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
+    from pipeline.training.api import evaluate
 
     row = evaluate(checkpoint, arguments.overrides, import_paths=not arguments.no_import_paths)
     record = directory / METRICS_FILE

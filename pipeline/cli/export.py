@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.commands.inputs import add_checkpoint_arguments, reading_a_run
+from pipeline.cli.inputs import add_checkpoint_arguments, reading_a_run
 
 HELP = "write a checkpoint's weights as safetensors (a transformers folder, where the model is one)"
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     from pipeline.checkpoint.adapters import KEY
     from pipeline.checkpoint.export import export
     from pipeline.checkpoint.reader import weights_of
-    from pipeline.inspection.screen import Screen
+    from pipeline.cli.inspection.screen import Screen
 
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
     # Of every value: verified, then written.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.commands.inputs import add_checkpoint_arguments, add_overrides, reading_a_run
+from pipeline.cli.inputs import add_checkpoint_arguments, add_overrides, reading_a_run
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, printable
-from pipeline.logs import log_to_console
+from pipeline.monitoring.logs import log_to_console
 
 HELP = "have a checkpoint's language model write text"
 DESCRIPTION = """\
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.seed < 2**32:
         raise ConfigError(f"--seed {arguments.seed}: expected 0 to 2^32 - 1")
     _, checkpoint, _ = find_checkpoint(arguments.run, arguments.step)
-    from pipeline.api import generate
+    from pipeline.training.api import generate
 
     text = generate(
         checkpoint,

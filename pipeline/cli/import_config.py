@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_lines import train_command
-from pipeline.commands.inputs import reading_a_run
+from pipeline.cli.import_configs.trl import TRAINERS
+from pipeline.cli.import_configs.writing import JSON, RECIPE, TOOLS, draft_of, lines_left, write
+from pipeline.cli.inputs import reading_a_run
+from pipeline.config.command_lines import train_command
 from pipeline.errors import PipelineError, shown
-from pipeline.foreign_configs.trl import TRAINERS
-from pipeline.foreign_configs.writing import JSON, RECIPE, TOOLS, draft_of, lines_left, write
 
 HELP = "make a recipe of a configuration of LLaMA-Factory, Axolotl, TRL, the Trainer or accelerate"
 

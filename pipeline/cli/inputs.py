@@ -12,7 +12,7 @@ from pipeline.config.recipe import OPTION
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.errors import PipelineError
-from pipeline.planning.shapes import check_pretrained
+from pipeline.planner.shapes import check_pretrained
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,18 +10,18 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_lines import own_command
-from pipeline.commands.inputs import add_recipe_arguments, read_recipe
+from pipeline.cli.inputs import add_recipe_arguments, read_recipe
+from pipeline.config.command_lines import own_command
 from pipeline.config.data_schema import DocumentsConfig
+from pipeline.config.optional_packages import require
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
-from pipeline.logs import log_to_console
-from pipeline.optional_packages import require
+from pipeline.monitoring.logs import log_to_console
 
 if TYPE_CHECKING:
+    from pipeline.cli.inspection.screen import Screen
     from pipeline.data.bundle import Batch, DataBundle
-    from pipeline.inspection.screen import Screen
 
 HELP = "show what a recipe's data is, and what of it the model would be given"
 DESCRIPTION = """\
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
     folder = arguments.output or Path(config.runs_dir) / "inspect" / config.name
     if config.data.custom is None:
         require("matplotlib", own_command("inspect"))  # before the data is prepared
+    from pipeline.cli.inspection.screen import Screen
     from pipeline.data import prepare_data
-    from pipeline.inspection.screen import Screen
 
     screen = Screen(arguments.no_color)
     bundle = prepare_data(config.data)
@@ -78,8 +78,8 @@ def _inspect_text(
     folder: Path,
     samples: int,
 ) -> None:
+    from pipeline.cli.inspection import text
     from pipeline.data.prepared import prepare_documents
-    from pipeline.inspection import text
 
     logger = logging.getLogger("pipeline.data.prepared")
     level = logger.level
@@ -107,7 +107,7 @@ def _rows(bundle: DataBundle) -> dict[str, Any]:
 
 
 def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folder: Path) -> None:
-    from pipeline.inspection import images
+    from pipeline.cli.inspection import images
 
     images.show_classes(screen, bundle.train, list(bundle.eval.values()))
     if config.data.images is not None:

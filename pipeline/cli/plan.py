@@ -10,26 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipeline.command_lines import Word, own_command
-from pipeline.commands.inputs import add_overrides
+from pipeline.cli.inputs import add_overrides
+from pipeline.config.command_lines import Word, own_command
 from pipeline.config.settings import Settings, load_settings
+from pipeline.config.shipped import DEFAULT_RECIPE
 from pipeline.errors import ConfigError
 from pipeline.files import GIB
-from pipeline.planning.forecast import Forecast, forecast, largest_that_fits
-from pipeline.planning.hardware import NETWORK_HELP
-from pipeline.planning.model import Model
-from pipeline.planning.place import History, Place, history_of, place_of
-from pipeline.planning.proposals import (
+from pipeline.planner.forecast import Forecast, forecast, largest_that_fits
+from pipeline.planner.hardware import NETWORK_HELP
+from pipeline.planner.model import Model
+from pipeline.planner.place import History, Place, history_of, place_of
+from pipeline.planner.proposals import (
     Limit,
     helpful,
     largest_micro_batch,
     largest_model,
     longest_sequence,
 )
-from pipeline.planning.shapes import model_of
-from pipeline.planning.suggest import suggest, text_beside, write
-from pipeline.planning.telling import as_json, change_rows, memory_rows, scaling_rows, summary, time_rows
-from pipeline.shipped import DEFAULT_RECIPE
+from pipeline.planner.shapes import model_of
+from pipeline.planner.suggest import suggest, text_beside, write
+from pipeline.planner.telling import as_json, change_rows, memory_rows, scaling_rows, summary, time_rows
 
 HELP = "say what a run takes (memory, time, disk) without a GPU, and what to change"
 DESCRIPTION = """\
@@ -143,7 +143,7 @@ def _plan(
     if arguments.json:
         print(json.dumps(as_json(found, changes, scaling), indent=2))
         return
-    from pipeline.inspection.screen import Screen
+    from pipeline.cli.inspection.screen import Screen
 
     screen = Screen(arguments.no_color)
     for line in summary(found):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 
-from pipeline.commands.inputs import add_recipe_arguments, read_recipe
+from pipeline.cli.inputs import add_recipe_arguments, read_recipe
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
-from pipeline.logs import log_to_console
+from pipeline.monitoring.logs import log_to_console
 
 HELP = "tokenise the documents of a recipe into data.cache_dir"
 DESCRIPTION = """\

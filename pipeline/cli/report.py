@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.commands.inputs import reading_a_run
+from pipeline.cli.inputs import reading_a_run
 from pipeline.errors import ConfigError
 from pipeline.files import replace_file
 
@@ -25,15 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
     """Raises a PipelineError where a folder is no run, or its metrics are damaged."""
-    from pipeline.report.page import REPORT_FILE, encode, render
-    from pipeline.report.runs import find_run
+    from pipeline.monitoring.report.page import REPORT_FILE, encode, render
+    from pipeline.monitoring.report.runs import find_run
 
     runs = list(dict.fromkeys(find_run(path) for path in arguments.runs))
     output = arguments.output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     if output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output {output}: expected the name of a file that ends in .html")
     if arguments.follow:
-        from pipeline.report.server import live_report
+        from pipeline.monitoring.report.server import live_report
 
         with live_report(runs, arguments.port) as server:
             print(f"the report is at http://127.0.0.1:{server.server_port}/; Ctrl-C ends it", flush=True)

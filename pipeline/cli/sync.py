@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_lines import own_command
-from pipeline.commands.inputs import reading_a_run
+from pipeline.cli.inputs import reading_a_run
+from pipeline.config.command_lines import own_command
+from pipeline.config.optional_packages import require
+from pipeline.distributed.run_lock import is_held
 from pipeline.errors import PipelineError
-from pipeline.optional_packages import require
-from pipeline.run_lock import is_held
 
 if TYPE_CHECKING:
-    from pipeline.sinks.weights_and_biases import WandbFile
+    from pipeline.monitoring.trackers.weights_and_biases import WandbFile
 
 HELP = "list what runs kept for Weights & Biases while offline, and upload it"
 
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Raises a PipelineError where a run is none, or something was not uploaded."""
     require("wandb", own_command("sync"))
-    from pipeline.inspection.screen import Screen
-    from pipeline.sinks.weights_and_biases import files_to_upload
+    from pipeline.cli.inspection.screen import Screen
+    from pipeline.monitoring.trackers.weights_and_biases import files_to_upload
 
     for directory in arguments.runs:
         if not (directory / "wandb").is_dir():
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _upload(left: dict[Path, list[WandbFile]]) -> None:
-    from pipeline.sinks.weights_and_biases import check_server, upload
+    from pipeline.monitoring.trackers.weights_and_biases import check_server, upload
 
     server = check_server()
     for directory, files in left.items():

@@ -19,9 +19,12 @@ from pipeline.config.interval import intervals_in_words
 from pipeline.config.recipe import OPTION
 from pipeline.config.schema import LogLevel
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
+from pipeline.config.shipped import DEFAULT_RECIPE
 from pipeline.config.split import Device
+from pipeline.distributed.launch.environment import take_up
 from pipeline.distributed.ranks import Ranks, read_ranks, write_exit_code
 from pipeline.distributed.signals import reports_own_exit, stop_with_launcher, terminable
+from pipeline.engine.schedule import remark
 from pipeline.errors import (
     INTERRUPTS,
     NO_CHECKPOINT,
@@ -32,11 +35,8 @@ from pipeline.errors import (
     shown,
     too_long_a_name,
 )
-from pipeline.launching.environment import take_up
-from pipeline.planning.shapes import check_pretrained
+from pipeline.planner.shapes import check_pretrained
 from pipeline.redaction import redact
-from pipeline.schedule import remark
-from pipeline.shipped import DEFAULT_RECIPE
 
 LEVELS: tuple[str, ...] = get_args(LogLevel)
 HELP = "train a model"
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     stop_with_launcher(ranks)
     code = _run(settings, ranks, planned)
     write_exit_code(ranks.rank, ranks.world_size, code)
-    from pipeline.sinks.dispensable import bound_exit  # which the run has imported
+    from pipeline.monitoring.trackers.dispensable import bound_exit  # which the run has imported
 
     bound_exit(code)
     return code
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
 def _run(settings: Settings, ranks: Ranks, planned: Resolved) -> int:
     with terminable():
         try:
-            from pipeline.running import run  # torch comes in here
+            from pipeline.training.run_rank import run  # torch comes in here
 
             return run(settings, ranks, planned.deepspeed)
         except INTERRUPTS as interrupt:  # while torch is imported: a run ends with its own

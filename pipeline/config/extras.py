@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeline.config.combinations import Choice
+from pipeline.config.optional_packages import require
 from pipeline.errors import ConfigError
-from pipeline.optional_packages import require
 
 
 def refuse_missing(choice: Choice) -> None:

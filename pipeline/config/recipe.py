@@ -8,13 +8,13 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
 
-from pipeline.command_lines import shell_line
+from pipeline.config.command_lines import shell_line
 from pipeline.config.consistency import contradictions
 from pipeline.config.data_schema import DocumentsConfig, SourceConfig
+from pipeline.config.import_paths import advice_on_file
 from pipeline.config.loading import ConfigFile, did_you_mean
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.importing import advice_on_file
 
 # What people look for in the recipe but DeepSpeed's JSON decides.
 DEEPSPEED_OWNS = {

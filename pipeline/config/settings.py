@@ -19,12 +19,12 @@ from pipeline.config.extras import refuse_missing
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override, read_yaml
 from pipeline.config.recipe import refuse_code, validate_recipe
 from pipeline.config.schema import RunConfig
+from pipeline.config.shipped import find_deepspeed_json, find_recipe
 from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.config.yaml_loader import Dumper
 from pipeline.errors import ConfigError
 from pipeline.files import CONFIGURATION_LIMIT, is_path, read_plain
 from pipeline.redaction import redact
-from pipeline.shipped import find_deepspeed_json, find_recipe
 
 # Of two ways to say one thing, the one on the command line takes the place of the other in the file.
 ALTERNATIVES = (

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import ConversationsConfig
+from pipeline.config.optional_packages import require
 from pipeline.data.chat_layouts import ASSISTANT, Conversation, Spans, common_start
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import CONFIGURATION_LIMIT, read_plain
-from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
     from pipeline.data.template_turns import RenderedTurns

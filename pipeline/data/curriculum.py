@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.data_schema import DocumentsConfig, weight_at
+from pipeline.config.import_paths import import_object, told_in_one_line
 from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import derive_seed
 from pipeline.data.sampler import GlobalOrder, MixtureOrder, SourceShare
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
-from pipeline.importing import import_object, told_in_one_line
 
 PROBES = 64  # steps of a run whose weights all ranks compare
 

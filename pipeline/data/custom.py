@@ -11,10 +11,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from pipeline.config.data_schema import SOURCE_NAME, CustomDataConfig
+from pipeline.config.import_paths import import_object, may_not_exit
 from pipeline.data.bundle import Collate, DataBundle, collate_items
 from pipeline.data.random_numbers import own_random_numbers
 from pipeline.errors import DataError
-from pipeline.importing import import_object, may_not_exit
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
 

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.optional_packages import require
 from pipeline.data.chat_layouts import Conversation, Spans
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.errors import ConfigError, DataError, PipelineError
-from pipeline.optional_packages import require
 
 # Of computing, for one conversation, which takes a template a millisecond: a busy machine adds none.
 SECONDS = 5

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.hub import hub_or_cache
 from pipeline.errors import DataError, one_line
 from pipeline.files import is_path, unsafe_files
-from pipeline.hub import hub_or_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from pipeline.command_lines import own_command
+from pipeline.config.command_lines import own_command
 from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
 from pipeline.distributed.driver import Torch, idle_card
 from pipeline.distributed.ranks import Ranks, check_accelerator

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.command_lines import own_command
+from pipeline.config.command_lines import own_command
 
 ROOT = Path("/")
 NVIDIA, AMD = "0x10de", "0x1002"

@@ -12,13 +12,13 @@ from functools import partial
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from pipeline.config.shipped import LAUNCH
 from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
 from pipeline.distributed.machine import machine_id
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.waiting import DOCTOR, Wait, wait_for_port
 from pipeline.distributed.watchdog import FAILURE, NOBODY, present
 from pipeline.errors import LaunchError
-from pipeline.shipped import LAUNCH
 
 
 def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProcess]]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from pipeline.command_lines import own_command
+from pipeline.config.command_lines import own_command
 from pipeline.errors import LaunchError
 
 PATIENCE = 30.0

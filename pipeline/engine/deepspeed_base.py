@@ -28,9 +28,11 @@ from deepspeed.utils import groups, set_log_level_from_string
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
+from pipeline.checkpoint.shards import Scalars, Shard, ShardSource
 from pipeline.config.deepspeed_check import has_half_states
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
+from pipeline.distributed.op_builds import CPU_ADAM, needed_ops
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
@@ -45,13 +47,11 @@ from pipeline.engine.deepspeed_state import rewritten_weights
 from pipeline.engine.gradients import gradients_shown
 from pipeline.engine.guard import Refusal, StepGate
 from pipeline.engine.interface import Limits
+from pipeline.engine.optim import START, build_torch_optimizer
 from pipeline.engine.profile import without_profilers
 from pipeline.engine.replicas import Replicas
 from pipeline.engine.state import State, restore
-from pipeline.op_builds import CPU_ADAM, needed_ops
-from pipeline.optim import START, build_torch_optimizer
-from pipeline.planning.buffers import fitted_bucket
-from pipeline.shards import Scalars, Shard, ShardSource
+from pipeline.planner.buffers import fitted_bucket
 
 
 class EngineGroups:

@@ -44,6 +44,7 @@ from pipeline.engine.interface import (
     with_bounds,
 )
 from pipeline.engine.normalize import backward_scale
+from pipeline.engine.optim import parameter_groups, set_learning_rate
 from pipeline.engine.replicas import ChangingBuffers
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import (
@@ -65,7 +66,6 @@ from pipeline.engine.zero3 import (
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.sharding import Placed, Sharding
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
-from pipeline.optim import parameter_groups, set_learning_rate
 
 
 def sharding_for(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:

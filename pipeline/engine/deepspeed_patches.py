@@ -31,8 +31,8 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 
 from pipeline.config.loading import get_dotted
+from pipeline.engine.optim import at_rest
 from pipeline.errors import ConfigError
-from pipeline.optim import at_rest
 
 
 def digest(place: str) -> str:

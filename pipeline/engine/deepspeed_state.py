@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
+from pipeline.checkpoint.shards import GRADIENT, WEIGHT, Scalars, Shard, ShardSource
 from pipeline.engine.state import (
     ParameterState,
     Place,
@@ -30,7 +31,6 @@ from pipeline.engine.state import (
     shared_out,
     take_steps_again,
 )
-from pipeline.shards import GRADIENT, WEIGHT, Scalars, Shard, ShardSource
 
 
 def state_of(

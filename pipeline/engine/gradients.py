@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from pipeline.checkpoint.shards import Shard
 from pipeline.engine.state import State
-from pipeline.shards import Shard
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Limits
 from pipeline.engine.normalize import mean_loss
-from pipeline.optim import clip_or_skip, reads_found_inf
+from pipeline.engine.optim import clip_or_skip, reads_found_inf
 
 
 class Refusal:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from pipeline.checkpoint.shards import EngineState, Shard
 from pipeline.data.batches import LoadedBatch, moved, on_host
 from pipeline.distributed.phases import Phases
 from pipeline.engine.replicas import Replicas
@@ -18,7 +19,6 @@ from pipeline.models.document_attention import BOUNDS, document_bounds
 from pipeline.models.generation import Generates
 from pipeline.models.sharding import number_of
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
-from pipeline.shards import EngineState, Shard
 
 
 def with_bounds(batch: Batch) -> Batch:

@@ -30,9 +30,7 @@ from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from pipeline.config.deepspeed_check import has_half_masters
-from pipeline.distributed.process_group import Job
-from pipeline.errors import ConfigError, one_line
-from pipeline.op_builds import (
+from pipeline.distributed.op_builds import (
     ALIVE,
     ASYNC_IO,
     OUT_OF_SIGHT,
@@ -43,6 +41,8 @@ from pipeline.op_builds import (
     needed_ops,
     signature,
 )
+from pipeline.distributed.process_group import Job
+from pipeline.errors import ConfigError, one_line
 
 log = logging.getLogger(__name__)
 

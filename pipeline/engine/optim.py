@@ -18,7 +18,7 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.patterns import GroupKey, group_keys, kind_of
 from pipeline.config.split import Split
 from pipeline.distributed.progress import Phase, phase
-from pipeline.own_optimizer import build_own
+from pipeline.engine.own_optimizer import build_own
 
 ONE_PROCESS = Split(1, "fp32", "single")
 START = 0.0  # of an optimizer whose rate follows from the model: set_learning_rate is called before each step

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeline.config.import_paths import import_object, refuse_misfit, told_in_one_line
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.errors import ConfigError
-from pipeline.importing import import_object, refuse_misfit, told_in_one_line
 
 Groups = list[dict[str, Any]]
 

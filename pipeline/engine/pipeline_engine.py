@@ -28,6 +28,7 @@ from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import Limits, StepResult, count_and_flags, to_device, with_bounds
 from pipeline.engine.normalize import backward_scale
+from pipeline.engine.optim import build_torch_optimizer, set_learning_rate
 from pipeline.engine.profile import measured_instructions
 from pipeline.engine.stages import Stages, named, stage_groups
 from pipeline.engine.state import Place, State, kept_buffers
@@ -38,7 +39,6 @@ from pipeline.models.embeddings import KEYS, expect
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.models.staging import Layer, LayeredModel, model_output
 from pipeline.objectives import Batch, GlobalBatch, HeadAlone, LossSum, Objective, added, refuse_router
-from pipeline.optim import build_torch_optimizer, set_learning_rate
 
 INPUT_KEYS = ("input_ids", "position_ids", BOUNDS)
 

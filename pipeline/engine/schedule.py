@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from functools import cache
 
+from pipeline.config.import_paths import import_object, refuse_misfit, told_in_one_line
 from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.errors import ConfigError
-from pipeline.importing import import_object, refuse_misfit, told_in_one_line
 
 MOST_TRIED = 1000
 """Steps of the run at which a function of the user's own is called before the first one."""

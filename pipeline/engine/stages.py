@@ -22,6 +22,7 @@ from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
 from pipeline.engine.interface import DTYPES
+from pipeline.engine.optim import assigned, grouped
 from pipeline.errors import ModelError
 from pipeline.models.sharding import give_memory, let_go, trial_values
 from pipeline.models.staging import (
@@ -31,8 +32,7 @@ from pipeline.models.staging import (
     cut_into_layers,
     without_values,
 )
-from pipeline.optim import assigned, grouped
-from pipeline.planning.rank import balanced, uniform
+from pipeline.planner.rank import balanced, uniform
 
 
 class StageSharding:

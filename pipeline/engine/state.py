@@ -18,11 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import CheckpointError, listed
-from pipeline.models.adapters import is_base
-from pipeline.optim import SeveralOptimizers
-from pipeline.own_optimizer import state_example
-from pipeline.shards import (
+from pipeline.checkpoint.shards import (
     BUFFER,
     GRADIENT,
     WEIGHT,
@@ -35,6 +31,10 @@ from pipeline.shards import (
     copy_runs,
     overlap,
 )
+from pipeline.engine.optim import SeveralOptimizers
+from pipeline.engine.own_optimizer import state_example
+from pipeline.errors import CheckpointError, listed
+from pipeline.models.adapters import is_base
 
 log = logging.getLogger(__name__)
 

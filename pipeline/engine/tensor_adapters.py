@@ -17,9 +17,9 @@ from deepspeed.utils import groups
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
+from pipeline.checkpoint.shards import Box
 from pipeline.engine.tensor_parallel import part_of
 from pipeline.models.adapters import NAME, adapted
-from pipeline.shards import Box
 
 
 @contextmanager

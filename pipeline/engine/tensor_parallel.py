@@ -21,11 +21,11 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from pipeline.checkpoint.shards import Box
 from pipeline.engine.state import WHOLE, Place, Places, whole_parameters
 from pipeline.errors import ModelError
 from pipeline.models.of_transformers import is_model
 from pipeline.objectives import VocabularyPart, note_part
-from pipeline.shards import Box
 
 
 def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:

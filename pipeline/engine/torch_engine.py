@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.checkpoint.shards import Scalars, Shard, ShardSource
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.schema import EngineConfig
 from pipeline.config.split import Split
@@ -34,6 +35,7 @@ from pipeline.engine.interface import (
     with_bounds,
 )
 from pipeline.engine.normalize import backward_scale
+from pipeline.engine.optim import build_torch_optimizer, parameter_groups, set_learning_rate
 from pipeline.engine.replicas import ChangingBuffers, Replicas
 from pipeline.engine.state import (
     ParameterState,
@@ -48,8 +50,6 @@ from pipeline.errors import ModelError, listed
 from pipeline.models.batch_norm import num_batch_norms
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
-from pipeline.optim import build_torch_optimizer, parameter_groups, set_learning_rate
-from pipeline.shards import Scalars, Shard, ShardSource
 
 log = logging.getLogger(__name__)
 

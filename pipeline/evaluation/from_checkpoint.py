@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import evaluation
 from pipeline.checkpoint.export import DESCRIPTION
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
@@ -30,6 +29,8 @@ from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.inference import Inference
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
+from pipeline.evaluation import held_out
+from pipeline.evaluation.samples import asks_in_template, generate_text
 from pipeline.files import CONFIGURATION_LIMIT, read_plain
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings
@@ -38,7 +39,6 @@ from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.objectives import BySegment, build_objective
 from pipeline.redaction import REDACTED
-from pipeline.sampling import asks_in_template, generate_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -165,13 +165,13 @@ def evaluate(trained: Trained, job: Job, data: DataBundle) -> dict[str, float]:
         from pipeline.models.huggingface import check_positions
 
         check_positions(engine.module.config, length, data.longest)
-    loader = evaluation.build_eval_loader(config, BatchPlan(trained.micro_batch_size, 1, 1), data, engine)
+    loader = held_out.build_eval_loader(config, BatchPlan(trained.micro_batch_size, 1, 1), data, engine)
     if loader is None:
         raise DataError(
             "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
             "documents"
         )
-    row = evaluation.evaluate(engine, objective, loader, job)
+    row = held_out.evaluate(engine, objective, loader, job)
     assert row is not None  # nothing stops it early
     return row
 

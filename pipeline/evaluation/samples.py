@@ -13,8 +13,8 @@ from pipeline.data.bundle import DataBundle
 from pipeline.data.template_process import TemplateProcess
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError
-from pipeline.events import SAMPLE, Event
 from pipeline.models.generation import Generates, GenerationSettings, longest_sequence
+from pipeline.monitoring.events import SAMPLE, Event
 
 TEMPERATURE = 0.8
 CODE, QUESTION = "def ", "Hello!"  # asked where neither the recipe nor the data have a prompt

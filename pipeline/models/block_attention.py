@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.planning.chunks import QUERIES
+from pipeline.planner.chunks import QUERIES
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from pipeline.config.import_paths import import_object, may_not_exit, refuse_misfit
 from pipeline.config.model_schema import CustomModelConfig
 from pipeline.errors import ModelError
-from pipeline.importing import import_object, may_not_exit, refuse_misfit
 from pipeline.models.sharding import ModelRequest
 
 log = logging.getLogger(__name__)

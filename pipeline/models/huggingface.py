@@ -46,11 +46,11 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
+from pipeline.config.hub import hub_or_cache
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import FIELDS, CausalLMConfig
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError, one_line
-from pipeline.hub import hub_or_cache
 from pipeline.models.attention import CAUSAL_FIELDS, transformers_name
 from pipeline.models.embeddings import grow_vocabulary
 from pipeline.models.of_transformers import folder_or_hub_name

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
-from pipeline.command_lines import installed_program, own_command, shell_line
+from pipeline.config.command_lines import installed_program, own_command, shell_line
 from pipeline.errors import ModelError
 from pipeline.files import inside, is_path, unsafe_files, weight_map
 

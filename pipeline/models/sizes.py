@@ -13,15 +13,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipeline.config.import_paths import import_object
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, PipelineError, one_line
-from pipeline.importing import import_object
 from pipeline.models import build_model
 from pipeline.models.frozen_base import is_transposed, linears
 from pipeline.models.of_transformers import is_config
 from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.planning.model import Dimensions, Model, Parameter, Trial
-from pipeline.planning.shapes import needed_words, trained_parts
+from pipeline.planner.model import Dimensions, Model, Parameter, Trial
+from pipeline.planner.shapes import needed_words, trained_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -25,7 +25,7 @@ from pipeline.models.adapters import is_base
 from pipeline.models.attention import bounds_for
 from pipeline.models.document_attention import WholeRows
 from pipeline.models.sharding import runnable
-from pipeline.planning.rank import NORMS
+from pipeline.planner.rank import NORMS
 
 # Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any,
 # and the bounds of documents (see document_attention).

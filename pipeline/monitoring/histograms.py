@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.shards import WEIGHT, Shard
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
-from pipeline.events import Histograms
-from pipeline.rows import Deferred
-from pipeline.shards import WEIGHT, Shard
+from pipeline.monitoring.events import Histograms
+from pipeline.monitoring.row_queue import Deferred
 
 # Of magnitudes, as powers of 2: below the one a value counts as 0, above the other as just below it.
 LOWEST, HIGHEST = -40, 10

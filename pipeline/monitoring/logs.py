@@ -10,7 +10,7 @@ from typing import TextIO
 
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import printable, shown
-from pipeline.events import PLAN
+from pipeline.monitoring.events import PLAN
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

@@ -17,17 +17,17 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.device_meters import GpuMeter, NodeMeter
 from pipeline.distributed.machine import process_peak
 from pipeline.distributed.phases import ASIDE, NO_STEP, Phases, Spent
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Profile, StepResult
 from pipeline.engine.normalize import further_means, mean_loss
-from pipeline.events import Event
 from pipeline.files import GIB
-from pipeline.rows import DeferredRow
-from pipeline.wall_time import WallTime
-from pipeline.watchers import Seen
+from pipeline.monitoring.alerts import Seen
+from pipeline.monitoring.device_meters import GpuMeter, NodeMeter
+from pipeline.monitoring.events import Event
+from pipeline.monitoring.row_queue import DeferredRow
+from pipeline.monitoring.wall_time import WallTime
 
 CHUNK = 64  # steps whose numbers lie one by one; a tensor of one number takes a hundred times its memory
 

@@ -25,8 +25,8 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.profile import counted_step
 from pipeline.errors import one_line
-from pipeline.events import Event
-from pipeline.watchers import Tell
+from pipeline.monitoring.alerts import Tell
+from pipeline.monitoring.events import Event
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.events import Histograms
-from pipeline.sinks import Sinks
-from pipeline.watchers import HandleAlert, RollbackRequested, Seen, Watcher, check_row
+from pipeline.monitoring.alerts import HandleAlert, RollbackRequested, Seen, Watcher, check_row
+from pipeline.monitoring.events import Histograms
+from pipeline.monitoring.trackers import Sinks
 
 T = TypeVar("T")
 

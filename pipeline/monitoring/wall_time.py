@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.distributed.phases import NO_STEP, Moment, Phases, columns, seconds_between
-from pipeline.events import TIME, Event
 from pipeline.files import format_duration
-from pipeline.sinks.jsonl import newest
+from pipeline.monitoring.events import TIME, Event
+from pipeline.monitoring.trackers.jsonl import newest
 
 ELAPSED, COST, ENERGY = "perf/elapsed_seconds", "perf/cost", "gpu/energy_kwh"
 SMALLEST_SHARE = 0.005  # of the process's time, that is told in words

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from pipeline.config.import_paths import import_object
 from pipeline.config.objective_schema import (
     AutoObjectiveConfig,
     ClassificationObjectiveConfig,
@@ -15,7 +16,6 @@ from pipeline.config.objective_schema import (
 )
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.importing import import_object
 from pipeline.objectives.cross_entropies import CausalLM, Classification, refuse_router
 from pipeline.objectives.given_logits import FusedKernels, VocabularyPart, note_part
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, LossSum, Objective, added

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pipeline.config.import_paths import may_not_exit
 from pipeline.data.batches import IGNORE_INDEX, num_samples
 from pipeline.errors import ConfigError
-from pipeline.importing import may_not_exit
 from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum
 from pipeline.objectives.model_call import (
     Caller,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.deepspeed_check import has_half_masters
-from pipeline.planning.model import Parameter
-from pipeline.planning.rank import Rank
-from pipeline.planning.states import kept_whole, parts_of, shard_of, sub_groups
+from pipeline.planner.model import Parameter
+from pipeline.planner.rank import Rank
+from pipeline.planner.states import kept_whole, parts_of, shard_of, sub_groups
 
 # Elements: below, a reduction takes its latency. In so many parts a model is reduced beside its backward.
 _SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 50_000_000, 500_000_000, 8

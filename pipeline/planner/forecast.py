@@ -11,13 +11,13 @@ from pipeline.config.loading import get_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.files import GIB
-from pipeline.planning.buffers import buffers
-from pipeline.planning.memory import Holding, Memory, memory_of
-from pipeline.planning.model import Model
-from pipeline.planning.place import Correction, History, Kind, Place
-from pipeline.planning.rank import Rank
-from pipeline.planning.states import States, checkpoint_bytes, states_of
-from pipeline.planning.timing import Job, StepTime, step_time
+from pipeline.planner.buffers import buffers
+from pipeline.planner.memory import Holding, Memory, memory_of
+from pipeline.planner.model import Model
+from pipeline.planner.place import Correction, History, Kind, Place
+from pipeline.planner.rank import Rank
+from pipeline.planner.states import States, checkpoint_bytes, states_of
+from pipeline.planner.timing import Job, StepTime, step_time
 
 HOUR = 3600.0
 UNCORRECTED = Correction()

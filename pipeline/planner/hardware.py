@@ -12,7 +12,7 @@ from itertools import permutations
 
 from pipeline.errors import ConfigError
 from pipeline.files import GIB
-from pipeline.peak_flops import peak_flops
+from pipeline.planner.peak_flops import peak_flops
 
 # NCCL's own constants for the latency of a hop of a ring (src/graph/tuning.cc, protocol Simple).
 LINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6

@@ -1,6 +1,6 @@
 """Which micro-batch is the largest that fits, from a few that were tried: what to try next, and when to stop.
 
-Numbers alone. Who tries, and how memory is measured, is pipeline.micro_batch's concern.
+Numbers alone. Who tries, and how memory is measured, is pipeline.training.micro_batch's concern.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from pipeline.config.split import Device
 from pipeline.distributed.machine import memory_now
 from pipeline.errors import ConfigError
 from pipeline.files import CONFIGURATION_LIMIT, GIB, MIB, read_plain, replace_file
-from pipeline.planning.hardware import COMPILED, EAGER, Gpu, Rates, find_gpu, network_rate, rates_of, this_cpu
-from pipeline.planning.model import Model
+from pipeline.planner.hardware import COMPILED, EAGER, Gpu, Rates, find_gpu, network_rate, rates_of, this_cpu
+from pipeline.planner.model import Model
 
 FILE = "plans.jsonl"
 MOST_LINES = 400

@@ -12,11 +12,11 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.loading import get_dotted
 from pipeline.config.settings import Resolved, Settings
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.planning.account import Change, ranked, word
-from pipeline.planning.forecast import Forecast, forecast
-from pipeline.planning.model import Dimensions, Model
-from pipeline.planning.place import History, Place
-from pipeline.planning.shapes import families, model_of, read_config, shaping, standard_words
+from pipeline.planner.account import Change, ranked, word
+from pipeline.planner.forecast import Forecast, forecast
+from pipeline.planner.model import Dimensions, Model
+from pipeline.planner.place import History, Place
+from pipeline.planner.shapes import families, model_of, read_config, shaping, standard_words
 
 STEP = 128
 """Tokens by which a row grows."""

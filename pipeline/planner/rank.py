@@ -22,7 +22,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.config.split import Split
 from pipeline.errors import ConfigError
-from pipeline.planning.model import Model, Parameter
+from pipeline.planner.model import Model, Parameter
 
 # Names under which decoders keep the norm after their last block.
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")

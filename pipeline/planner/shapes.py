@@ -13,13 +13,13 @@ from typing import Any
 import yaml
 
 from pipeline.config.adapter_schema import RANK, AdapterConfig
+from pipeline.config.hub import hub_or_cache
 from pipeline.config.model_schema import FIELDS, CausalLMConfig
 from pipeline.config.patterns import matching, matching_parts
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, one_line
 from pipeline.files import DESCRIPTION_LIMIT, is_path, read_plain
-from pipeline.hub import hub_or_cache
-from pipeline.planning.model import Dimensions, Model, Parameter
+from pipeline.planner.model import Dimensions, Model, Parameter
 
 TEMPLATES = Path(__file__).with_name("families.yaml")
 OUTPUT_LAYER = "lm_head."

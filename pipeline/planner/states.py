@@ -15,8 +15,8 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.patterns import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
-from pipeline.planning.model import Model, Parameter
-from pipeline.planning.rank import STAND_IN, Group, Rank
+from pipeline.planner.model import Model, Parameter
+from pipeline.planner.rank import STAND_IN, Group, Rank
 
 
 def checkpoint_bytes(model: Model, config: RunConfig, resolved: Resolved) -> int:

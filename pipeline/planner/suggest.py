@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.command_lines import Word, shell_line, train_command
 from pipeline.config.batch import BatchPlan
+from pipeline.config.command_lines import Word, shell_line, train_command
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override
 from pipeline.config.schema import BatchConfig, RunConfig
 from pipeline.config.settings import Settings, load_settings
+from pipeline.config.shipped import LAUNCH
 from pipeline.errors import ConfigError
 from pipeline.files import GIB
-from pipeline.planning.account import word
-from pipeline.planning.forecast import Forecast, forecast_of, holdings_of
-from pipeline.planning.memory import Holding
-from pipeline.planning.model import Model
-from pipeline.planning.place import History, Place
-from pipeline.shipped import LAUNCH
+from pipeline.planner.account import word
+from pipeline.planner.forecast import Forecast, forecast_of, holdings_of
+from pipeline.planner.memory import Holding
+from pipeline.planner.model import Model
+from pipeline.planner.place import History, Place
 
 
 def text_beside(path: Path, force: bool) -> Path:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.files import GIB, format_duration
-from pipeline.planning.account import Change
-from pipeline.planning.forecast import Forecast
+from pipeline.planner.account import Change
+from pipeline.planner.forecast import Forecast
 
 BAR = 44
 """Characters of the bar that stands for all of a device's memory."""

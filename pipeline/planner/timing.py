@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import ceil, log, sqrt
 from typing import Any
 
-from pipeline.planning.hardware import Rates
-from pipeline.planning.model import Dimensions, Model, Parameter
+from pipeline.planner.hardware import Rates
+from pipeline.planner.model import Dimensions, Model, Parameter
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Beside it the calls that need only a checkpoint: `evaluate`, `generate` and `export`.
 
-What a user can cause is raised as a PipelineError; how a process ends is pipeline.running's.
+What a user can cause is raised as a PipelineError; how a process ends is pipeline.training.run_rank's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.distributed.signals import stop_with_launcher
 from pipeline.errors import DataError, ModelError
 from pipeline.files import replace_file
-from pipeline.logs import log_to_file
+from pipeline.monitoring.logs import log_to_file
 
 # Where the store's process was killed, torch's C++ prints a stack for every call to it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -32,28 +32,28 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a line for each profiler 
 import torch
 from torch import nn
 
-from pipeline import trained
-from pipeline.assemble import assemble
 from pipeline.checkpoint.export import export as export_weights
 from pipeline.data.digest import check_same_data
-from pipeline.device_failures import explained
 from pipeline.distributed.machine import memory_now, process_age
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.engine.memory import states
-from pipeline.expectation import planned
-from pipeline.joining import Joined, join
-from pipeline.long_lived import LongLived
+from pipeline.evaluation import from_checkpoint
+from pipeline.evaluation.samples import TEMPERATURE, asks_in_template, generate_text, sample_text
 from pipeline.models.generation import GenerationSettings
-from pipeline.plan import announce
-from pipeline.profiler import build_profiler, watch_memory
+from pipeline.monitoring.profiler import build_profiler, watch_memory
+from pipeline.monitoring.report.page import report_of_killed
+from pipeline.monitoring.report.runs import note_processes
+from pipeline.monitoring.trackers.notify import tell_at_once
 from pipeline.redaction import redact
-from pipeline.remedies import TrainingAdvice, of_evaluation, of_files, of_generation
-from pipeline.report.page import report_of_killed
-from pipeline.report.runs import note_processes
-from pipeline.run_directory import agree_on_run_directory, describe_split
-from pipeline.sampling import TEMPERATURE, asks_in_template, generate_text, sample_text
-from pipeline.sinks.notify import tell_at_once
-from pipeline.training import RunComponents, Step, TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.banner import announce
+from pipeline.training.device_failures import explained
+from pipeline.training.expectation import planned
+from pipeline.training.garbage_collection import LongLived
+from pipeline.training.job_context import Joined, join
+from pipeline.training.loop import RunComponents, Step, TrainLoop
+from pipeline.training.oom_advice import TrainingAdvice, of_evaluation, of_files, of_generation
+from pipeline.training.run_directory import agree_on_run_directory, describe_split
 
 log = logging.getLogger(__name__)
 
@@ -327,12 +327,12 @@ def evaluate(
             into the model.
         DeviceMemoryError, DeviceFailedError: The device is out of memory, or of no more use.
     """
-    opened = trained.open_trained(Path(run), step, overrides, import_paths)
-    data = trained.read_data(opened)
+    opened = from_checkpoint.open_trained(Path(run), step, overrides, import_paths)
+    data = from_checkpoint.read_data(opened)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     remedies = partial(of_evaluation, opened.micro_batch_size, opened.sequence_length)
     with explained(job.device, remedies):
-        return trained.evaluate(opened, job, data)
+        return from_checkpoint.evaluate(opened, job, data)
 
 
 def generate(
@@ -360,12 +360,12 @@ def generate(
         CheckpointError: The weights are damaged.
         DeviceMemoryError, DeviceFailedError: The device is out of memory, or of no more use.
     """
-    opened = trained.open_trained(Path(run), step, overrides, import_paths)
-    tokenizer = trained.load_tokenizer(opened)
+    opened = from_checkpoint.open_trained(Path(run), step, overrides, import_paths)
+    tokenizer = from_checkpoint.load_tokenizer(opened)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
     with explained(job.device, partial(of_generation, max_new_tokens)):
-        return trained.generate(opened, job, tokenizer, prompt, settings)
+        return from_checkpoint.generate(opened, job, tokenizer, prompt, settings)
 
 
 export = explained(torch.device("cpu"), of_files)(export_weights)

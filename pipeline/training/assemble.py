@@ -11,9 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.build_engine import build_engine
-from pipeline.build_meters import build_meters
-from pipeline.callbacks import build_callbacks
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.initial_weights import open_checkpoint
@@ -30,25 +27,28 @@ from pipeline.data.reference import with_reference
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.memory import freed_at_once
+from pipeline.engine.schedule import LearningRate, check_own
 from pipeline.errors import ConfigError
-from pipeline.evaluation import build_eval_loader
-from pipeline.expectation import expect, guessed
-from pipeline.histograms import HistogramMeter
-from pipeline.micro_batch import Search, settle
+from pipeline.evaluation.held_out import build_eval_loader
+from pipeline.evaluation.samples import build_sampler
 from pipeline.models.adapters import learning_rate_for
 from pipeline.models.embeddings import num_words
 from pipeline.models.of_transformers import write_description
+from pipeline.monitoring.alerts.rules import build_watchers
+from pipeline.monitoring.histograms import HistogramMeter
+from pipeline.monitoring.trackers import Sinks, build_sinks
 from pipeline.objectives import BySegment, Objective, build_objective
-from pipeline.plan import tell_of_choices
-from pipeline.reference_logps import Rows, compute_reference, with_zeros
-from pipeline.replica_check import ReplicaCheck
-from pipeline.run_directory import ENVIRONMENT
-from pipeline.safeguard import Safeguard
-from pipeline.sampling import build_sampler
-from pipeline.schedule import LearningRate, check_own
-from pipeline.sinks import Sinks, build_sinks
-from pipeline.training import Cadence, RunComponents, RunSchedule, TrainState, rows_until
-from pipeline.watchers.rules import build_watchers
+from pipeline.training.banner import tell_of_choices
+from pipeline.training.build_engine import build_engine
+from pipeline.training.build_meters import build_meters
+from pipeline.training.callbacks import build_callbacks
+from pipeline.training.expectation import expect, guessed
+from pipeline.training.loop import Cadence, RunComponents, RunSchedule, TrainState, rows_until
+from pipeline.training.micro_batch import Search, settle
+from pipeline.training.reference_logps import Rows, compute_reference, with_zeros
+from pipeline.training.replica_check import ReplicaCheck
+from pipeline.training.run_directory import ENVIRONMENT
+from pipeline.training.safeguard import Safeguard
 
 
 def assemble(

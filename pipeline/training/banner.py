@@ -17,14 +17,14 @@ from pipeline.data.loader import TrainLoader
 from pipeline.distributed.machine import available_memory, memory_now
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine
+from pipeline.engine.schedule import remark
 from pipeline.files import format_bytes
 from pipeline.models.adapters import held_apart, more_than_it_holds
 from pipeline.models.sharding import number_of
 from pipeline.models.sizes import model_of
-from pipeline.planning.rank import Rank
-from pipeline.planning.states import States, states_of
-from pipeline.schedule import remark
-from pipeline.training import RunComponents
+from pipeline.planner.rank import Rank
+from pipeline.planner.states import States, states_of
+from pipeline.training.loop import RunComponents
 
 log = logging.getLogger(__name__)
 

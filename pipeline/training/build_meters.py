@@ -12,17 +12,17 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
-from pipeline.device_meters import GpuMeter, NodeMeter
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.profile import profile_asked_for
-from pipeline.metrics import Meters, Workload
 from pipeline.models.batch_norm import is_synchronised
 from pipeline.models.sizes import block_flops_per_token, flops_per_token, fp8_share
+from pipeline.monitoring.device_meters import GpuMeter, NodeMeter
+from pipeline.monitoring.metrics import Meters, Workload
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE
+from pipeline.monitoring.wall_time import Earlier, WallTime
 from pipeline.objectives import Objective
-from pipeline.peak_flops import peak_flops
-from pipeline.sinks.jsonl import METRICS_FILE
-from pipeline.wall_time import Earlier, WallTime
+from pipeline.planner.peak_flops import peak_flops
 
 
 def build_meters(

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.import_paths import import_object, refuse_misfit, told_in_one_line
 from pipeline.config.schema import RunConfig
 from pipeline.config.watching_schema import CallbackConfig
 from pipeline.errors import CallbackError, ConfigError, PipelineError
-from pipeline.events import OWN_NAMES, Event
-from pipeline.importing import import_object, refuse_misfit, told_in_one_line
+from pipeline.monitoring.events import OWN_NAMES, Event
 
 if TYPE_CHECKING:
     from pipeline.distributed.process_group import Job

@@ -18,7 +18,7 @@ from pipeline.distributed.progress import Phase, phase_of
 from pipeline.distributed.stacks import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
 from pipeline.files import GIB, format_bytes
-from pipeline.remedies import Remedies, Shortage
+from pipeline.training.oom_advice import Remedies, Shortage
 
 # torch.OutOfMemoryError, and what cuBLAS, cuDNN, NCCL and the CPU's allocator say.
 _MEMORY = re.compile(

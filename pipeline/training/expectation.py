@@ -19,14 +19,14 @@ from pipeline.data.bundle import DataBundle
 from pipeline.distributed.machine import process_peak
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.errors import ModelError, PipelineError, one_line
-from pipeline.events import PLAN, Event
 from pipeline.files import GIB
 from pipeline.models import sizes
-from pipeline.planning.account import Planned
-from pipeline.planning.forecast import Forecast, forecast_of, job_of, largest_that_fits
-from pipeline.planning.place import History, Kind, Measured, Place, here, history_of, on_gpus
-from pipeline.planning.proposals import smaller
-from pipeline.planning.shapes import model_of
+from pipeline.monitoring.events import PLAN, Event
+from pipeline.planner.account import Planned
+from pipeline.planner.forecast import Forecast, forecast_of, job_of, largest_that_fits
+from pipeline.planner.place import History, Kind, Measured, Place, here, history_of, on_gpus
+from pipeline.planner.proposals import smaller
+from pipeline.planner.shapes import model_of
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pipeline.callbacks import import_callbacks
 from pipeline.config.settings import Settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
@@ -16,10 +15,11 @@ from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.distributed.process_group import Job, start_job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.distributed.ranks import Ranks
-from pipeline.logs import log_to_console
-from pipeline.planning.shapes import check_pretrained
+from pipeline.monitoring.logs import log_to_console
+from pipeline.monitoring.trackers import check_sinks
+from pipeline.planner.shapes import check_pretrained
 from pipeline.redaction import declare_secret_variable
-from pipeline.sinks import check_sinks
+from pipeline.training.callbacks import import_callbacks
 
 
 @dataclass

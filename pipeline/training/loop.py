@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.callbacks import CallbackRunner, Moment
 from pipeline.checkpoint.catalog import folder_name
 from pipeline.checkpoint.store import CheckpointStore, SaveOutcome
 from pipeline.config.schema import EvalConfig
@@ -27,23 +26,24 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import Alarm, Flags, StopOnSignal
 from pipeline.engine.interface import Engine, StepResult
+from pipeline.engine.schedule import LearningRate
 from pipeline.errors import CheckpointError
-from pipeline.evaluation import evaluate, measured_by
-from pipeline.events import STOPPED_EARLY, Event
-from pipeline.expectation import Expectation
-from pipeline.histograms import HistogramMeter
-from pipeline.long_lived import LongLived
-from pipeline.metrics import Meters
+from pipeline.evaluation.held_out import evaluate, measured_by
+from pipeline.monitoring.alerts import RollbackRequested, Seen, Watcher, state_of
+from pipeline.monitoring.events import STOPPED_EARLY, Event
+from pipeline.monitoring.histograms import HistogramMeter
+from pipeline.monitoring.metrics import Meters
+from pipeline.monitoring.profiler import Profiled
+from pipeline.monitoring.row_queue import DeferredRow, RowQueue
+from pipeline.monitoring.trackers import Sinks
 from pipeline.objectives import Objective
-from pipeline.profiler import Profiled
-from pipeline.recovery import Recovery
-from pipeline.replica_check import ReplicaCheck
-from pipeline.rows import DeferredRow, RowQueue
-from pipeline.safeguard import Safeguard
-from pipeline.schedule import LearningRate
-from pipeline.sinks import Sinks
-from pipeline.stepping import TrainStep
-from pipeline.watchers import RollbackRequested, Seen, Watcher, state_of
+from pipeline.training.callbacks import CallbackRunner, Moment
+from pipeline.training.expectation import Expectation
+from pipeline.training.garbage_collection import LongLived
+from pipeline.training.recovery import Recovery
+from pipeline.training.replica_check import ReplicaCheck
+from pipeline.training.safeguard import Safeguard
+from pipeline.training.step import TrainStep
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class RunSchedule:
 
 @dataclass(frozen=True)
 class RunComponents:
-    """What a run is made of, built by pipeline.assemble.
+    """What a run is made of, built by pipeline.training.assemble.
 
     `None` stands for what the recipe does not ask for.
     """

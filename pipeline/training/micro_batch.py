@@ -22,20 +22,20 @@ from pipeline.config.settings import Resolved
 from pipeline.data.batches import Batch, described, tensors
 from pipeline.data.loader import TrainLoader
 from pipeline.data.random_numbers import seed_step
-from pipeline.device_failures import explain
 from pipeline.distributed.machine import memory_now
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, Limits
 from pipeline.errors import ConfigError, DeviceMemoryError, Terminated
 from pipeline.files import GIB
-from pipeline.kept_sizes import KeptSize
 from pipeline.models.blocks import compile_again
 from pipeline.objectives import Objective
-from pipeline.peaks import Peaks, as_if_stepped, peaks_on
-from pipeline.planning.largest import MARGIN, TRIED_UP_TO, Use, fits, largest, next_trial, predicted
-from pipeline.recovery import with_keys
-from pipeline.remedies import Remedies
+from pipeline.planner.largest import MARGIN, TRIED_UP_TO, Use, fits, largest, next_trial, predicted
+from pipeline.training.device_failures import explain
+from pipeline.training.micro_batch_cache import KeptSize
+from pipeline.training.oom_advice import Remedies
+from pipeline.training.peak_memory import Peaks, as_if_stepped, peaks_on
+from pipeline.training.recovery import with_keys
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from pipeline.distributed.machine import memory_now
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.progress import LOADING, Phase
 from pipeline.errors import PipelineError
-from pipeline.planning.account import Change, EngineStates, Planned, ranked
+from pipeline.planner.account import Change, EngineStates, Planned, ranked
 
 MOST = 3
 ENOUGH, NOTHING = 10, 100
@@ -170,7 +170,7 @@ def _of_batches(settings: Settings, plan: BatchPlan, shortage: Shortage) -> Iter
 
 
 def _of_rows(settings: Settings, shortage: Shortage) -> Iterator[Change]:
-    length = getattr(settings.config.data, "sequence_length", None)
+    length = settings.config.data.tokens_per_row
     if length and length > 1 and shortage.phase not in LOADING and not shortage.is_beside:
         why = f"now {length}: other rows, another curve"
         yield Change("shorter rows", (f"data.sequence_length={length // 2}",), None, None, why, True)

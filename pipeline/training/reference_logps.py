@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.checkpoint.shards import WEIGHT
 from pipeline.data.bundle import DataBundle
 from pipeline.data.eval_loader import EvalLoader
 from pipeline.data.reference import (
@@ -34,7 +35,6 @@ from pipeline.data.reference import (
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.objectives import BySegment, Objective, Recorded
-from pipeline.shards import WEIGHT
 
 log = logging.getLogger(__name__)
 

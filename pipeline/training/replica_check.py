@@ -19,7 +19,7 @@ from pipeline.distributed.agent import read_agent, why_none_leaves
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.signals import ignore_stop_signals
 from pipeline.engine.replicas import HISTORY, KINDS, Replicas
-from pipeline.events import CORRUPTION, Event
+from pipeline.monitoring.events import CORRUPTION, Event
 
 log = logging.getLogger(__name__)
 ADVICE = (

@@ -20,18 +20,18 @@ import torch
 from filelock import FileLock, Timeout
 
 from pipeline.checkpoint.catalog import bring_back, newest_good, steps_in
+from pipeline.checkpoint.run_fingerprint import FINGERPRINT, Difference, differences_from, may_change
 from pipeline.config.loading import Tree
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.run_lock import LOCK_FILE
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.files import replace_file
-from pipeline.identity import FINGERPRINT, Difference, differences_from, may_change
+from pipeline.monitoring.trackers.interface import GIT_DIFF
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.redaction import redact
-from pipeline.run_lock import LOCK_FILE
-from pipeline.sinks.interface import GIT_DIFF
-from pipeline.sinks.jsonl import METRICS_FILE
-from pipeline.working_tree import git_commit, git_diff
+from pipeline.training.working_tree import git_commit, git_diff
 
 log = logging.getLogger(__name__)
 

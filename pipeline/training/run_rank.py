@@ -12,11 +12,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from pipeline.api import Run
 from pipeline.checkpoint.catalog import steps_in
 from pipeline.config.settings import Settings
-from pipeline.device_failures import explain
 from pipeline.distributed.ranks import Ranks, write_exit_code
+from pipeline.distributed.run_lock import is_held
 from pipeline.distributed.signals import STDOUT, ignore_stop_signals, reports_own_exit
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
 from pipeline.errors import (
@@ -35,12 +34,13 @@ from pipeline.errors import (
     printable,
     too_long_a_name,
 )
-from pipeline.joining import Joined, join
-from pipeline.remedies import TrainingAdvice
-from pipeline.report.page import write_at_end
-from pipeline.report.run_summary import closing_line, summary_lines
-from pipeline.run_directory import remove_made
-from pipeline.run_lock import is_held
+from pipeline.monitoring.report.page import write_at_end
+from pipeline.monitoring.report.run_summary import closing_line, summary_lines
+from pipeline.training.api import Run
+from pipeline.training.device_failures import explain
+from pipeline.training.job_context import Joined, join
+from pipeline.training.oom_advice import TrainingAdvice
+from pipeline.training.run_directory import remove_made
 
 REFUSALS = (ConfigError, DataError, ModelError, CheckpointError, LaunchError)
 """Mistakes in what was given. The others happen to a run."""
@@ -51,7 +51,7 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
     128 + n stopped by signal n, 124 hung or lost a rank (see distributed.watchdog).
 
     Args:
-        deepspeed: See pipeline.api.join.
+        deepspeed: See pipeline.training.api.join.
     """
     begun: Joined | None = None
     try:

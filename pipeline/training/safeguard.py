@@ -15,9 +15,9 @@ import torch
 from pipeline.config.watching_schema import WatchConfig
 from pipeline.engine.interface import Limits, StepResult
 from pipeline.errors import NonFiniteLossError, StoppedError
-from pipeline.events import ROLLBACK, Event
-from pipeline.spike_detector import GRADIENT_NORM, LOSS, SpikeDetector
-from pipeline.watchers import RollbackRequested, Tell
+from pipeline.monitoring.alerts import RollbackRequested, Tell
+from pipeline.monitoring.alerts.spike_detector import GRADIENT_NORM, LOSS, SpikeDetector
+from pipeline.monitoring.events import ROLLBACK, Event
 
 MOST_IN_A_ROW = 10
 """Steps left out or gone back from, without a good one further on, that end a run."""

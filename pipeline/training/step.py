@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import NamedTuple
 
-from pipeline.callbacks import CallbackRunner
 from pipeline.data.loader import BatchSource, Prefetching
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.progress import Progress
@@ -20,13 +19,14 @@ from pipeline.distributed.stopping import (
     StopOnSignal,
 )
 from pipeline.engine.interface import Engine, StepResult
-from pipeline.histograms import HistogramMeter
+from pipeline.engine.schedule import LearningRate
+from pipeline.monitoring.histograms import HistogramMeter
+from pipeline.monitoring.profiler import Profiled
 from pipeline.objectives import Objective
-from pipeline.profiler import Profiled
-from pipeline.recovery import Recovery, with_keys
-from pipeline.replica_check import ReplicaCheck
-from pipeline.safeguard import Safeguard
-from pipeline.schedule import LearningRate
+from pipeline.training.callbacks import CallbackRunner
+from pipeline.training.recovery import Recovery, with_keys
+from pipeline.training.replica_check import ReplicaCheck
+from pipeline.training.safeguard import Safeguard
 
 FLAGS = {"evaluate": EVALUATE_FLAG, "save": SAVE_FLAG, "stop": END_FLAG}
 """Request of a callback -> its flag."""

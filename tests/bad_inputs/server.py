@@ -33,15 +33,15 @@ def import_all() -> None:
     import pipeline.__main__
     import pipeline.checkpoint.catalog
     import pipeline.checkpoint.export
-    import pipeline.cli
+    import pipeline.cli.inspection.text
+    import pipeline.cli.train
     import pipeline.data.custom
     import pipeline.data.images
     import pipeline.data.prepared
     import pipeline.data.prepared.chat_encoder
+    import pipeline.distributed.launch.multi_node
     import pipeline.engine.deepspeed_engine
-    import pipeline.inspection.text
-    import pipeline.launching.multi_node
-    import pipeline.running  # noqa: F401
+    import pipeline.training.run_rank  # noqa: F401
 
 
 def child(request: dict[str, Any], folder: Path) -> None:
@@ -56,13 +56,13 @@ def child(request: dict[str, Any], folder: Path) -> None:
         os.chdir(request["cwd"])
         os.environ.update(request["env"])
         import pipeline.__main__
-        import pipeline.cli
-        import pipeline.launching.multi_node
+        import pipeline.cli.train
+        import pipeline.distributed.launch.multi_node
 
         entries = {
-            "train": pipeline.cli.main,
+            "train": pipeline.cli.train.main,
             "pipeline": pipeline.__main__.main,
-            "multi_node": pipeline.launching.multi_node.main,
+            "multi_node": pipeline.distributed.launch.multi_node.main,
         }
         code = entries[request["entry"]](request["argv"])
     except SystemExit as end:

@@ -151,11 +151,11 @@ def test_an_adapter_of_peft_begins_as_ours_does(tmp_path, monkeypatch):
     from peers import Script
     from workload import Workload, write_recipe
 
-    from pipeline.build_engine import build_engine
     from pipeline.config.settings import load_settings
     from pipeline.distributed.process_group import Job
     from pipeline.distributed.ranks import Ranks
     from pipeline.objectives import CausalLM
+    from pipeline.training.build_engine import build_engine
 
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path / "it.yaml", replace(Workload.of("tiny"), adapter=True), "fp32", plain=True)

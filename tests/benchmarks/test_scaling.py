@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.planning.timing import step_time
+from pipeline.planner.timing import step_time
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"

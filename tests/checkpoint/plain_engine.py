@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from pipeline.shards import Region, Shard
+from pipeline.checkpoint.shards import Region, Shard
 
 SHAPES = {
     ("embed.weight", "weight"): ((11, 6), torch.float32),

@@ -17,12 +17,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pipeline
-from pipeline.assemble import build_eval_loader
 from pipeline.checkpoint.adapters import described
 from pipeline.checkpoint.initial_weights import open_checkpoint
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.models.of_transformers import write_description
 from pipeline.objectives import CausalLM
+from pipeline.training.assemble import build_eval_loader
 
 IDS = torch.arange(1, 25)[None]
 SPLITS = {"plain": Division({"torch": {"parallel": "single"}}, 1)} | {

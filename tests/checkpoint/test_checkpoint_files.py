@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from pipeline.checkpoint.saving import Snapshot, streamed
 from pipeline.checkpoint.shard_file import DTYPES, Layout, LayoutChangedError, write_file
-from pipeline.shards import Region, Shard
+from pipeline.checkpoint.shards import Region, Shard
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 

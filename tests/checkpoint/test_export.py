@@ -24,15 +24,15 @@ from support.weights import assert_same, small
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from pipeline.assemble import build_eval_loader
 from pipeline.checkpoint.catalog import check
 from pipeline.checkpoint.export import write_export
+from pipeline.checkpoint.shards import Region, Shard
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import CheckpointError
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.models.of_transformers import write_description
 from pipeline.objectives import CausalLM
-from pipeline.shards import Region, Shard
+from pipeline.training.assemble import build_eval_loader
 
 PLAIN = {"torch": {"parallel": "single"}}
 TIED = LLAMA | {"extra": {"tie_word_embeddings": True}}

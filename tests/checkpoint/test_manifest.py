@@ -22,8 +22,8 @@ from support.checkpoints import written
 
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, ShardTable, decode, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.shards import Region, Shard, overlap
 from pipeline.errors import CheckpointError
-from pipeline.shards import Region, Shard, overlap
 
 HERE = Path("step-00000001") / MANIFEST
 

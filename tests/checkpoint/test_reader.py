@@ -14,8 +14,8 @@ from support.checkpoints import written
 
 from pipeline.checkpoint.manifest import Manifest, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.shards import Region
 from pipeline.errors import CheckpointError
-from pipeline.shards import Region
 
 DIVISIONS = st.tuples(st.integers(1, 5), st.sampled_from(["values", "columns"]))
 

@@ -7,12 +7,12 @@ import torch
 from support.saved import store_in
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 
-from pipeline.assemble import build_loader
 from pipeline.config.batch import plan_batch
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import CausalLM
+from pipeline.training.assemble import build_loader
 
 pytestmark = pytest.mark.slow
 

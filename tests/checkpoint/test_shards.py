@@ -11,9 +11,9 @@ from deepspeed.module_inject.layers import _build_param_uc_restore_meta, _partit
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.checkpoint.shards import Region, copy_runs, overlap
 from pipeline.engine.state import Place, shared_out
 from pipeline.engine.tensor_parallel import part_of
-from pipeline.shards import Region, copy_runs, overlap
 
 
 @st.composite

@@ -17,10 +17,10 @@ from support.saved import store_in
 
 from pipeline.checkpoint.catalog import Retention, check
 from pipeline.checkpoint.reader import verify
+from pipeline.checkpoint.shards import Region, Shard
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError
-from pipeline.shards import Region, Shard
 
 FROZEN = "rank-00000.frozen.safetensors"
 

@@ -13,7 +13,7 @@ from support.launch import ROOT, environment, launch
 from pipeline.config.split import Device
 
 ZERO2 = str(ROOT / "ds_configs" / "zero2.json")
-HEAVY = ["torch", "deepspeed", "transformers", "wandb", "numpy", "sklearn", "pipeline.running"]
+HEAVY = ["torch", "deepspeed", "transformers", "wandb", "numpy", "sklearn", "pipeline.training.run_rank"]
 # What launch/train.py, or `python -m pipeline`, does, and then: which of the heavy modules came in.
 WRAPPER = f"""
 import importlib, sys
@@ -27,7 +27,7 @@ sys.exit(code)
 """
 
 
-def run_wrapped(*arguments, module="pipeline.cli", **extra):
+def run_wrapped(*arguments, module="pipeline.cli.train", **extra):
     return subprocess.run(
         [sys.executable, "-c", WRAPPER, module, *arguments],
         capture_output=True,
@@ -160,7 +160,7 @@ def test_only_one_rank_prints_the_plan():
 @pytest.fixture
 def main(capfd, monkeypatch):
     """`main(*arguments)` in this process -> (exit code, stdout, stderr)."""
-    from pipeline.cli import main
+    from pipeline.cli.train import main
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

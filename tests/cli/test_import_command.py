@@ -9,7 +9,7 @@ import yaml
 from support.base_model import conversations, write_base_model
 
 from pipeline.__main__ import main
-from pipeline.cli import main as train
+from pipeline.cli.train import main as train
 
 
 def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):

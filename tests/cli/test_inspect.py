@@ -15,9 +15,8 @@ from PIL import Image
 from rich.console import Console
 
 from pipeline.__main__ import main
-from pipeline.data.packing import pack
-from pipeline.inspection.screen import Screen, percent
-from pipeline.inspection.statistics import (
+from pipeline.cli.inspection.screen import Screen, percent
+from pipeline.cli.inspection.statistics import (
     bars,
     count_copies,
     count_rows,
@@ -28,7 +27,8 @@ from pipeline.inspection.statistics import (
     length_bars,
     lengths_of,
 )
-from pipeline.inspection.text import first_documents, show_row, split_row
+from pipeline.cli.inspection.text import first_documents, show_row, split_row
+from pipeline.data.packing import pack
 
 END, PAD = 1, 2
 LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=4)  # of documents, by part

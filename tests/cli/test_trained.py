@@ -13,7 +13,7 @@ from support.launch import ROOT, numbers, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pipeline.__main__ import main
-from pipeline.cli import main as train
+from pipeline.cli.train import main as train
 
 SMALL = ["wandb.mode=disabled", "sample.max_new_tokens=0"]
 

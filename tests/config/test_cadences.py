@@ -7,7 +7,7 @@ import yaml
 from support.launch import DIGITS, numbers
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.cli import main
+from pipeline.cli.train import main
 
 RECIPE = DIGITS | {
     "batch": {"micro_batch_size": 180},

@@ -15,10 +15,10 @@ import yaml
 from support.base_model import conversations, write_base_model
 from support.launch import BIN, ROOT, environment, launch, write_recipe
 
-from pipeline import command_lines
 from pipeline.__main__ import main
-from pipeline.command_lines import own_command, train_command
-from pipeline.report import page
+from pipeline.config import command_lines
+from pipeline.config.command_lines import own_command, train_command
+from pipeline.monitoring.report import page
 
 WANDB_OFFLINE = ["wandb={mode: offline}"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import tiny
 
-from pipeline.cli import main
+from pipeline.cli.train import main
 from pipeline.config.combinations import RULES, as_markdown
 from pipeline.config.split import Device
 from pipeline.distributed.process_group import describe_device

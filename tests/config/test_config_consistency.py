@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cli import main
+from pipeline.cli.train import main
 from pipeline.config.consistency import ROTARY_HEADS, WHOLE_HEADS
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError

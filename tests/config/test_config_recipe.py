@@ -563,6 +563,6 @@ def test_another_tokenizer_for_a_pretrained_model_is_named(load, folder):
 
 
 def test_a_pretrained_folder_without_a_tokenizer_trains_no_new_one(load, folder):
-    """A plan needs none; a run says that it is missing (tests/test_hub.py)."""
+    """A plan needs none; a run says that it is missing (tests/config/test_hub.py)."""
     old, new = PRETRAINED
     assert load(old, new.format(folder=folder)).data.tokenizer.pretrained == str(folder)

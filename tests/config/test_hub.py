@@ -16,9 +16,9 @@ import yaml
 from support.base_model import write_base_model
 from support.launch import ROOT, environment
 
-import pipeline.hub
+import pipeline.config.hub
+from pipeline.config.hub import hub_or_cache
 from pipeline.errors import ModelError
-from pipeline.hub import hub_or_cache
 
 COMMIT = "0" * 40
 COMMANDS = {
@@ -114,7 +114,7 @@ def test_the_client_is_as_it_was_and_asked_again_later(monkeypatch, tmp_path):
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    pipeline.hub._unreachable.cache_clear()
+    pipeline.config.hub._unreachable.cache_clear()
     with (
         pytest.raises(ModelError, match="hf download some/model"),
         hub_or_cache("key", "some/model", ModelError),

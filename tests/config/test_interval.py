@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from pipeline.cli import main
+from pipeline.cli.train import main
 from pipeline.config.interval import Cadences, Interval, resolve_cadences
 from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.config.settings import load_settings, recipe_yaml

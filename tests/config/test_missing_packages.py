@@ -13,14 +13,14 @@ from support.launch import DIGITS, ROOT, launch, run_directories, write_recipe
 from support.record import numbers
 
 from pipeline.__main__ import main
-from pipeline.cli import main as train
-from pipeline.command_lines import own_command
+from pipeline.cli.train import main as train
+from pipeline.config.command_lines import own_command
+from pipeline.config.optional_packages import DISTRIBUTIONS, EXTRAS, is_installed
 from pipeline.config.schema import RunConfig
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
-from pipeline.optional_packages import DISTRIBUTIONS, EXTRAS, is_installed
-from pipeline.report.page import write_at_end
-from pipeline.sinks import check_sinks
+from pipeline.monitoring.report.page import write_at_end
+from pipeline.monitoring.trackers import check_sinks
 
 HIDING = ROOT / "tests" / "support" / "hidden_packages"
 OPTIONAL = (

@@ -11,9 +11,9 @@ import yaml
 from support import extending
 from torch import nn
 
-from pipeline.cli import main
+from pipeline.cli.train import main
 from pipeline.config.optimizer_schema import OTHER_OPTIMIZERS, OTHER_SCHEDULES, OptimizerConfig
-from pipeline.optim import build_torch_optimizer
+from pipeline.engine.optim import build_torch_optimizer
 
 RECIPE = """\
 max_steps: 10

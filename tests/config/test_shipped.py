@@ -11,8 +11,8 @@ from support.launch import ROOT
 
 from pipeline.__main__ import main
 from pipeline.config.settings import load_settings
+from pipeline.config.shipped import DS_CONFIGS, RECIPES
 from pipeline.errors import ConfigError
-from pipeline.shipped import DS_CONFIGS, RECIPES
 
 
 @pytest.fixture(autouse=True)

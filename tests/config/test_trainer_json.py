@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support.tiny import curve_of, recipe
 
-from pipeline.cli import DEFAULT_RECIPE, main
+from pipeline.cli.train import DEFAULT_RECIPE, main
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
 

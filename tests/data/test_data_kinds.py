@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pipeline.config.data_schema import CustomDataConfig, DigitsDataConfig
+from pipeline.config.import_paths import import_object
 from pipeline.data import prepare_data
 from pipeline.data.loader import TrainLoader
 from pipeline.data.sampler import MixtureOrder
 from pipeline.errors import DataError, ModelError
-from pipeline.importing import import_object
 
 MODULE = """
 import torch

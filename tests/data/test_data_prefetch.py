@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from pipeline.data.bundle import collate_items
 from pipeline.data.loader import TrainLoader
 from pipeline.data.sampler import MixtureOrder, SourceShare
-from pipeline.plan import little_data
+from pipeline.training.banner import little_data
 
 SOURCES = (SourceShare("web", 40, weight=3.0), SourceShare("code", 23, weight=1.0))
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from support.tiny import recipe, resolve, token_bundle
 
-from pipeline.assemble import assemble, go_on
 from pipeline.data.loader import BatchSource
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble, go_on
+from pipeline.training.loop import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 ROWS, LENGTH = 8, 6

@@ -12,7 +12,7 @@ import torch
 from support.launch import write_recipe
 
 from pipeline.__main__ import main
-from pipeline.cli import main as train
+from pipeline.cli.train import main as train
 from pipeline.config.data_schema import PreferenceDataConfig
 from pipeline.data import prepare_data
 from pipeline.data.bundle import JoinedDataset

@@ -14,7 +14,7 @@ from support.poisoned import events
 from support.ranks import free_port
 
 from pipeline.distributed.agent import AGENT, Agent, read_agent, why_none_leaves
-from pipeline.launching.torchrun import command, described
+from pipeline.distributed.launch.torchrun import command, described
 
 STEPS = 20
 

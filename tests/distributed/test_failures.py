@@ -28,7 +28,7 @@ from pipeline.distributed.watchdog import (
     claim,
     is_from_peers,
 )
-from pipeline.run_directory import open_run_directory
+from pipeline.training.run_directory import open_run_directory
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import op_builds
-from pipeline.op_builds import ALIVE, OUT_OF_SIGHT, QUIET, find_holder, signature
+from pipeline.distributed import op_builds
+from pipeline.distributed.op_builds import ALIVE, OUT_OF_SIGHT, QUIET, find_holder, signature
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_compiler_in_its_folder_holds_it_also_through_a_link(lock, tmp_path):
 
 
 def test_a_run_of_ours_signs_and_is_known_to_be_gone_at_once(lock):
-    sign = "from pipeline.op_builds import signature; print(signature(), flush=True); input()"
+    sign = "from pipeline.distributed.op_builds import signature; print(signature(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", sign], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:

@@ -12,8 +12,8 @@ import pytest
 from support.heard import heard
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 
-from pipeline.assemble import assemble
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 SPLITS = {
     "ddp": {"torch": {"parallel": "ddp"}},
@@ -43,7 +43,7 @@ def warnings_of_a_run(job, folder, split, slow_rank, first_step):
         run.engine.module.register_forward_pre_hook(delay)
     with (
         patch("os.getloadavg", load),
-        heard("pipeline.sinks") as lines,
+        heard("pipeline.monitoring.trackers") as lines,
         run.sinks,
         TrainLoop(run) as loop,
     ):

@@ -12,11 +12,11 @@ from support.tiny import BANDS, make_engine, recipe, token_bundle, train_curve
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from pipeline import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.engine.zero3 import _learning
 from pipeline.errors import ModelError
 from pipeline.models.blocks import compile_blocks, sharded_as_one
+from pipeline.training import build_engine
 
 MODEL = recipe()["model"] | {"num_layers": 4}
 SPLITS = {

@@ -10,10 +10,10 @@ import torch
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 from torch.distributed import distributed_c10d
 
-from pipeline.assemble import build_loader
-from pipeline.build_engine import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_loader
+from pipeline.training.build_engine import build_engine
 
 pytestmark = pytest.mark.slow
 

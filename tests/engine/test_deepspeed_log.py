@@ -12,7 +12,7 @@ from deepspeed.utils import set_log_level_from_string
 
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.deepspeed_base import is_wanted, quiet_deepspeed
-from pipeline.logs import log_to_console
+from pipeline.monitoring.logs import log_to_console
 
 
 @pytest.fixture

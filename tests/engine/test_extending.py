@@ -20,12 +20,12 @@ from support.extending import PAGE, with_accuracy
 from support.launch import numbers, write_recipe
 from support.tiny import recipe
 
-from pipeline.assemble import build_eval_loader
-from pipeline.cli import main as train
+from pipeline.cli.train import main as train
 from pipeline.distributed.process_group import Job
 from pipeline.engine.normalize import further_means
-from pipeline.evaluation import evaluate
-from pipeline.schedule import multiplier
+from pipeline.engine.schedule import multiplier
+from pipeline.evaluation.held_out import evaluate
+from pipeline.training.assemble import build_eval_loader
 
 
 def two_metrics(outputs, batch):

@@ -14,12 +14,12 @@ import torch
 from support.census import Census, counted
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 
-from pipeline.assemble import build_loader
 from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
-from pipeline.metrics import Meters, Workload
+from pipeline.monitoring.metrics import Meters, Workload
 from pipeline.objectives import CausalLM
-from pipeline.training import TrainState
+from pipeline.training.assemble import build_loader
+from pipeline.training.loop import TrainState
 
 PARAMETERS = 37_088
 WARM_UP = 3  # the first step allocates and warns

@@ -152,8 +152,8 @@ def small_op(tmp_path, monkeypatch):
     """
     import deepspeed.ops.op_builder
 
+    from pipeline.distributed.op_builds import NativeOp
     from pipeline.engine import native_ops
-    from pipeline.op_builds import NativeOp
 
     class SmallBuilder(deepspeed.ops.op_builder.builder.OpBuilder):
         def __init__(self):
@@ -207,7 +207,7 @@ def test_a_lock_made_after_our_look_and_left_behind_is_removed(small_op, tmp_pat
 
 def test_an_owner_that_ends_while_it_is_waited_for(small_op, tmp_path, monkeypatch):
     """Another program's build, killed: its lock stays, and was alive when the wait began."""
-    from pipeline import op_builds
+    from pipeline.distributed import op_builds
     from pipeline.engine.native_ops import _build
 
     op, builder = small_op
@@ -258,8 +258,8 @@ def test_who_holds_the_lock_of_our_runs_is_told_and_what_it_waits_for(small_op, 
 
 def test_a_lock_says_who_took_it(small_op, tmp_path, monkeypatch):
     """While ninja runs: here a compiler that shows it."""
+    from pipeline.distributed.op_builds import signature
     from pipeline.engine.native_ops import _build
-    from pipeline.op_builds import signature
 
     op, _ = small_op
     lock = tmp_path / "ops" / "small" / "lock"

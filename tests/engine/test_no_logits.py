@@ -11,11 +11,11 @@ from support.tiny import VOCABULARY, deepspeed_json, recipe, resolve, token_bund
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from pipeline.assemble import build_loader
-from pipeline.build_engine import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
-from pipeline.planning import chunks
+from pipeline.planner import chunks
+from pipeline.training.assemble import build_loader
+from pipeline.training.build_engine import build_engine
 
 pytestmark = pytest.mark.slow
 

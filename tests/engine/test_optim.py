@@ -12,8 +12,8 @@ from torch import nn
 
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.engine.guard import clip_and_guard
+from pipeline.engine.optim import at_rest, build_torch_optimizer, parameter_groups, set_learning_rate
 from pipeline.errors import ConfigError, ModelError
-from pipeline.optim import at_rest, build_torch_optimizer, parameter_groups, set_learning_rate
 
 
 class Tiny(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.checkpoint.shards import Region, Shard
 from pipeline.engine.state import (
     ParameterState,
     Place,
@@ -20,7 +21,6 @@ from pipeline.engine.state import (
     whole_tensors,
 )
 from pipeline.errors import CheckpointError
-from pipeline.shards import Region, Shard
 
 OPTIMIZERS = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),

@@ -8,9 +8,14 @@ from torch import nn
 
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
+from pipeline.engine.optim import (
+    SeveralOptimizers,
+    build_torch_optimizer,
+    parameter_groups,
+    set_learning_rate,
+)
 from pipeline.engine.state import ParameterState, restore, whole_parameters
 from pipeline.errors import ConfigError
-from pipeline.optim import SeveralOptimizers, build_torch_optimizer, parameter_groups, set_learning_rate
 
 ZERO_2 = Split(2, "fp32", "deepspeed", zero_stage=2)
 ZERO_0 = Split(2, "fp32", "deepspeed")

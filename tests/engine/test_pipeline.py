@@ -14,14 +14,14 @@ from support.saved import store_in
 from support.tiny import BANDS, CPU, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from test_step import at_the_minimum
 
-from pipeline.assemble import build_eval_loader, build_loader
 from pipeline.config.batch import plan_batch
 from pipeline.config.deepspeed_json import load_deepspeed_json
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, ModelError
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import CausalLM, LossSum, build_objective
+from pipeline.training.assemble import build_eval_loader, build_loader
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from support.tiny import deepspeed_json, make_engine, recipe, resolve, settings, token_bundle
 
-from pipeline.assemble import build_loader, build_meters
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_loader, build_meters
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.engine.replicas import HISTORY, Replicas, digest, mixed
 from pipeline.errors import DeviceFailedError
 from pipeline.objectives import CausalLM
-from pipeline.replica_check import ReplicaCheck
+from pipeline.training.replica_check import ReplicaCheck
 
 CPU = torch.device("cpu")
 DTYPES = [

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.optimizer_schema import ScheduleConfig
+from pipeline.engine.schedule import check_own, multiplier, remark
 from pipeline.errors import ConfigError
-from pipeline.schedule import check_own, multiplier, remark
 
 KINDS = ("cosine", "linear", "constant", "wsd")
 kinds = st.sampled_from(KINDS)

@@ -23,14 +23,14 @@ from support.tiny import (
 )
 from torch import nn
 
-from pipeline.assemble import build_eval_loader
 from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import CausalLM, Custom, LossSum, build_objective
 from pipeline.objectives.linear_cross_entropy import OutputHeads
+from pipeline.training.assemble import build_eval_loader
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STAGES = [None, 0, 1, 2, 3]  # None: plain PyTorch

@@ -10,8 +10,8 @@ from support.exchange import Run, shards_now, tree
 from support.tiny import recipe
 from torch import nn
 
+from pipeline.checkpoint.shards import BUFFER
 from pipeline.engine.guard import StepGate
-from pipeline.shards import BUFFER
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 SPLITS = {

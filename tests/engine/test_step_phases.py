@@ -9,9 +9,9 @@ import pytest
 from support.record import rows_of, time_of
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 
-from pipeline.assemble import assemble
 from pipeline.distributed.phases import PHASES
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,6 @@ from support.saved import store_in
 from support.tiny import BANDS, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from test_step import Poisoned, evaluated, parameters
 
-from pipeline.assemble import build_loader
 from pipeline.config.batch import plan_batch
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
@@ -20,6 +19,7 @@ from pipeline.engine.interface import Engine
 from pipeline.errors import ModelError
 from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import CausalLM
+from pipeline.training.assemble import build_loader
 
 pytestmark = pytest.mark.slow
 

@@ -14,12 +14,12 @@ from support.memory import anonymous_bytes, held_bytes, most_anonymous
 from support.tiny import make_engine, recipe, resolve, token_bundle
 from support.weights import SIZES
 
-from pipeline.build_engine import model_request
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Whole
+from pipeline.training.build_engine import model_request
 
 pytestmark = pytest.mark.slow
 

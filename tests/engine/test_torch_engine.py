@@ -15,7 +15,6 @@ from support.saved import store_in
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from torch import nn
 
-from pipeline.assemble import build_eval_loader
 from pipeline.config.batch import plan_batch
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.schema import EngineConfig
@@ -26,8 +25,9 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.engine.state import GradientWatch, listed, without_gradient
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ModelError
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import Classification, LossSum, build_objective
+from pipeline.training.assemble import build_eval_loader
 
 pytestmark = pytest.mark.slow
 

@@ -18,13 +18,13 @@ from support.tiny import (
     train_curve,
 )
 
-from pipeline.assemble import build_eval_loader, build_loader
-from pipeline.build_engine import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_eval_loader, build_loader
+from pipeline.training.build_engine import build_engine
 
 pytestmark = pytest.mark.slow
 

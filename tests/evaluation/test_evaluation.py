@@ -9,15 +9,15 @@ import pytest
 import torch
 from support.tiny import MaskedTokens, make_engine, recipe, settings, token_bundle
 
-from pipeline.assemble import build_eval_loader
 from pipeline.config.batch import plan_batch
 from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.torch_engine import TorchEngine
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_eval_loader
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 WEB, CODE, NEWS = MaskedTokens(7, seed=1), MaskedTokens(12, seed=2), MaskedTokens(5, seed=3)

@@ -18,8 +18,8 @@ from support.ranks import RankPool
 from pipeline.distributed.process_group import describe_device
 from pipeline.distributed.stacks import _recorded
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader
-from pipeline.metrics import MemoryMeter
-from pipeline.peak_flops import peak_flops
+from pipeline.monitoring.metrics import MemoryMeter
+from pipeline.planner.peak_flops import peak_flops
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_micro_batch import ANSWER, SAMPLES, train
+from training.test_micro_batch import ANSWER, SAMPLES, train
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.planning.largest import MOST_TRIALS
+from pipeline.planner.largest import MOST_TRIALS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import torch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
-from pipeline.metrics import Meters, Workload
+from pipeline.monitoring.metrics import Meters, Workload
 
 pytestmark = [
     pytest.mark.gpu,

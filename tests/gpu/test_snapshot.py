@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoint.saving import CHUNK, Snapshot, streamed
 from pipeline.checkpoint.shard_file import Layout, write_file
-from pipeline.shards import Region, Shard
+from pipeline.checkpoint.shards import Region, Shard
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,13 +9,13 @@ from parity.splits import GPT2, LLAMA
 from safetensors.torch import save_file
 from support.tiny import make_engine, recipe, resolve, token_bundle
 
-from pipeline.assemble import build_loader
 from pipeline.config.adapter_schema import AdapterConfig
+from pipeline.engine.optim import parameter_groups
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import NAME, adapted, held_apart, learning_rate_for, peft_config
 from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import build_objective
-from pipeline.optim import parameter_groups
+from pipeline.training.assemble import build_loader
 
 PLAIN = {"torch": {"parallel": "single"}}
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from support.tiny import deepspeed_json, make_engine, recipe
 from torch import nn
 
-from pipeline.assemble import build_loader
 from pipeline.config.batch import plan_batch
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.distributed.process_group import Job
@@ -16,6 +15,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.engine.normalize import mean_loss
 from pipeline.models.batch_norm import CPUSyncBatchNorm, num_batch_norms, synchronise_batch_norm
 from pipeline.objectives import Classification
+from pipeline.training.assemble import build_loader
 
 pytestmark = pytest.mark.slow
 

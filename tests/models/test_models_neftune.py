@@ -13,7 +13,6 @@ from support.record import rows_of
 from support.tiny import make_engine, recipe, resolve, token_bundle
 from support.token_store import Part, Store
 
-from pipeline.assemble import assemble
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
 from pipeline.data.packing import pack
 from pipeline.data.random_numbers import token_keys
@@ -25,8 +24,9 @@ from pipeline.models.embeddings import noise_for
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
-from pipeline.recovery import with_keys
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
+from pipeline.training.recovery import with_keys
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 ALPHA = 30.0  # large enough to be seen in a loss of small weights

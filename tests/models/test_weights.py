@@ -11,12 +11,12 @@ from support.tiny import VOCABULARY, recipe, resolve, token_bundle
 from support.weights import SIZES, assert_same, cnn, copied, llama, load, refused, small
 from torch import nn
 
-from pipeline.build_engine import build_engine
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.weights import matched
+from pipeline.training.build_engine import build_engine
 
 PLAIN = {"torch": {"parallel": "single"}}
 TIED = {"tie_word_embeddings": True}

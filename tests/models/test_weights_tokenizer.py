@@ -7,7 +7,7 @@ import shutil
 import pytest
 from support.launch import write_recipe
 
-from pipeline.cli import main as train
+from pipeline.cli.train import main as train
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.clock import Clock
 
-from pipeline.device_meters import GpuMeter
+from pipeline.monitoring.device_meters import GpuMeter
 
 CUDA = torch.device("cuda", 0)
 

@@ -11,7 +11,7 @@ from parity.splits import GPT2, LLAMA
 from support.exchange import SPLITS, Gathered, Run, run_on, shards_now, tree, whole_of
 
 from pipeline.distributed.process_group import Job
-from pipeline.histograms import BINS, EDGES, HIGHEST, LOWEST, HistogramMeter, count
+from pipeline.monitoring.histograms import BINS, EDGES, HIGHEST, LOWEST, HistogramMeter, count
 
 EVERY = 2
 
@@ -41,7 +41,7 @@ def test_counts_are_numpys():
 
 
 def test_more_values_than_fp32_counts(monkeypatch):
-    monkeypatch.setattr("pipeline.histograms.CHUNK", 1000)
+    monkeypatch.setattr("pipeline.monitoring.histograms.CHUNK", 1000)
     assert count(torch.ones(2**20 + 7)).sum() == 2**20 + 7
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from support.clock import Clock
 
-from pipeline.device_meters import GpuMeter
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
-from pipeline.metrics import CHUNK, MemoryMeter, Meters, Workload, memory_row, slowest
-from pipeline.wall_time import WallTime
+from pipeline.monitoring.device_meters import GpuMeter
+from pipeline.monitoring.metrics import CHUNK, MemoryMeter, Meters, Workload, memory_row, slowest
+from pipeline.monitoring.wall_time import WallTime
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 

@@ -10,10 +10,10 @@ from support.clock import Clock
 from support.record import rows_of
 from support.tiny import recipe, resolve, token_bundle
 
-from pipeline.assemble import assemble
-from pipeline.device_meters import NodeMeter
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.training import TrainLoop
+from pipeline.monitoring.device_meters import NodeMeter
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 
 def on(*machines: str) -> list[RankProcess]:

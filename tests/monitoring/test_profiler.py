@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from monitoring.test_rows import ALONE, Engine
 from support.launch import ROOT, launch, numbers, run_directories, write_recipe
 from support.tiny import recipe, resolve, token_bundle
-from test_rows import ALONE, Engine
 
-from pipeline.assemble import assemble
-from pipeline.profiler import (
+from pipeline.monitoring.profiler import (
     FOLDER,
     OutOfMemory,
     StepProfiler,
@@ -27,7 +26,8 @@ from pipeline.profiler import (
     snapshot_when_out,
     watch_memory,
 )
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 
 def profiler_of(config, resolved, parts, folder: Path):

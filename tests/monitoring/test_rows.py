@@ -12,16 +12,16 @@ import torch
 from support.record import numbers
 from support.tiny import recipe, resolve, token_bundle
 
-from pipeline.assemble import assemble
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import NonFiniteLossError
-from pipeline.report.run_summary import summary_lines
-from pipeline.rows import DeferredRow, RowQueue
-from pipeline.sinks import Sinks
-from pipeline.sinks.jsonl import iterate_record
-from pipeline.training import TrainLoop
-from pipeline.watchers import Seen
+from pipeline.monitoring.alerts import Seen
+from pipeline.monitoring.report.run_summary import summary_lines
+from pipeline.monitoring.row_queue import DeferredRow, RowQueue
+from pipeline.monitoring.trackers import Sinks
+from pipeline.monitoring.trackers.jsonl import iterate_record
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 CHANGES = {"eval": {"every": 3}, "checkpoint": {"every": 2, "keep_last": 20}}
@@ -147,7 +147,7 @@ class Slow(DeferredRow):
 
 
 def test_after_a_failure_a_row_is_waited_for_no_longer_than_a_moment(monkeypatch):
-    monkeypatch.setattr("pipeline.rows.LAST_WAIT", 0.02)
+    monkeypatch.setattr("pipeline.monitoring.row_queue.LAST_WAIT", 0.02)
     written = []
 
     class Kept:

@@ -12,13 +12,13 @@ from support.clock import Clock
 from support.record import rows_of, time_of
 from support.tiny import MaskedTokens, recipe, resolve, token_bundle
 
-from pipeline.assemble import assemble
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.phases import NO_STEP, PHASES, Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.training import TrainLoop
-from pipeline.wall_time import Earlier, WallTime
+from pipeline.monitoring.wall_time import Earlier, WallTime
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 NAMES = [phase for phase in PHASES if phase != "communication"]

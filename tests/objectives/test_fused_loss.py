@@ -12,16 +12,17 @@ import torch
 from support.tiny import BANDS, recipe, resolve, token_bundle
 from torch._inductor.utils import run_and_get_code
 
-from pipeline import build_engine, objectives
-from pipeline.assemble import assemble
+from pipeline import objectives
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.blocks import compile_blocks
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum, linear_token_losses
-from pipeline.planning import chunks
-from pipeline.training import TrainLoop
+from pipeline.planner import chunks
+from pipeline.training import build_engine
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 WORDS = 1000

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_linear_cross_entropy import ROUNDING, make
+from objectives.test_linear_cross_entropy import ROUNDING, make
 
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.objectives.given_logits import token_losses
 from pipeline.objectives.linear_cross_entropy import linear_token_losses
-from pipeline.planning import chunks
+from pipeline.planner import chunks
 
 
 def leaves_of(*parts):

@@ -9,14 +9,14 @@ import torch
 from support.preferences import ALONE, Answers, answers_bundle, tree_of
 from support.tiny import resolve
 
-from pipeline.assemble import build_eval_loader
-from pipeline.build_engine import build_engine
 from pipeline.data.batches import as_batch
 from pipeline.data.bundle import collate_items
 from pipeline.errors import ConfigError, DataError
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import Recorded, build_objective
 from pipeline.objectives.preferences import PairLoss, log1mexp
+from pipeline.training.assemble import build_eval_loader
+from pipeline.training.build_engine import build_engine
 
 
 def objective_of(loss: str):

@@ -10,12 +10,12 @@ import torch
 from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, resolve, settings, token_bundle
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from pipeline.assemble import build_loader, build_meters
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
 from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_loader, build_meters
 
 STEPS = 4
 COEFFICIENT = 0.5  # large: what it changes shows in the first steps

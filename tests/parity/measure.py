@@ -14,15 +14,15 @@ from parity.splits import STEPS, Case
 from support.memory import held_bytes
 from support.tiny import resolve, token_bundle
 
-from pipeline.assemble import build_eval_loader, build_loader
-from pipeline.build_engine import build_engine
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.normalize import mean_loss
-from pipeline.evaluation import evaluate
+from pipeline.engine.schedule import multiplier
+from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
-from pipeline.schedule import multiplier
+from pipeline.training.assemble import build_eval_loader, build_loader
+from pipeline.training.build_engine import build_engine
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
@@ -45,7 +45,7 @@ class Trained:
 def train(
     job: Job, recipe: dict[str, Any], split: dict[str, Any], steps: int = STEPS, with_memory: bool = False
 ) -> Trained:
-    """The first steps of the recipe's STEPS under one split, as pipeline.training makes them. Collective."""
+    """The first steps of the recipe's STEPS under one split, as the loop makes them. Collective."""
     data = token_bundle(packed=True)
     before = held_now() if with_memory else 0
     config, resolved = resolve(recipe, split, job.ranks.world_size)

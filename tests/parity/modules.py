@@ -12,15 +12,15 @@ from support.tiny import recipe, resolve
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from pipeline.assemble import build_eval_loader, build_loader
-from pipeline.build_engine import build_engine
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.normalize import mean_loss
 from pipeline.engine.state import kept_buffers
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_eval_loader, build_loader
+from pipeline.training.build_engine import build_engine
 
 STEPS = 8
 

@@ -15,13 +15,13 @@ from support.launch import ROOT
 from support.memory import held_bytes
 from support.tiny import CPU, deepspeed_json, make_engine, recipe, settings, token_bundle
 
-from pipeline.assemble import build_loader
 from pipeline.config.batch import plan_batch
 from pipeline.config.settings import load_settings
 from pipeline.distributed.process_group import Job
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.objectives import CausalLM
+from pipeline.training.assemble import build_loader
 
 # A million parameters, so that batches and buckets are small beside them.
 MODEL = {

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from support.tiny import resolve, token_bundle
 
-from pipeline.assemble import build_loader
-from pipeline.build_engine import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_loader
+from pipeline.training.build_engine import build_engine
 
 KINDS = ("weights", "gradients", "masters", "moments")
 

@@ -16,10 +16,10 @@ from support.tiny import DataBundle, MaskedTokens, collate_items, resolve
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.assemble import build_loader
-from pipeline.build_engine import build_engine
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_loader
+from pipeline.training.build_engine import build_engine
 
 TOKENS, WORDS = 4, 512
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import pytest
 from parity.splits import CPU, SUMMED
-from planning.live import WORDS, of_a_step
-from planning.test_states import whole_of
+from planner.live import WORDS, of_a_step
+from planner.test_states import whole_of
 from support.ranks import RankPool
 from support.tiny import deepspeed_json, recipe, resolve
 
-from pipeline.planning.buffers import buffers, fitted_bucket
-from pipeline.planning.rank import Rank
-from pipeline.planning.states import states_of
+from pipeline.planner.buffers import buffers, fitted_bucket
+from pipeline.planner.rank import Rank
+from pipeline.planner.states import states_of
 
 MODEL = {
     "kind": "causal_lm",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.planning.shapes import build, families
+from pipeline.planner.shapes import build, families
 
 SMALL = {
     "num_hidden_layers": 2,

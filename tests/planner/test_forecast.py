@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning.test_states import whole_of
+from planner.test_states import whole_of
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.files import GIB
-from pipeline.planning.activations import Work
-from pipeline.planning.buffers import buffers
-from pipeline.planning.forecast import Forecast, forecast_of, job_of
-from pipeline.planning.memory import CUT_FRAGMENTS, CUT_SHARE, FRAGMENTS, RESERVED, peak_by_phase
-from pipeline.planning.place import Correction, place_of
-from pipeline.planning.rank import Rank
-from pipeline.planning.states import states_of
-from pipeline.planning.timing import step_time
+from pipeline.planner.activations import Work
+from pipeline.planner.buffers import buffers
+from pipeline.planner.forecast import Forecast, forecast_of, job_of
+from pipeline.planner.memory import CUT_FRAGMENTS, CUT_SHARE, FRAGMENTS, RESERVED, peak_by_phase
+from pipeline.planner.place import Correction, place_of
+from pipeline.planner.rank import Rank
+from pipeline.planner.states import states_of
+from pipeline.planner.timing import step_time
 
 LLAMA = {
     "kind": "causal_lm",

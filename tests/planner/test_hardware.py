@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.files import GIB
-from pipeline.planning.hardware import GPUS, Gpu, find_gpu, network_rate, rates_of, this_cpu
-from pipeline.planning.place import place_of
+from pipeline.planner.hardware import GPUS, Gpu, find_gpu, network_rate, rates_of, this_cpu
+from pipeline.planner.place import place_of
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from planning.test_states import whole_of
+from planner.test_states import whole_of
 from support.tiny import deepspeed_json, recipe, resolve
 
-from pipeline.planning.place import LIMITS, MOST_LINES, Correction, History, Kind, Measured
+from pipeline.planner.place import LIMITS, MOST_LINES, Correction, History, Kind, Measured
 
 KIND = Kind("H100 SXM 80GB", "llama", "DeepSpeed, ZeRO stage 2, bf16", True)
 OTHER = Kind("H100 SXM 80GB", "gpt2", "DeepSpeed, ZeRO stage 2, bf16", True)

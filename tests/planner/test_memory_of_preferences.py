@@ -14,16 +14,16 @@ from support.preferences import ALONE, Answers, group_of, tree_of
 from support.tiny import resolve
 from torch import Tensor
 
-from pipeline.build_engine import build_engine
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
-from pipeline.planning.activations import Work
-from pipeline.planning.buffers import buffers
-from pipeline.planning.memory import batch_bytes, peak_by_phase
-from pipeline.planning.rank import Rank
-from pipeline.planning.states import states_of
+from pipeline.planner.activations import Work
+from pipeline.planner.buffers import buffers
+from pipeline.planner.memory import batch_bytes, peak_by_phase
+from pipeline.planner.rank import Rank
+from pipeline.planner.states import states_of
+from pipeline.training.build_engine import build_engine
 
 ROWS, LENGTH, PROMPT, WORDS = 4, 256, 20, 2048
 SIZES = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "vocab_size": WORDS}

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning.test_memory_peak import LLAMA, Run, counted, formula
-from planning.test_states import whole_of
+from planner.test_memory_peak import LLAMA, Run, counted, formula
+from planner.test_states import whole_of
 from support.tiny import deepspeed_json
 
 from pipeline.distributed.process_group import Job

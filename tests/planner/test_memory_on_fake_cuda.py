@@ -8,12 +8,12 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from planning.test_memory_peak import GPT2, LLAMA, QWEN2, Run, counted, formula
+from planner.test_memory_peak import GPT2, LLAMA, QWEN2, Run, counted, formula
 from support.fake_cuda import DEVICE, hopper
 from support.ranks import RankPool
 
 from pipeline.distributed.process_group import Job
-from pipeline.planning.model import Model
+from pipeline.planner.model import Model
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 

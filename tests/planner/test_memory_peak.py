@@ -11,17 +11,17 @@ import torch
 from support.allocations import Allocations
 from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, resolve
 
-from pipeline.assemble import build_loader
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
-from pipeline.planning.activations import Work
-from pipeline.planning.buffers import buffers
-from pipeline.planning.memory import Holding, batch_bytes, memory_of, peak_by_phase
-from pipeline.planning.model import Dimensions, Model, Parameter
-from pipeline.planning.states import Rank, states_of
+from pipeline.planner.activations import Work
+from pipeline.planner.buffers import buffers
+from pipeline.planner.memory import Holding, batch_bytes, memory_of, peak_by_phase
+from pipeline.planner.model import Dimensions, Model, Parameter
+from pipeline.planner.states import Rank, states_of
+from pipeline.training.assemble import build_loader
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 WORDS = 1032

@@ -17,9 +17,9 @@ from pipeline.config.schema import cache_folder
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
 from pipeline.models.sizes import count
-from pipeline.planning.place import History, Kind, Measured, place_of
-from pipeline.planning.proposals import proposals
-from pipeline.planning.shapes import model_of
+from pipeline.planner.place import History, Kind, Measured, place_of
+from pipeline.planner.proposals import proposals
+from pipeline.planner.shapes import model_of
 
 LLAMA_8B = ["--config", str(ROOT / "launch" / "recipes" / "llama_8b.yaml")]
 ZERO3 = ["--deepspeed", str(ROOT / "ds_configs" / "zero3.json")]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.traced_blocks import LAYERS, Case, trace
 
-from pipeline.planning.activations import (
+from pipeline.planner.activations import (
     Activations,
     Recompute,
     Sizes,
@@ -20,8 +20,8 @@ from pipeline.planning.activations import (
     row_name,
     rows,
 )
-from pipeline.planning.model import Dimensions
-from pipeline.planning.rank import LowRank
+from pipeline.planner.model import Dimensions
+from pipeline.planner.rank import LowRank
 
 GPT2 = (("resid_pdrop", 0.0), ("embd_pdrop", 0.0), ("attn_pdrop", 0.0))
 CASES = [

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from parity.measure import ALONE
 from parity.splits import LLAMA, zero
-from planning.test_states import BF16, HALVES, LORA, MUON, frozen, whole_of
+from planner.test_states import BF16, HALVES, LORA, MUON, frozen, whole_of
 from support.tiny import make_engine, recipe, resolve, token_bundle
 
-from pipeline.assemble import assemble, build_loader
 from pipeline.checkpoint.saving import Snapshot
+from pipeline.checkpoint.shards import BUFFER
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
-from pipeline.planning.states import checkpoint_bytes, copy_bytes
-from pipeline.shards import BUFFER
-from pipeline.training import TrainLoop
+from pipeline.planner.states import checkpoint_bytes, copy_bytes
+from pipeline.training.assemble import assemble, build_loader
+from pipeline.training.loop import TrainLoop
 
 FIRST = frozen("model.layers.0.*")
 PLAIN = {"torch": {"parallel": "ddp"}, **BF16}

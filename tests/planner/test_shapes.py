@@ -9,7 +9,7 @@ from parity.measure import ALONE
 from support.tiny import make_engine, recipe, settings, token_bundle
 
 from pipeline.errors import ConfigError, ModelError
-from pipeline.planning.shapes import model_of, read_config
+from pipeline.planner.shapes import model_of, read_config
 
 PLAIN = {"torch": {"parallel": "single"}}
 LLAMA = recipe()["model"]

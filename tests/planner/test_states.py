@@ -21,13 +21,13 @@ from parity.splits import (
     cases,
     zero,
 )
-from planning.counting import counted
+from planner.counting import counted
 from support.tiny import VOCABULARY, recipe, resolve
 
-from pipeline.planning.model import Model
-from pipeline.planning.rank import Rank
-from pipeline.planning.shapes import model_of
-from pipeline.planning.states import states_of
+from pipeline.planner.model import Model
+from pipeline.planner.rank import Rank
+from pipeline.planner.shapes import model_of
+from pipeline.planner.states import states_of
 
 PATIENCE = 900.0
 

@@ -13,10 +13,10 @@ from support.benchmarks import imported
 from support.launch import ROOT
 
 from pipeline.config.settings import load_settings
-from pipeline.planning.forecast import forecast_of
-from pipeline.planning.place import History, Kind, Measured, place_of
-from pipeline.planning.shapes import model_of
-from pipeline.planning.suggest import choose, fitting_splits, suggest, write
+from pipeline.planner.forecast import forecast_of
+from pipeline.planner.place import History, Kind, Measured, place_of
+from pipeline.planner.shapes import model_of
+from pipeline.planner.suggest import choose, fitting_splits, suggest, write
 
 suggestions = imported("suggestions")
 DAILY = {("7B", "1 x 24"), ("13B", "8 x 80"), ("70B", "2 x 8 x 80")}

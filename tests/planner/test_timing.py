@@ -11,9 +11,9 @@ from statistics import mean
 
 import pytest
 
-from pipeline.planning.hardware import EAGER, find_gpu, rates_of
-from pipeline.planning.model import Dimensions, Model, Parameter
-from pipeline.planning.timing import OPTIMIZER_BYTES, Job, exposed, fitted, mean_keys, step_time
+from pipeline.planner.hardware import EAGER, find_gpu, rates_of
+from pipeline.planner.model import Dimensions, Model, Parameter
+from pipeline.planner.timing import OPTIMIZER_BYTES, Job, exposed, fitted, mean_keys, step_time
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = rates_of(find_gpu("h100"), 5e10)

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, ShardTable, TableRecord
 from pipeline.checkpoint.saving import streamed
 from pipeline.checkpoint.shard_file import Layout, write_file
-from pipeline.shards import Shard
+from pipeline.checkpoint.shards import Shard
 
 
 def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:

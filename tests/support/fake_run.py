@@ -5,7 +5,7 @@ import sys
 
 from support.fake_cuda import hopper
 
-from pipeline.cli import main
+from pipeline.cli.train import main
 
 if __name__ == "__main__":
     with hopper():

@@ -26,7 +26,7 @@ from pipeline.distributed.accelerator import choose_accelerator
 
 # None of them may start a thread, which a fork would leave behind: tests/test_support_forked.py looks.
 PRELOAD = [
-    "pipeline.running",
+    "pipeline.training.run_rank",
     "torch",
     "torch._dynamo",
     "torch.distributed.run",

@@ -11,17 +11,17 @@ import torch
 from support.tiny import VOCABULARY, recipe, resolve, settings
 from torch import Tensor
 
-from pipeline.assemble import build_eval_loader
-from pipeline.build_engine import build_engine
-from pipeline.build_meters import build_meters
 from pipeline.config.batch import BatchPlan
 from pipeline.data.batches import Batch, as_batch
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.evaluation import evaluate
+from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_eval_loader
+from pipeline.training.build_engine import build_engine
+from pipeline.training.build_meters import build_meters
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 LENGTH = 24  # of a pair, at the most

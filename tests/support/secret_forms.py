@@ -245,7 +245,7 @@ HARMLESS = [
     "train/loss=2.3456789 eval/loss 1.25 [3/10]",
     "docker run -u 1000:1000 -p 8080:80 image",
     "rsync -u a:b host:c",
-    "2026-11-27 10:15:00,123 INFO pipeline.training step 10: loss 2.345",
+    "2026-11-27 10:15:00,123 INFO pipeline.training.loop step 10: loss 2.345",
     "torch.Size([2, 1024, 4096]) dtype=torch.bfloat16 device='cuda:0'",
     "model.layers.0.self_attn.k_proj.weight",
     "Signed-off-by: Someone <someone@example.com>",

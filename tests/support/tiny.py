@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipeline.assemble import build_loader
-from pipeline.build_engine import build_engine
 from pipeline.config.batch import plan_batch
 from pipeline.config.deepspeed_adoption import adopt_torch_section
 from pipeline.config.loading import ConfigFile
@@ -23,8 +21,10 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.normalize import mean_loss
+from pipeline.engine.schedule import multiplier
 from pipeline.objectives import build_objective
-from pipeline.schedule import multiplier
+from pipeline.training.assemble import build_loader
+from pipeline.training.build_engine import build_engine
 
 VOCABULARY = 257
 # Relative difference allowed a step against the fp32 oracle: loss, gradient norm. One process in half

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.build_engine import hold_base
 from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.distributed.process_group import Job
@@ -27,7 +26,8 @@ from pipeline.models import build_model
 from pipeline.models.blocks import compile_blocks, repeated_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
 from pipeline.models.transforms import Adaptation, Placement, transform
-from pipeline.planning.activations import Sizes
+from pipeline.planner.activations import Sizes
+from pipeline.training.build_engine import hold_base
 
 LAYERS, VOCABULARY = 2, 61
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))

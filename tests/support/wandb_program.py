@@ -15,8 +15,8 @@ PROGRAM = """
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.events import ROLLBACK, Event, Histograms
-    from pipeline.sinks import build_sinks
+    from pipeline.monitoring.events import ROLLBACK, Event, Histograms
+    from pipeline.monitoring.trackers import build_sinks
 
     run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     kept = sys.argv[4]

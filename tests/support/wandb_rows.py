@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pipeline.events import ROLLBACK
-from pipeline.sinks.jsonl import replay
+from pipeline.monitoring.events import ROLLBACK
+from pipeline.monitoring.trackers.jsonl import replay
 
 
 def of_record(run: Path) -> list[tuple]:

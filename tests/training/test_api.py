@@ -27,7 +27,7 @@ from support.launch import (
 from support.ranks import free_port
 
 import pipeline
-from pipeline.cli import main
+from pipeline.cli.train import main
 
 SCRIPT, NOTEBOOK = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.M | re.S)
 

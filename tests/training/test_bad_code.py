@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from pipeline.cli import main
+from pipeline.cli.train import main
 
 X, Y = torch.randn(8, 3), torch.arange(8) % 4
 

@@ -12,14 +12,14 @@ from support.launch import launch, run_directories, write_recipe
 from support.poisoned import train as train_poisoned
 from support.record import numbers, rows_of
 from support.tiny import deepspeed_json, recipe, resolve
-from test_training import ALONE, ended, saved
+from training.test_training import ALONE, ended, saved
 
-from pipeline.callbacks import MOMENTS, Answer, Callback, EarlyStopping, Moment
-from pipeline.cli import main
+from pipeline.cli.train import main
 from pipeline.config.schema import RunConfig
 from pipeline.errors import CallbackError, ConfigError
-from pipeline.events import Event
-from pipeline.report.run_summary import summary_lines
+from pipeline.monitoring.events import Event
+from pipeline.monitoring.report.run_summary import summary_lines
+from pipeline.training.callbacks import MOMENTS, Answer, Callback, EarlyStopping, Moment
 
 
 class Scripted(Callback):

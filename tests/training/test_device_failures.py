@@ -14,12 +14,12 @@ import pipeline
 from pipeline.__main__ import main
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
-from pipeline.device_failures import explain
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DeviceFailedError, DeviceMemoryError
-from pipeline.planning.account import EngineStates, Planned
-from pipeline.remedies import TrainingAdvice
+from pipeline.planner.account import EngineStates, Planned
+from pipeline.training.device_failures import explain
+from pipeline.training.oom_advice import TrainingAdvice
 
 # Word for word, of torch 2.11's allocator.
 CUDA = (
@@ -241,7 +241,7 @@ def test_one_that_loads_no_model(evaluated, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("pipeline.checkpoint.export.CheckpointReader.read", lambda *_: np.empty(2**50))
     assert main(["export", str(evaluated[1]), str(tmp_path / "out")]) == 12
     assert "out of memory on cpu while weights are read, at" in error_in(capsys.readouterr().err)
-    monkeypatch.setattr("pipeline.commands.checkpoints.find_run", no_room)
+    monkeypatch.setattr("pipeline.cli.checkpoints.find_run", no_room)
     assert main(["checkpoints", str(evaluated[1]), "verify"]) == 12
     assert "What helps, most first: an end to what else" in error_in(capsys.readouterr().err)
 

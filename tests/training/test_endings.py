@@ -21,8 +21,8 @@ from support.launch import (
 from support.wandb_server import Server
 
 from pipeline.__main__ import main as run_command
-from pipeline.cli import main
-from pipeline.sinks.jsonl import iterate_record
+from pipeline.cli.train import main
+from pipeline.monitoring.trackers.jsonl import iterate_record
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "ds_configs"
@@ -302,7 +302,7 @@ def test_stopped_while_it_writes_its_sample_a_run_is_not_finished(tmp_path, monk
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.api.sample_text", stopped)
+        patch.setattr("pipeline.training.api.sample_text", stopped)
         assert main(["--config", str(recipe)]) != 0
     (run,) = run_directories(tmp_path)
     before = numbers(run)

@@ -10,10 +10,10 @@ from parity.measure import ALONE
 from support.tiny import recipe, resolve, settings
 
 from pipeline.data.bundle import DataBundle
-from pipeline.expectation import Expectation, expect, guessed
-from pipeline.planning.forecast import forecast
-from pipeline.planning.place import History, Kind, place_of
-from pipeline.planning.shapes import model_of
+from pipeline.planner.forecast import forecast
+from pipeline.planner.place import History, Kind, place_of
+from pipeline.planner.shapes import model_of
+from pipeline.training.expectation import Expectation, expect, guessed
 
 GPU = place_of("h100", None, 1, 1, None, None)
 

@@ -11,9 +11,9 @@ from support.extending import easy_first
 from support.launch import write_recipe
 from support.record import numbers, rows_of
 from support.tiny import BANDS, deepspeed_json, token_bundle
-from test_training import ALONE, ended
+from training.test_training import ALONE, ended
 
-from pipeline.cli import main
+from pipeline.cli.train import main
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.data.curriculum import build_weights
 from pipeline.data.sampler import SourceShare

@@ -19,17 +19,17 @@ import yaml
 from support.cgroup import memory_limited
 from support.tiny import VOCABULARY, MaskedTokens, deepspeed_json, recipe, resolve
 
-from pipeline.assemble import build_loader
-from pipeline.build_engine import build_engine
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.micro_batch import Search, Trials, settle
 from pipeline.objectives import build_objective
-from pipeline.planning.largest import MARGIN, MOST_TRIALS
+from pipeline.planner.largest import MARGIN, MOST_TRIALS
+from pipeline.training.assemble import build_loader
+from pipeline.training.build_engine import build_engine
+from pipeline.training.micro_batch import Search, Trials, settle
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 # A row is large beside what a process keeps of the tests before.

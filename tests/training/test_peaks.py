@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from pipeline.distributed.machine import resident_now
-from pipeline.optim import at_rest
-from pipeline.peaks import OfHost, as_if_stepped
+from pipeline.engine.optim import at_rest
+from pipeline.training.peak_memory import OfHost, as_if_stepped
 
 MIB = 2**20
 

@@ -14,13 +14,13 @@ from support.launch import command, launch, run_directories, write_recipe
 from support.terminal import launch_in_terminal
 from support.tiny import deepspeed_json, recipe, resolve
 
-from pipeline.cli import build_parser
+from pipeline.cli.train import build_parser
+from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.ranks import Ranks
-from pipeline.launching.environment import split_arguments
-from pipeline.logs import log_to_console
-from pipeline.planning.model import Model, Parameter
-from pipeline.planning.states import states
-from pipeline.report.run_summary import lines_of, summary_lines
+from pipeline.monitoring.logs import log_to_console
+from pipeline.monitoring.report.run_summary import lines_of, summary_lines
+from pipeline.planner.model import Model, Parameter
+from pipeline.planner.states import states
 
 HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 BF16 = {"bf16": {"enabled": True}}
@@ -65,7 +65,7 @@ def bytes_a_parameter(
     ],
 )
 def test_memory_is_what_performance_md_says(json, ranks, expected):
-    """And tests/planning/test_states.py counts."""
+    """And tests/planner/test_states.py counts."""
     tree = recipe(batch={"global_batch_size": 8})
     assert bytes_a_parameter(tree, json, ranks) == pytest.approx(expected, rel=1e-3)
 

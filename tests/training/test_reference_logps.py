@@ -14,14 +14,14 @@ from parity.splits import zero
 from support.preferences import ALONE, answers_bundle, tree_of
 from support.tiny import resolve
 
-from pipeline.build_engine import build_engine
 from pipeline.data.batches import as_batch
 from pipeline.data.bundle import collate_items
 from pipeline.data.reference import FILE, ReferenceTable, WithReference, keys_of, with_reference
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, DataError
 from pipeline.objectives import Recorded, build_objective
-from pipeline.reference_logps import Rows, compute_reference
+from pipeline.training.build_engine import build_engine
+from pipeline.training.reference_logps import Rows, compute_reference
 
 
 def computed(job: Job, split, folder: Path, in_row: int = 1, seed: int = 0, cache: Path | None = None):

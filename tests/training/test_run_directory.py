@@ -14,7 +14,7 @@ from support.tiny import recipe
 from pipeline.config.loading import ConfigFile, parse_override, set_dotted
 from pipeline.config.recipe import validate_recipe
 from pipeline.errors import CheckpointError
-from pipeline.run_directory import open_run_directory
+from pipeline.training.run_directory import open_run_directory
 
 SPLIT = {"data": "tiny", "global_batch_size": 8, "deepspeed": None, "world_size": 1}
 

@@ -16,9 +16,9 @@ from pipeline.config.watching_schema import WatchConfig
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import StepResult
 from pipeline.errors import NonFiniteLossError, StoppedError
-from pipeline.events import Event
-from pipeline.safeguard import MOST_IN_A_ROW, Safeguard
-from pipeline.sinks.jsonl import iterate_record
+from pipeline.monitoring.events import Event
+from pipeline.monitoring.trackers.jsonl import iterate_record
+from pipeline.training.safeguard import MOST_IN_A_ROW, Safeguard
 
 
 def both(job: Job, split, folder: str):

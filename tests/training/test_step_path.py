@@ -15,7 +15,7 @@ import json, sys
 from pathlib import Path
 
 import pipeline
-from pipeline.api import Run
+from pipeline.training.api import Run
 from pipeline.config.settings import load_settings
 
 own = str(Path(pipeline.__file__).parent) + "/"

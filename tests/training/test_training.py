@@ -13,7 +13,6 @@ import torch
 from support.record import numbers, rows_of
 from support.tiny import recipe, resolve, token_bundle
 
-from pipeline.assemble import assemble
 from pipeline.checkpoint.catalog import steps_in
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
@@ -28,7 +27,8 @@ from pipeline.distributed.stopping import (
     Flags,
     StopOnSignal,
 )
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 

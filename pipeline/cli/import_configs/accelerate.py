@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.foreign_configs.mapping import Draft, Section, Tool, keys, number, reasons, text, whole
+from pipeline.cli.import_configs.mapping import Draft, Section, Tool, keys, number, reasons, text, whole
 
 SPLITS = {
     "NO": "ddp",

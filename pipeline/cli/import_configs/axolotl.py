@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import ConfigError
-from pipeline.foreign_configs.mapping import (
+from pipeline.cli.import_configs.mapping import (
     FILL_IN,
     Draft,
     Key,
@@ -25,7 +24,7 @@ from pipeline.foreign_configs.mapping import (
     text,
     whole,
 )
-from pipeline.foreign_configs.settle import (
+from pipeline.cli.import_configs.settle import (
     optimizer,
     run_name,
     settle_adapter,
@@ -33,7 +32,7 @@ from pipeline.foreign_configs.settle import (
     settle_recomputing,
     settle_terms,
 )
-from pipeline.foreign_configs.sources import (
+from pipeline.cli.import_configs.sources import (
     DIVIDE,
     Source,
     choose,
@@ -53,7 +52,8 @@ from pipeline.foreign_configs.sources import (
     tell_of_long_rows,
     with_tokens,
 )
-from pipeline.foreign_configs.training_arguments import COMMON, DEFAULTS, WITHOUT, settle_arguments
+from pipeline.cli.import_configs.training_arguments import COMMON, DEFAULTS, WITHOUT, settle_arguments
+from pipeline.errors import ConfigError
 
 TERMS = {
     "orpo_alpha": "beta",

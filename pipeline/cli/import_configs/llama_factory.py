@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.loading import ConfigFile
-from pipeline.errors import ConfigError
-from pipeline.foreign_configs.mapping import (
+from pipeline.cli.import_configs.mapping import (
     FILL_IN,
     Draft,
     Key,
@@ -30,14 +28,14 @@ from pipeline.foreign_configs.mapping import (
     text,
     whole,
 )
-from pipeline.foreign_configs.settle import (
+from pipeline.cli.import_configs.settle import (
     settle_adapter,
     settle_bits,
     settle_recomputing,
     settle_reports,
     settle_terms,
 )
-from pipeline.foreign_configs.sources import (
+from pipeline.cli.import_configs.sources import (
     DIVIDE,
     Source,
     choose,
@@ -57,7 +55,9 @@ from pipeline.foreign_configs.sources import (
     source_name,
     tell_of_long_rows,
 )
-from pipeline.foreign_configs.training_arguments import DEFAULTS, KEYS, WITHOUT, settle_arguments
+from pipeline.cli.import_configs.training_arguments import DEFAULTS, KEYS, WITHOUT, settle_arguments
+from pipeline.config.loading import ConfigFile
+from pipeline.errors import ConfigError
 
 LOSSES = {
     "sigmoid": ("dpo", "sigmoid"),

@@ -9,8 +9,17 @@ import math
 import re
 from typing import Any, get_args
 
+from pipeline.cli.import_configs.mapping import (
+    Draft,
+    NotTakenError,
+    Section,
+    flag,
+    names,
+    number,
+    text,
+    whole,
+)
 from pipeline.config.objective_schema import ObjectiveConfig
-from pipeline.foreign_configs.mapping import Draft, NotTakenError, Section, flag, names, number, text, whole
 
 SCHEDULES = {
     "linear": ("linear", 0.0),

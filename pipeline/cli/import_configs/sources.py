@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.cli.import_configs.mapping import FILL_IN, Draft, Section, names, text
 from pipeline.files import is_path
-from pipeline.foreign_configs.mapping import FILL_IN, Draft, Section, names, text
 
 TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")
 LOADERS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`, in place of a name

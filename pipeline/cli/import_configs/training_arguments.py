@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.foreign_configs.mapping import (
+from pipeline.cli.import_configs.mapping import (
     Draft,
     Key,
     NotTakenError,
@@ -16,7 +16,7 @@ from pipeline.foreign_configs.mapping import (
     text,
     whole,
 )
-from pipeline.foreign_configs.settle import (
+from pipeline.cli.import_configs.settle import (
     optimizer,
     run_name,
     settle_batch,
@@ -29,7 +29,7 @@ from pipeline.foreign_configs.settle import (
     settle_resume,
     settle_schedule,
 )
-from pipeline.foreign_configs.sources import put_sources
+from pipeline.cli.import_configs.sources import put_sources
 
 
 def interval(value: Any) -> int:

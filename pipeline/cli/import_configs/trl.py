@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pipeline.errors import ConfigError
-from pipeline.foreign_configs.mapping import (
+from pipeline.cli.import_configs.mapping import (
     Draft,
     Key,
     Section,
@@ -23,14 +22,14 @@ from pipeline.foreign_configs.mapping import (
     text,
     whole,
 )
-from pipeline.foreign_configs.settle import (
+from pipeline.cli.import_configs.settle import (
     settle_adapter,
     settle_bits,
     settle_recomputing,
     settle_reports,
     settle_terms,
 )
-from pipeline.foreign_configs.sources import (
+from pipeline.cli.import_configs.sources import (
     Source,
     choose,
     column,
@@ -46,7 +45,8 @@ from pipeline.foreign_configs.sources import (
     rows_of,
     tell_of_long_rows,
 )
-from pipeline.foreign_configs.training_arguments import DEFAULTS, KEYS, WITHOUT, settle_arguments
+from pipeline.cli.import_configs.training_arguments import DEFAULTS, KEYS, WITHOUT, settle_arguments
+from pipeline.errors import ConfigError
 
 TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo")
 RATES = {"sft": 2e-5, "reward": 1e-4}  # of the others 1e-6

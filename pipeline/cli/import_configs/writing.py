@@ -10,18 +10,18 @@ from typing import Any
 
 import yaml
 
+from pipeline.cli.import_configs import accelerate, axolotl, llama_factory, training_arguments, trl
+from pipeline.cli.import_configs.mapping import FILL_IN, Draft, Tool, listed, meant
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.deepspeed_check import check, refuse_conflicts
 from pipeline.config.loading import ConfigFile, read_json, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
+from pipeline.config.shipped import DS_CONFIGS
 from pipeline.config.split import Device
 from pipeline.config.yaml_loader import Dumper
 from pipeline.errors import ConfigError, printable
 from pipeline.files import is_path, replace_file
-from pipeline.foreign_configs import accelerate, axolotl, llama_factory, training_arguments, trl
-from pipeline.foreign_configs.mapping import FILL_IN, Draft, Tool, listed, meant
-from pipeline.shipped import DS_CONFIGS
 
 TOOLS: dict[str, Tool] = {
     "llama-factory": llama_factory.TOOL,

@@ -7,16 +7,18 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
+from pipeline.cli.inspection.screen import Screen, percent
+from pipeline.cli.inspection.statistics import bars, count_copies, count_shared, draw_contact_sheet
 from pipeline.data.bundle import Batch
 from pipeline.data.images.dataset import describe
-from pipeline.inspection.screen import Screen, percent
-from pipeline.inspection.statistics import bars, count_copies, count_shared, draw_contact_sheet
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_CLASSES = 30  # shown one by one
 MOST_NAMED = 5

@@ -16,11 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from pipeline.data.batches import IGNORE_INDEX, Batch
-from pipeline.data.preference_layouts import CHOSEN, KIND_NAMES, MISMATCHED, REJECTED
-from pipeline.errors import printable
-from pipeline.inspection.screen import Screen, percent
-from pipeline.inspection.statistics import (
+from pipeline.cli.inspection.screen import Screen, percent
+from pipeline.cli.inspection.statistics import (
     Lengths,
     RowCounts,
     count_copies,
@@ -32,6 +29,9 @@ from pipeline.inspection.statistics import (
     lengths_of,
     together,
 )
+from pipeline.data.batches import IGNORE_INDEX, Batch
+from pipeline.data.preference_layouts import CHOSEN, KIND_NAMES, MISMATCHED, REJECTED
+from pipeline.errors import printable
 
 if TYPE_CHECKING:
     from pipeline.data.packing import PackedDataset

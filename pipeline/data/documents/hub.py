@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import SourceConfig
+from pipeline.config.optional_packages import require
 from pipeline.data.documents.pieces import hash_file
 from pipeline.data.documents.readers import ROWS_AT_ONCE, records_of
 from pipeline.data.documents.records import BadRecords, Piece, Record
 from pipeline.data.documents.saved import check_data_files, check_saved, own_split, read_entry
 from pipeline.data.documents.streams import DigestCache, hash_of
 from pipeline.errors import DataError, one_line
-from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.import_paths import import_object, may_not_exit
 from pipeline.data.documents.records import BadRecords, Record, type_name
 from pipeline.errors import DataError
-from pipeline.importing import import_object, may_not_exit
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from pipeline.config.optional_packages import require
 from pipeline.data.documents.readers import READERS, row_groups
 from pipeline.data.documents.records import BadRecords, Record
 from pipeline.data.documents.streams import BUFFER_SIZE, DigestCache, Span, Stamp, open_stream, stamp_of
 from pipeline.errors import DataError
-from pipeline.optional_packages import require
 
 Found = list[tuple[int, int | None, int, int, str]]  # start, end and first of a Span, size in bytes, digest
 NEEDED = {

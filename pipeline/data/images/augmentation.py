@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.loading import did_you_mean
+from pipeline.config.optional_packages import require
 from pipeline.errors import DataError, one_line
-from pipeline.optional_packages import require
 
 TRIALS = 8  # images changed up front: an augmentation may be drawn only now and then
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeline.config.data_schema import ImagesDataConfig
+from pipeline.config.optional_packages import require
 from pipeline.data.bundle import Batch, DataBundle, collate_items
 from pipeline.data.images.augmentation import Augmentation
 from pipeline.data.images.stored import LabelledImages, find_dataset_images, find_folder_images
 from pipeline.errors import DataError
-from pipeline.optional_packages import require
 
 if TYPE_CHECKING:
     from PIL import Image

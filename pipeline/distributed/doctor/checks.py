@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from pipeline.distributed.doctor.facts import Driver, Ops
+from pipeline.distributed.doctor.probe import Answered
+from pipeline.distributed.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
+from pipeline.distributed.doctor.session import SilentError
 from pipeline.distributed.driver import reinstall, too_old
-from pipeline.doctor.facts import Driver, Ops
-from pipeline.doctor.probe import Answered
-from pipeline.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
-from pipeline.doctor.session import SilentError
+from pipeline.distributed.launch.node_agent import NO_FOLDER, NO_PYTHON
+from pipeline.distributed.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER, NativeOp
 from pipeline.files import GIB, format_bytes
-from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON
-from pipeline.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER, NativeOp
 
 MEMORY_A_RANK = (1 * GIB, 2 * GIB)
 """Bytes below which there is a failure, a warning: torch and DeepSpeed alone take about one."""
@@ -170,7 +170,7 @@ def check_machines(seen: Seen) -> list[Row]:
 
 def _project(seen: Seen, facts: Mapping[str, Answered]) -> list[Row]:
     here = seen.here["project"]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     faults = []
     for host, each in facts.items():
         there = each["project"]

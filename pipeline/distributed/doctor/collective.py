@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from pipeline.doctor.session import answer_all, own_streams, read_questions, say
+from pipeline.distributed.doctor.session import answer_all, own_streams, read_questions, say
 from pipeline.errors import one_line
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.doctor import facts, network
-from pipeline.doctor.checks import check_clocks, check_machines, silence
-from pipeline.doctor.collective import Measured, Part
-from pipeline.doctor.network_checks import (
+from pipeline.distributed.doctor import facts, network
+from pipeline.distributed.doctor.checks import check_clocks, check_machines, silence
+from pipeline.distributed.doctor.collective import Measured, Part
+from pipeline.distributed.doctor.network_checks import (
     address_of,
     addresses_of,
     check_all_reduce,
@@ -27,10 +27,10 @@ from pipeline.doctor.network_checks import (
     chosen_interfaces,
     is_loopback,
 )
-from pipeline.doctor.probe import Answered, Examine
-from pipeline.doctor.rows import Row, Seen, Wanted
-from pipeline.doctor.session import PROBE, Session, SilentError, over_command
-from pipeline.launching.node_agent import local_command, ssh_command
+from pipeline.distributed.doctor.probe import Answered, Examine
+from pipeline.distributed.doctor.rows import Row, Seen, Wanted
+from pipeline.distributed.doctor.session import PROBE, Session, SilentError, over_command
+from pipeline.distributed.launch.node_agent import local_command, ssh_command
 
 Result = TypeVar("Result")
 LIMIT = 40.0

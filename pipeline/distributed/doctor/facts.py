@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from pipeline.distributed.driver import AMD, NVIDIA, ROOT, count_cards, driver_version, is_reachable, is_wsl
-from pipeline.op_builds import find_holder
+from pipeline.distributed.op_builds import find_holder
 
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[3]
 SOURCES = {"pipeline": {".py"}, "launch": {".py", ".sh", ".yaml"}, "ds_configs": {".json"}}
 FIELDS = "index,persistence_mode,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
 

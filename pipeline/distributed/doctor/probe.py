@@ -1,4 +1,6 @@
-"""The far side of an examination: `python -m pipeline.doctor.probe`, started on every host through ssh.
+"""The far side of an examination, started on every host through ssh.
+
+It runs as `python -m pipeline.distributed.doctor.probe`.
 
 Reads questions on standard input and answers on standard output (launching/node_agent.py); ends, and removes
 what it made, when its input closes. It only looks: no question makes it run a command that came with it.
@@ -15,10 +17,9 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypedDict
 
-from pipeline.distributed.machine import available_memory
-from pipeline.doctor import facts, network
-from pipeline.doctor.collective import STEPS
-from pipeline.doctor.session import (
+from pipeline.distributed.doctor import facts, network
+from pipeline.distributed.doctor.collective import STEPS
+from pipeline.distributed.doctor.session import (
     Session,
     SilentError,
     answer_all,
@@ -26,7 +27,8 @@ from pipeline.doctor.session import (
     own_streams,
     read_questions,
 )
-from pipeline.launching.node_agent import local_command
+from pipeline.distributed.launch.node_agent import local_command
+from pipeline.distributed.machine import available_memory
 
 PATIENCE = 8.0
 """Seconds for each fact: a folder of a file server that is gone never answers."""
@@ -147,7 +149,7 @@ class Probe:
 
 def _start_rank() -> Session:
     """A process of collective.py."""
-    rank = over_command("rank", local_command("pipeline.doctor.collective"))
+    rank = over_command("rank", local_command("pipeline.distributed.doctor.collective"))
     rank.step = STEPS[0]
     return rank
 

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipeline.doctor.network import Connection
-from pipeline.doctor.probe import Answered
-from pipeline.op_builds import NativeOp
+from pipeline.distributed.doctor.network import Connection
+from pipeline.distributed.doctor.probe import Answered
+from pipeline.distributed.op_builds import NativeOp
 
 HOST = "<host>"
 STYLES = {"ok": "green", "warning": "yellow", "fail": "bold red"}

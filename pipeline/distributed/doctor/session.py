@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, NoReturn
 
-from pipeline.launching.node_agent import pack, unpack
+from pipeline.distributed.launch.node_agent import pack, unpack
 
-PROBE = "pipeline.doctor.probe"
+PROBE = "pipeline.distributed.doctor.probe"
 PATIENCE = 2.0
 """Seconds that a process has to end by itself."""
 

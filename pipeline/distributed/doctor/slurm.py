@@ -12,13 +12,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pipeline.distributed.doctor.examination import examine
+from pipeline.distributed.doctor.probe import serve
+from pipeline.distributed.doctor.rows import Row, Wanted
+from pipeline.distributed.doctor.session import PROBE, Session, over_command, over_socket
+from pipeline.distributed.launch.node_agent import local_command
 from pipeline.distributed.ranks import first_host, tasks_per_node
-from pipeline.doctor.examination import examine
-from pipeline.doctor.probe import serve
-from pipeline.doctor.rows import Row, Wanted
-from pipeline.doctor.session import PROBE, Session, over_command, over_socket
 from pipeline.errors import LaunchError
-from pipeline.launching.node_agent import local_command
 
 PATIENCE = 20.0
 """Seconds for all tasks to find each other."""

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.shipped import LAUNCH
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.errors import LaunchError
-from pipeline.shipped import LAUNCH
 
 PREFIXES = (
     *("WANDB_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_"),

@@ -1,4 +1,6 @@
-"""python -m pipeline.launching.guard: on a node, beside the ranks of one run; a launch script starts it.
+"""Guards the ranks of one run on a node; a launch script starts it.
+
+It runs as `python -m pipeline.distributed.launch.guard`.
 
 It writes down what is handed over, passes signals on, tells how each rank ended, and ends what is left of the
 run when it is told to, or when the launch script is not heard any more: killed, or cut off. It touches no
@@ -23,10 +25,10 @@ from typing import Any
 
 import psutil
 
+from pipeline.distributed.launch.environment import write_document
+from pipeline.distributed.launch.node_agent import pack, unpack
+from pipeline.distributed.launch.ranks_memory import RanksMemory
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
-from pipeline.launching.environment import write_document
-from pipeline.launching.node_agent import pack, unpack
-from pipeline.launching.ranks_memory import RanksMemory
 
 SILENCE = 30.0  # seconds without a word from the launch script, which speaks every five
 TICK = 1.0

@@ -1,4 +1,4 @@
-"""python -m pipeline.launching.multi_gpu ...: what launch/multi_gpu.sh hands over to.
+"""python -m pipeline.distributed.launch.multi_gpu ...: what launch/multi_gpu.sh hands over to.
 
 The deepspeed launcher on this machine alone, with a free port, and with an exit code that the ranks prove.
 """
@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.shipped import LAUNCH
 from pipeline.config.split import Device
+from pipeline.distributed.launch.environment import split_arguments
+from pipeline.distributed.launch.hostfile import Selection, choose_devices
+from pipeline.distributed.launch.multi_node import TRAIN, program
+from pipeline.distributed.launch.node_agent import local_command
+from pipeline.distributed.launch.supervise import Supervisor
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import CommandLine, LaunchError, report_errors
-from pipeline.launching.environment import split_arguments
-from pipeline.launching.hostfile import Selection, choose_devices
-from pipeline.launching.multi_node import TRAIN, program
-from pipeline.launching.node_agent import local_command
-from pipeline.launching.supervise import Supervisor
-from pipeline.shipped import LAUNCH
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The ranks are children of this shell: their environment comes by itself. Arguments go by a file, since
     # deepspeed prints its command where a rank fails, and other users see it in the list of processes.
     document = {"folder": str(folder), "environment": {}, "arguments": arguments}
-    guards = {"this machine": local_command("pipeline.launching.guard")}
+    guards = {"this machine": local_command("pipeline.distributed.launch.guard")}
 
     def start(master: Mapping[str, Any]) -> list[str]:
         # The user's own of these come later, and are taken.

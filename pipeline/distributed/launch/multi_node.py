@@ -1,4 +1,4 @@
-"""python -m pipeline.launching.multi_node HOSTFILE ...: what launch/multi_node.sh hands over to.
+"""python -m pipeline.distributed.launch.multi_node HOSTFILE ...: what launch/multi_node.sh hands over to.
 
 The hostfile, the doctor, the environment and the exit code are seen to here; the ranks are the deepspeed
 launcher's.
@@ -19,21 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.command_lines import shell_line
-from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
-from pipeline.errors import LaunchError, report_errors
-from pipeline.launching.environment import (
+from pipeline.config.command_lines import shell_line
+from pipeline.config.shipped import LAUNCH
+from pipeline.distributed.launch.environment import (
     EARLY,
     choose_environment,
     is_plain,
     launcher_environment,
     split_arguments,
 )
-from pipeline.launching.hostfile import Devices, Selection, choose_devices, read_hostfile
-from pipeline.launching.node_agent import SSH_OPTIONS, ssh_command
-from pipeline.launching.supervise import Supervisor
+from pipeline.distributed.launch.hostfile import Devices, Selection, choose_devices, read_hostfile
+from pipeline.distributed.launch.node_agent import SSH_OPTIONS, ssh_command
+from pipeline.distributed.launch.supervise import Supervisor
+from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
+from pipeline.errors import LaunchError, report_errors
 from pipeline.redaction import redact
-from pipeline.shipped import LAUNCH
 
 TRAIN = LAUNCH / "train.py"
 REFUSED = {
@@ -117,7 +117,7 @@ class Launch:
 
     def guards(self) -> dict[str, list[str]]:
         """Node -> what starts its guard, through ssh."""
-        guard, folder, port = "pipeline.launching.guard", Path.cwd(), self.options.ssh_port
+        guard, folder, port = "pipeline.distributed.launch.guard", Path.cwd(), self.options.ssh_port
         return {name: ssh_command(name, guard, folder, port=port) for name in self.devices}
 
     def command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:

@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.command_lines import own_command
+from pipeline.config.command_lines import own_command
+from pipeline.distributed.launch.node_agent import pack, unpack
+from pipeline.distributed.launch.ranks_memory import describe
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, LaunchError
-from pipeline.launching.node_agent import pack, unpack
-from pipeline.launching.ranks_memory import describe
 
 KEEP_ALIVE = 5.0  # seconds between two messages to a guard
 READY = 60.0  # seconds a guard has to answer

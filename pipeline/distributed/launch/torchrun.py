@@ -1,4 +1,4 @@
-"""python -m pipeline.launching.torchrun ...: what launch/torchrun.sh hands over to.
+"""python -m pipeline.distributed.launch.torchrun ...: what launch/torchrun.sh hands over to.
 
 Adds to torchrun's options what a run over machines needs, looks at the recipe, and takes this process's place
 with it: torchrun would start a mistake again and again.
@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.distributed.agent import AGENT
+from pipeline.distributed.launch.environment import split_arguments
+from pipeline.distributed.launch.multi_node import TRAIN, program
 from pipeline.distributed.ranks import is_port
 from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
-from pipeline.launching.environment import split_arguments
-from pipeline.launching.multi_node import TRAIN, program
 
 RESTARTS = 3
 JOIN_TIMEOUT = 600.0  # seconds: torchrun's

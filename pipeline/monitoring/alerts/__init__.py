@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from pipeline.errors import PipelineError
-from pipeline.events import Event
+from pipeline.monitoring.events import Event
 
 Tell = Callable[[int, Event], None]
 """Takes what happened at a step."""

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.shards import BUFFER, WEIGHT, Shard
 from pipeline.errors import NonFiniteLossError, listed, stretches
-from pipeline.events import NO_TARGETS, Event
-from pipeline.shards import BUFFER, WEIGHT, Shard
-from pipeline.spike_detector import SpikeDetector, scatter
-from pipeline.watchers import Seen, Stop
+from pipeline.monitoring.alerts import Seen, Stop
+from pipeline.monitoring.alerts.spike_detector import SpikeDetector, scatter
+from pipeline.monitoring.events import NO_TARGETS, Event
 
 # Steps in a row without a finite gradient that end a run. fp16 first searches its loss scale: 2**32 takes 32.
 MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}

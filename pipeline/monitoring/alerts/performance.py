@@ -14,8 +14,8 @@ from statistics import median, median_low
 from typing import Any
 
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.events import Event
-from pipeline.watchers import CROWDED, Seen
+from pipeline.monitoring.alerts import CROWDED, Seen
+from pipeline.monitoring.events import Event
 
 # What the wait for data must be before a run is told of it: share of the step, seconds a step (a worker
 # process would take as long to hand a batch over), in each of some windows in a row. In shipped recipes on

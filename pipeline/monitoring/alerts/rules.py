@@ -17,10 +17,8 @@ from pipeline.config.settings import Resolved
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.memory import freed_at_once
-from pipeline.events import NO_TARGETS
-from pipeline.spike_detector import SpikeDetector
-from pipeline.watchers import Watcher, restore
-from pipeline.watchers.learning import (
+from pipeline.monitoring.alerts import Watcher, restore
+from pipeline.monitoring.alerts.learning import (
     GRAD_NORM_SPIKE,
     LOSS_SPIKE,
     EvalDivergence,
@@ -32,7 +30,9 @@ from pipeline.watchers.learning import (
     Spikes,
     no_targets,
 )
-from pipeline.watchers.performance import DataStarvation, MemoryGrowth, SlowRank, ThroughputDrop
+from pipeline.monitoring.alerts.performance import DataStarvation, MemoryGrowth, SlowRank, ThroughputDrop
+from pipeline.monitoring.alerts.spike_detector import SpikeDetector
+from pipeline.monitoring.events import NO_TARGETS
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Reach:
 
 
 # From runs without a fault on a CPU: shipped recipes, cyclic rates, tiny batches, noisy labels, preferences.
-# tests/test_spike_detector.py has their curves.
+# tests/monitoring/alerts/test_spike_detector.py has their curves.
 LOSS = Reach(1.5, 8.0, 5.5)
 GRADIENT_NORM = Reach(6.0, 12.0, 12.0)
 

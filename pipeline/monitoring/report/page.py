@@ -13,15 +13,15 @@ from pathlib import Path
 
 from pydantic_core import to_json
 
-from pipeline.command_lines import own_command
+from pipeline.config.command_lines import own_command
+from pipeline.config.optional_packages import require
 from pipeline.errors import ConfigError, one_line
-from pipeline.events import RUN_KILLED, Event
 from pipeline.files import replace_file
-from pipeline.optional_packages import require
-from pipeline.report.record import WEIGHTS, Record
-from pipeline.report.runs import UNSAID, RunView, after, how_it_ended, read_run
-from pipeline.sinks.jsonl import METRICS_FILE, newest
-from pipeline.sinks.weights_and_biases import BEST
+from pipeline.monitoring.events import RUN_KILLED, Event
+from pipeline.monitoring.report.record import WEIGHTS, Record
+from pipeline.monitoring.report.runs import UNSAID, RunView, after, how_it_ended, read_run
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE, newest
+from pipeline.monitoring.trackers.weights_and_biases import BEST
 
 log = logging.getLogger(__name__)
 

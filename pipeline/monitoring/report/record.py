@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.events import SAMPLE, TIME
-from pipeline.sinks.jsonl import MetricsFileError, iterate_record
+from pipeline.monitoring.events import SAMPLE, TIME
+from pipeline.monitoring.trackers.jsonl import MetricsFileError, iterate_record
 
 MOST_CURVES = 400  # columns of a file
 MOST_EVENTS = 400  # and alerts, and samples; of more, the first and the last ones

@@ -11,10 +11,10 @@ from typing import Any
 
 from pipeline.config.schema import EvalConfig
 from pipeline.errors import PipelineError
-from pipeline.events import PLAN, STOPPED_EARLY, TIME
 from pipeline.files import format_duration
-from pipeline.sinks.console import count, decimals
-from pipeline.sinks.jsonl import METRICS_FILE, iterate_record
+from pipeline.monitoring.events import PLAN, STOPPED_EARLY, TIME
+from pipeline.monitoring.trackers.console import count, decimals
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE, iterate_record
 
 
 def closing_line(name: str, text: object) -> str:

@@ -21,13 +21,13 @@ from typing import Any
 from pipeline.config.loading import read_yaml
 from pipeline.distributed.diagnosis import NEARLY_FULL, RankProcess
 from pipeline.distributed.machine import killed_for_memory, machine_id, memory_now
+from pipeline.distributed.run_lock import is_held
 from pipeline.errors import ConfigError, PipelineError, listed, printable
-from pipeline.events import PLAN, RUN_FAILED, TIME
 from pipeline.files import CONFIGURATION_LIMIT, GIB, format_duration, open_plain, read_plain, replace_file
+from pipeline.monitoring.events import PLAN, RUN_FAILED, TIME
+from pipeline.monitoring.report.record import Record, read_record
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE, newest
 from pipeline.redaction import redact, redact_text
-from pipeline.report.record import Record, read_record
-from pipeline.run_lock import is_held
-from pipeline.sinks.jsonl import METRICS_FILE, newest
 
 LOG_TAIL, FAILURE_LINES, MOST_LOGS = 1 << 16, 30, 256
 PEAK = "memory/peak_resident_gib"

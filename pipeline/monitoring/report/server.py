@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.errors import PipelineError
-from pipeline.report.page import encode, plotly_source, render
-from pipeline.sinks.jsonl import METRICS_FILE
+from pipeline.monitoring.report.page import encode, plotly_source, render
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 
 
 def live_report(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:

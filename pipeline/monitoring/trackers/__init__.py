@@ -18,18 +18,18 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.command_lines import shell_line
+from pipeline.config.command_lines import shell_line
+from pipeline.config.optional_packages import require
 from pipeline.config.schema import RunConfig
 from pipeline.errors import PipelineError, one_line
-from pipeline.events import RUN_FAILED, Event, Shown
-from pipeline.optional_packages import require
+from pipeline.monitoring.events import RUN_FAILED, Event, Shown
+from pipeline.monitoring.trackers.console import ConsoleSink
+from pipeline.monitoring.trackers.dispensable import Dispensable, SinkThread, open_dispensable, wait_for
+from pipeline.monitoring.trackers.interface import Shows, Sink, import_sink, open_own
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlSink, iterate_record, replay
+from pipeline.monitoring.trackers.notify import NotifySink, ways_of
+from pipeline.monitoring.trackers.tensorboard_events import TensorBoardSink, import_writer
 from pipeline.redaction import redact, redact_text
-from pipeline.sinks.console import ConsoleSink
-from pipeline.sinks.dispensable import Dispensable, SinkThread, open_dispensable, wait_for
-from pipeline.sinks.interface import Shows, Sink, import_sink, open_own
-from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, iterate_record, replay
-from pipeline.sinks.notify import NotifySink, ways_of
-from pipeline.sinks.tensorboard_events import TensorBoardSink, import_writer
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ def _open_wandb(run: TrackedRun) -> Sequence[Sink]:
     if run.config.wandb.mode == "disabled":
         return []
     # 0.4 s of imports: only where it is used.
-    from pipeline.sinks.weights_and_biases import open_wandb
+    from pipeline.monitoring.trackers.weights_and_biases import open_wandb
 
     online = open_wandb(
         run.config.wandb,

@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.text import Text
 
 from pipeline.distributed.signals import printing
-from pipeline.events import Event
 from pipeline.files import format_duration
+from pipeline.monitoring.events import Event
 
 _BAR_MIN, _BAR_MAX = 8, 24
 _GAP = "  "

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from pipeline.errors import PipelineError, one_line
-from pipeline.events import Event, Shown
-from pipeline.sinks.interface import Shows, Sink
+from pipeline.monitoring.events import Event, Shown
+from pipeline.monitoring.trackers.interface import Shows, Sink
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from pipeline.config.import_paths import import_object, may_not_exit, refuse_misfit
 from pipeline.config.watching_schema import SinkConfig
 from pipeline.errors import ConfigError
-from pipeline.events import Event, Shown
-from pipeline.importing import import_object, may_not_exit, refuse_misfit
+from pipeline.monitoring.events import Event, Shown
 
 GIT_DIFF = "git.diff"
 """File of a run directory with the changes since the commit; a tracker may upload it."""

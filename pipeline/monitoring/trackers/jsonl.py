@@ -14,8 +14,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from pipeline.errors import PipelineError, stretches
-from pipeline.events import CORRUPTION, ROLLBACK, Event
 from pipeline.files import replacing, synchronise
+from pipeline.monitoring.events import CORRUPTION, ROLLBACK, Event
 from pipeline.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from pipeline.config.watching_schema import NotifyConfig
 from pipeline.errors import ConfigError, one_line
-from pipeline.events import RUN_FAILED, Event
+from pipeline.monitoring.events import RUN_FAILED, Event
 
 logger = logging.getLogger(__name__)
 

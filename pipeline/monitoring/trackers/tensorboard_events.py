@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.events import ROLLBACK, Event
-from pipeline.optional_packages import require
+from pipeline.config.optional_packages import require
+from pipeline.monitoring.events import ROLLBACK, Event
 
 
 class TensorBoardSink:

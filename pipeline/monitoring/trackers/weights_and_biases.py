@@ -32,15 +32,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from pipeline.command_lines import installed_program, own_command, shell_line
+from pipeline.config.command_lines import installed_program, own_command, shell_line
+from pipeline.config.optional_packages import require
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import PipelineError, one_line
-from pipeline.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
-from pipeline.optional_packages import require
+from pipeline.monitoring.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
+from pipeline.monitoring.trackers.dispensable import SinkThread, wait_for
+from pipeline.monitoring.trackers.interface import GIT_DIFF
+from pipeline.monitoring.trackers.jsonl import is_rollback
 from pipeline.redaction import redact
-from pipeline.sinks.dispensable import SinkThread, wait_for
-from pipeline.sinks.interface import GIT_DIFF
-from pipeline.sinks.jsonl import is_rollback
 
 if TYPE_CHECKING:  # the trackers load no torch
     from pipeline.checkpoint.catalog import SavedCheckpoint

@@ -2,7 +2,7 @@
 
 Run in an environment that has the three trainers, and this repository on the path:
 
-    PYTHONPATH=.:tests:LLaMA-Factory/src:axolotl/src python tests/foreign_configs/record_oracles.py
+    PYTHONPATH=.:tests:LLaMA-Factory/src:axolotl/src python tests/cli/import_configs/record_oracles.py
 
 Recorded with LLaMA-Factory ff6d4d1 (2026-08-18), Axolotl 067b021 (2026-07-24) and TRL 1.16.0. The texts are
 text alone, so that torchaudio, which LLaMA-Factory imports, is not needed.

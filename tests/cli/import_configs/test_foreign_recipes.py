@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from pipeline.cli.import_configs import mapping
+from pipeline.cli.import_configs.writing import draft_of, write
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
-from pipeline.foreign_configs import mapping
-from pipeline.foreign_configs.writing import draft_of, write
 
 LLAMA_FACTORY = {
     "model_name_or_path": "a/b",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.import_configs.mapping import Draft, as_markdown
+from pipeline.cli.import_configs.writing import TOOLS, make_json, recipe_text
 from pipeline.config.deepspeed_check import rules
 from pipeline.config.loading import ConfigFile
 from pipeline.errors import ConfigError
-from pipeline.foreign_configs.mapping import Draft, as_markdown
-from pipeline.foreign_configs.writing import TOOLS, make_json, recipe_text
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 BASES = {
     "llama-factory": [{}, {"stage": "dpo"}, {"stage": "pt", "finetuning_type": "full"}],
     "axolotl": [{"adapter": "lora", "lora_r": 8, "lora_alpha": 16}, {"rl": "simpo"}],

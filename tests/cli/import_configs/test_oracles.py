@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.oracle_cases import CASES, RECORDED, write_case
 
+from pipeline.cli.import_configs.writing import draft_of, write
 from pipeline.config.settings import load_settings
 from pipeline.data.prepared import prepare_documents
-from pipeline.foreign_configs.writing import draft_of, write
 
 ORACLES: dict[str, Any] = json.loads(RECORDED.read_text())
 

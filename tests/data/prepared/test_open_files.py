@@ -11,10 +11,10 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
+from pipeline.cli.inspection.statistics import hashes_of, lengths_of
 from pipeline.data.packing import JoinedStream, pack
 from pipeline.data.prepared.encoder import Document
 from pipeline.data.prepared.part_files import PartWriter, TokenStore
-from pipeline.inspection.statistics import hashes_of, lengths_of
 
 PARTS = 300
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from pipeline.doctor.network import Connection
-from pipeline.doctor.probe import Answered
-from pipeline.doctor.rows import Row, Seen, Wanted
+from pipeline.distributed.doctor.network import Connection
+from pipeline.distributed.doctor.probe import Answered
+from pipeline.distributed.doctor.rows import Row, Seen, Wanted
 
 GIB = 1 << 30
 

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from doctor.machines import GIB, bad, here, seen, well
+from distributed.doctor.machines import GIB, bad, here, seen, well
 
-from pipeline.doctor.checks import check_clocks, check_machines, silence
-from pipeline.doctor.rows import Row, is_red
-from pipeline.doctor.session import SilentError
-from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON
-from pipeline.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER
+from pipeline.distributed.doctor.checks import check_clocks, check_machines, silence
+from pipeline.distributed.doctor.rows import Row, is_red
+from pipeline.distributed.doctor.session import SilentError
+from pipeline.distributed.launch.node_agent import NO_FOLDER, NO_PYTHON
+from pipeline.distributed.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER
 
 
 def test_well_machines_are_green():

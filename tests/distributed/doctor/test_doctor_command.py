@@ -10,8 +10,8 @@ import pytest
 from support.launch import ROOT
 
 from pipeline.__main__ import main
-from pipeline.doctor.rows import Row, show
-from pipeline.doctor.slurm import in_step, slots_of
+from pipeline.distributed.doctor.rows import Row, show
+from pipeline.distributed.doctor.slurm import in_step, slots_of
 
 
 @pytest.mark.parametrize(

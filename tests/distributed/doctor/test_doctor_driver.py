@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from doctor.machines import bad, here, seen, well
+from distributed.doctor.machines import bad, here, seen, well
 
-from pipeline.doctor.checks import check_machines
-from pipeline.doctor.facts import read_driver
+from pipeline.distributed.doctor.checks import check_machines
+from pipeline.distributed.doctor.facts import read_driver
 
 GOOD = {"index": "0", "persistence": "Enabled", "uncorrected": "0", "pending": "No"}
 NEW = {"given": True, "nvidia": "580.65.06", "cuda": "13.0", "health": [GOOD]}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from doctor.machines import bad, here, seen, well
+from distributed.doctor.machines import bad, here, seen, well
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.doctor.examination import ring
-from pipeline.doctor.network_checks import (
+from pipeline.distributed.doctor.examination import ring
+from pipeline.distributed.doctor.network_checks import (
     address_of,
     check_all_reduce,
     check_interfaces,

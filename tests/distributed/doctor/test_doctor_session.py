@@ -16,17 +16,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.doctor import facts, network
-from pipeline.doctor.collective import Part, _all_reduce, _transfer
-from pipeline.doctor.examination import examine, this_machine
-from pipeline.doctor.probe import find_out
-from pipeline.doctor.rows import Wanted, is_red
-from pipeline.doctor.session import (
+from pipeline.distributed.doctor import facts, network
+from pipeline.distributed.doctor.collective import Part, _all_reduce, _transfer
+from pipeline.distributed.doctor.examination import examine, this_machine
+from pipeline.distributed.doctor.probe import find_out
+from pipeline.distributed.doctor.rows import Wanted, is_red
+from pipeline.distributed.doctor.session import (
     PROBE,
     SilentError,
     over_command,
 )
-from pipeline.launching.node_agent import NO_FOLDER, NO_PYTHON, local_command, ssh_command
+from pipeline.distributed.launch.node_agent import NO_FOLDER, NO_PYTHON, local_command, ssh_command
 
 
 def test_this_machine(tmp_path, monkeypatch):
@@ -193,7 +193,9 @@ def test_all_reduce_of_one_machine(tmp_path):
     rows = examine(this_machine(Wanted({}, folders=(str(tmp_path), str(tmp_path)))))
     assert [row.status for row in rows if row.check == "all-reduce"] == ["ok"]
     assert not [
-        p for p in psutil.Process().children(recursive=True) if "pipeline.doctor.collective" in p.cmdline()
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "pipeline.distributed.doctor.collective" in p.cmdline()
     ]
 
 

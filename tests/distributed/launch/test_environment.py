@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import LaunchError
-from pipeline.launching.environment import (
+from pipeline.config.shipped import LAUNCH
+from pipeline.distributed.launch.environment import (
     choose_environment,
     launcher_environment,
     split_arguments,
     take_up,
     write_document,
 )
-from pipeline.launching.multi_node import TRAIN, main, plan
-from pipeline.shipped import LAUNCH
+from pipeline.distributed.launch.multi_node import TRAIN, main, plan
+from pipeline.errors import LaunchError
 
 HOSTILE = "$(touch x) `id` \"'; echo é\n\\ %n *"
 SHELL = {
@@ -256,7 +256,7 @@ def test_a_launch_hands_over_in_private_and_cleans_up(hostfile, tmp_path, monkey
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".deepspeed_env").write_text("PATH=/evil\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.launching.multi_node.program", lambda name: str(tmp_path / name))
+    monkeypatch.setattr("pipeline.distributed.launch.multi_node.program", lambda name: str(tmp_path / name))
     shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HF_TOKEN": HOSTILE, "WANDB_API_KEY": "k" * 40}
     for name, value in shell.items():
         monkeypatch.setenv(name, value)

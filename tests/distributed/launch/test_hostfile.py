@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from pipeline.distributed.launch.hostfile import Selection, choose_devices, read_hostfile
 from pipeline.errors import LaunchError
-from pipeline.launching.hostfile import Selection, choose_devices, read_hostfile
 
 
 def test_machines_in_order(tmp_path):

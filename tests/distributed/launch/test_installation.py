@@ -106,7 +106,7 @@ def test_a_wheel_plans_and_trains_by_names_from_an_empty_folder(installed, tmp_p
     assert list(here.iterdir()) == []
     assert "2/2  loss" in say(script, "train", *named)
     assert [path.name for path in here.iterdir()] == ["runs"]
-    assert os.access(installed / "pipeline" / "shipped" / "launch" / "multi_gpu.sh", os.X_OK)
+    assert os.access(installed / "pipeline" / "config" / "shipped" / "launch" / "multi_gpu.sh", os.X_OK)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ import yaml
 from support.launch import DIGITS, ROOT, environment, numbers, run_directories, write_recipe
 
 from pipeline.config.settings import load_settings
+from pipeline.distributed.launch import multi_gpu, torchrun
+from pipeline.distributed.launch.environment import split_arguments
+from pipeline.distributed.launch.hostfile import read_hostfile
+from pipeline.distributed.launch.torchrun import check_sizes, command
 from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
 from pipeline.errors import LaunchError
-from pipeline.launching import multi_gpu, torchrun
-from pipeline.launching.environment import split_arguments
-from pipeline.launching.hostfile import read_hostfile
-from pipeline.launching.torchrun import check_sizes, command
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = ["multi_gpu.sh", "multi_node.sh", "torchrun.sh", "slurm.sbatch"]

@@ -9,9 +9,8 @@ import re
 
 import pytest
 
-from pipeline.spike_detector import GRADIENT_NORM, LOSS, SpikeDetector
-from pipeline.watchers import Seen, restore, state_of
-from pipeline.watchers.learning import (
+from pipeline.monitoring.alerts import Seen, restore, state_of
+from pipeline.monitoring.alerts.learning import (
     CALM,
     EvalDivergence,
     LossRise,
@@ -20,7 +19,8 @@ from pipeline.watchers.learning import (
     Spikes,
     no_targets,
 )
-from pipeline.watchers.performance import DataStarvation, MemoryGrowth, ThroughputDrop
+from pipeline.monitoring.alerts.performance import DataStarvation, MemoryGrowth, ThroughputDrop
+from pipeline.monitoring.alerts.spike_detector import GRADIENT_NORM, LOSS, SpikeDetector
 
 
 def asked(watcher, rows, step=0):

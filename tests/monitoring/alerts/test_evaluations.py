@@ -8,9 +8,9 @@ from support.spoilt import NOW, HeldOut, Samples, bundle
 from support.tiny import deepspeed_json, recipe, resolve
 from torch.utils.data import Subset
 
-from pipeline.assemble import assemble
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 SPOILT = (2, 3)
 """Steps whose evaluation gives NaN."""

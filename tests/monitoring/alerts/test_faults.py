@@ -19,9 +19,9 @@ from support.heard import heard
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 from torch.utils.data import Dataset
 
-from pipeline.assemble import assemble
 from pipeline.data.bundle import DataBundle, collate_items
-from pipeline.training import TrainLoop
+from pipeline.training.assemble import assemble
+from pipeline.training.loop import TrainLoop
 
 WORDS, LENGTH = 64, 16
 STEPS = 230
@@ -150,7 +150,12 @@ def trained(job, folder, split, steps, is_troubled, changes=None):
                 module.register_forward_hook(lambda module, given, output: 0.0 * output)
     parts = replace(parts, engine=engine)
     alone_on_the_machine = patch("os.getloadavg", lambda: (0.5, 0.5, 0.5))
-    with alone_on_the_machine, heard("pipeline.sinks") as lines, parts.sinks, TrainLoop(parts) as loop:
+    with (
+        alone_on_the_machine,
+        heard("pipeline.monitoring.trackers") as lines,
+        parts.sinks,
+        TrainLoop(parts) as loop,
+    ):
         loop.train()
     parts.loader.close()
     parts.engine.close()

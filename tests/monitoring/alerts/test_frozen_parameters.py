@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.shards import WEIGHT, Region, Shard
-from pipeline.watchers import Seen
-from pipeline.watchers.learning import FROZEN_SAMPLE, FROZEN_STEPS, FrozenParameters
+from pipeline.checkpoint.shards import WEIGHT, Region, Shard
+from pipeline.monitoring.alerts import Seen
+from pipeline.monitoring.alerts.learning import FROZEN_SAMPLE, FROZEN_STEPS, FrozenParameters
 
 STEP = Seen({}, [1.0], skipped=[False])
 SKIPPED = Seen({}, [1.0], skipped=[True])

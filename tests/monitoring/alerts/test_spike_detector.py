@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.spike_detector import GRADIENT_NORM, LEAST, LOSS, NEW_LEVEL, WINDOW, SpikeDetector
+from pipeline.monitoring.alerts.spike_detector import (
+    GRADIENT_NORM,
+    LEAST,
+    LOSS,
+    NEW_LEVEL,
+    WINDOW,
+    SpikeDetector,
+)
 
 # Losses and gradient norms of real small runs without a fault, as 1000 times their logarithms: the shipped
 # recipes, WSD, restarted and triangular rates, batches of 1 to 4 rows, noisy labels, preferences, a few

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import NonFiniteLossError
-from pipeline.events import Event
-from pipeline.watchers import RollbackRequested, Seen, Stop, check_row, restore, state_of
-from pipeline.watchers.learning import MAX_CONSECUTIVE_SKIPS, EvalDivergence, NonFiniteSteps
-from pipeline.watchers.rules import ALERTS
+from pipeline.monitoring.alerts import RollbackRequested, Seen, Stop, check_row, restore, state_of
+from pipeline.monitoring.alerts.learning import MAX_CONSECUTIVE_SKIPS, EvalDivergence, NonFiniteSteps
+from pipeline.monitoring.alerts.rules import ALERTS
+from pipeline.monitoring.events import Event
 
 
 def skipped(steps: int) -> Seen:
@@ -78,5 +78,5 @@ def test_what_watchers_keep_is_restored_by_name_and_may_be_missing():
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_every_rule_is_explained(name):
-    page = (Path(__file__).parents[2] / "docs" / "alerts.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "alerts.md").read_text()
     assert any(f"`{name}`" in line for line in page.splitlines() if line.startswith("| "))

@@ -13,17 +13,17 @@ import pytest
 from filelock import FileLock
 from support.recorded import event, row
 
-from pipeline.command_lines import own_command
-from pipeline.report import page
-from pipeline.report.page import encode, panels_of, render, report_of_killed, write_at_end
-from pipeline.report.record import MOST_POINTS
-from pipeline.report.runs import UNSAID, error_line, note_processes, read_run
+from pipeline.config.command_lines import own_command
+from pipeline.monitoring.report import page
+from pipeline.monitoring.report.page import encode, panels_of, render, report_of_killed, write_at_end
+from pipeline.monitoring.report.record import MOST_POINTS
+from pipeline.monitoring.report.runs import UNSAID, error_line, note_processes, read_run
 
 FAILURE = (
     "2026-01-01 10:00:02,000 ERROR pipeline.failure Traceback (most recent call last):\nValueError: no\n"
 )
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nValueError: no'
-INFO = "2026-01-01 10:00:01,000 INFO pipeline.api 100 parameters\n"
+INFO = "2026-01-01 10:00:01,000 INFO pipeline.training.api 100 parameters\n"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_the_report_of_an_ended_run_raises_nothing_and_has_little_time(make_run,
     assert sorted(each.name for each in path.iterdir() if "report" in each.name) == ["report.html"]
     (path / "report.html").unlink()
     (path / "report.html").mkdir()
-    with caplog.at_level(logging.WARNING, "pipeline.report"):
+    with caplog.at_level(logging.WARNING, "pipeline.monitoring.report"):
         assert write_at_end(path) is None
         assert "report.html is not written" in caplog.text
         assert not list(path.glob("*.partial"))

@@ -8,8 +8,8 @@ import math
 import pytest
 from support.recorded import event, row
 
-from pipeline.report.record import MOST_EVENTS, read_record
-from pipeline.sinks.jsonl import MetricsFileError
+from pipeline.monitoring.report.record import MOST_EVENTS, read_record
+from pipeline.monitoring.trackers.jsonl import MetricsFileError
 
 
 def test_rows_of_other_keys_keep_their_place(make_run):

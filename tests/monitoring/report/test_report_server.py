@@ -17,7 +17,7 @@ from support.prepare_command import hear_interrupts
 from support.recorded import row
 
 from pipeline.errors import PipelineError
-from pipeline.report.server import live_report
+from pipeline.monitoring.report.server import live_report
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from sinks_of_tests import Recorded
 
 from pipeline.checkpoint.catalog import SavedCheckpoints
-from pipeline.events import Event
-from pipeline.sinks import Sinks, dispensable
-from pipeline.sinks.dispensable import SinkThread
+from pipeline.monitoring.events import Event
+from pipeline.monitoring.trackers import Sinks, dispensable
+from pipeline.monitoring.trackers.dispensable import SinkThread
 
 PATIENCE = 60  # seconds, on a busy machine
 EVENT = Event("loss_spike", "the loss is 9")

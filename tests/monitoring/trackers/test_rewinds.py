@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.events import ROLLBACK, Event
-from pipeline.sinks.jsonl import METRICS_FILE, JsonlSink, replay
+from pipeline.monitoring.events import ROLLBACK, Event
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlSink, replay
 
 
 def write(folder: Path, start_step: int, *words: tuple) -> None:

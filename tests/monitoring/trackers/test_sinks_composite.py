@@ -10,9 +10,9 @@ from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.config.model_schema import CNNConfig
 from pipeline.config.schema import LogConfig, RunConfig, WandbConfig
 from pipeline.errors import ConfigError
-from pipeline.events import Event
-from pipeline.sinks import TRACKERS, Sinks, Tracker, build_sinks, check_sinks
-from pipeline.sinks.jsonl import MetricsFileError, read_metrics
+from pipeline.monitoring.events import Event
+from pipeline.monitoring.trackers import TRACKERS, Sinks, Tracker, build_sinks, check_sinks
+from pipeline.monitoring.trackers.jsonl import MetricsFileError, read_metrics
 
 
 class Recorder:
@@ -115,7 +115,10 @@ def test_missing_tensorboard_is_one_line_that_says_what_to_do(tmp_path: Path, mo
 
 
 def test_importing_the_sinks_loads_neither_torch_nor_wandb():
-    program = "import sys, pipeline.sinks; assert not {'torch', 'wandb', 'tensorboard'} & sys.modules.keys()"
+    program = (
+        "import sys, pipeline.monitoring.trackers; "
+        "assert not {'torch', 'wandb', 'tensorboard'} & sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

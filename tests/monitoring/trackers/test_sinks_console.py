@@ -4,17 +4,17 @@ import io
 import re
 
 import pytest
+from monitoring.trackers.test_sinks_composite import build, recipe
 from rich.console import Console
-from sinks.test_sinks_composite import build, recipe
 from support.terminal import in_terminal
 
 from pipeline.config.schema import LogConfig
-from pipeline.sinks.console import ConsoleSink, count, decimals, two_digits
+from pipeline.monitoring.trackers.console import ConsoleSink, count, decimals, two_digits
 
 PROGRAM = """
     import math
     from rich.console import Console
-    from pipeline.sinks.console import ConsoleSink
+    from pipeline.monitoring.trackers.console import ConsoleSink
 
     sink = ConsoleSink(Console(), max_steps=20000)
     for step in range(0, 20000, 4000):

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.events import CORRUPTION, Event
-from pipeline.sinks.jsonl import JsonlSink, MetricsFileError, encode_row, iterate_record, newest, read_metrics
+from pipeline.monitoring.events import CORRUPTION, Event
+from pipeline.monitoring.trackers.jsonl import (
+    JsonlSink,
+    MetricsFileError,
+    encode_row,
+    iterate_record,
+    newest,
+    read_metrics,
+)
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 KEYS = st.text(min_size=1).filter(lambda key: key not in ("step", "event"))  # no mean has such a name
@@ -79,7 +86,7 @@ def test_going_on_reads_a_long_record_a_row_at_a_time(tmp_path: Path):
             """
         import resource
         from pathlib import Path
-        from pipeline.sinks.jsonl import JsonlSink, iterate_metrics
+        from pipeline.monitoring.trackers.jsonl import JsonlSink, iterate_metrics
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         JsonlSink(Path(sys.argv[1]), start_step=49_990).close(0)
         assert sum(1 for _ in iterate_metrics(Path(sys.argv[1]))) == 49_990

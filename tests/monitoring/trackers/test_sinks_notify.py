@@ -11,15 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from sinks.test_sinks_composite import build, recipe
+from monitoring.trackers.test_sinks_composite import build, recipe
 from support.launch import ROOT, launch, run_directories, write_recipe
 from support.ranks import free_port
 
 from pipeline.config.watching_schema import NotifyConfig
 from pipeline.errors import ConfigError
-from pipeline.events import Event
-from pipeline.sinks import dispensable, notify
-from pipeline.sinks.notify import NotifySink, post, run_command, tell_at_once, ways_of
+from pipeline.monitoring.events import Event
+from pipeline.monitoring.trackers import dispensable, notify
+from pipeline.monitoring.trackers.notify import NotifySink, post, run_command, tell_at_once, ways_of
 
 SECRET = "T0P-5ecret"
 SPIKE = Event("loss_spike", "the loss is 9", "look at the data")

@@ -9,17 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sinks.test_sinks_composite import build, recipe
+from monitoring.trackers.test_sinks_composite import build, recipe
 from sinks_of_tests import Recorded
 from support.launch import ROOT
 
 from pipeline.config.schema import LogConfig
 from pipeline.config.watching_schema import SinkConfig
 from pipeline.errors import ConfigError
-from pipeline.events import Event
-from pipeline.sinks import Sinks, check_sinks
-from pipeline.sinks.dispensable import Dispensable
-from pipeline.sinks.jsonl import MetricsFileError, read_metrics
+from pipeline.monitoring.events import Event
+from pipeline.monitoring.trackers import Sinks, check_sinks
+from pipeline.monitoring.trackers.dispensable import Dispensable
+from pipeline.monitoring.trackers.jsonl import MetricsFileError, read_metrics
 
 EVENT = Event("loss_spike", "the loss is 9")
 

@@ -25,7 +25,7 @@ PROGRAM = """
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.sinks import build_sinks
+    from pipeline.monitoring.trackers import build_sinks
 
     run_dir, start_step, last_step, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     logging.basicConfig(level=logging.INFO, format="LOG %(message)s", stream=sys.stdout)

@@ -9,7 +9,7 @@ from sinks_of_tests import ReadsTheRecord
 from support.launch import ROOT, launch, run_directories, write_recipe
 from support.poisoned import ALONE, train
 
-from pipeline.sinks.jsonl import read_metrics
+from pipeline.monitoring.trackers.jsonl import read_metrics
 
 SINKS = str(Path(__file__).parent)
 

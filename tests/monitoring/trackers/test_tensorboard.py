@@ -8,12 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from sinks.test_sinks_composite import build, recipe
+from monitoring.trackers.test_sinks_composite import build, recipe
 from support.poisoned import ALONE, BATCH, train
 
 from pipeline.config.schema import LogConfig
-from pipeline.events import CORRUPTION, Event
-from pipeline.sinks.jsonl import iterate_record
+from pipeline.monitoring.events import CORRUPTION, Event
+from pipeline.monitoring.trackers.jsonl import iterate_record
 
 # The one that the server has, whose plug-ins keep scalars as tensors too.
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.wandb_server import KEY, Server, environment, run_id
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 # Word by word: save STEP LOSS SEED, distrust STEP (later ones are set aside), back STEP, wait VERSIONS.
 PROGRAM = """
@@ -26,7 +26,7 @@ PROGRAM = """
     from pipeline.config.schema import RunConfig, WandbConfig
     from pipeline.distributed.process_group import Job
     from pipeline.distributed.ranks import Ranks
-    from pipeline.sinks import build_sinks
+    from pipeline.monitoring.trackers import build_sinks
 
     run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     logging.basicConfig(stream=sys.stdout)

@@ -15,7 +15,7 @@ import pytest
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
 from pipeline.config.schema import WandbConfig
-from pipeline.sinks.weights_and_biases import files_to_upload, run_arguments
+from pipeline.monitoring.trackers.weights_and_biases import files_to_upload, run_arguments
 
 PROGRAM = """
     import json, logging, sys
@@ -23,7 +23,7 @@ PROGRAM = """
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.sinks import build_sinks
+    from pipeline.monitoring.trackers import build_sinks
 
     run_dir, start, section = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     logging.basicConfig(level=logging.INFO, format="LOG %(message)s", stream=sys.stdout)

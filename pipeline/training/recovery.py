@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipeline.callbacks import CallbackRunner
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
 from pipeline.data.batches import Batch, LoadedBatch
@@ -17,14 +16,15 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.nonfinite_cause import CauseSearch
 from pipeline.errors import DeviceFailedError, StoppedError
-from pipeline.events import NO_TARGETS, Event
-from pipeline.metrics import Meters
 from pipeline.models.embeddings import KEYS
+from pipeline.monitoring.alerts import RollbackRequested, Watcher, restore
+from pipeline.monitoring.events import NO_TARGETS, Event
+from pipeline.monitoring.metrics import Meters
+from pipeline.monitoring.trackers import Sinks
 from pipeline.objectives import Objective
-from pipeline.replica_check import ReplicaCheck
-from pipeline.safeguard import Safeguard
-from pipeline.sinks import Sinks
-from pipeline.watchers import RollbackRequested, Watcher, restore
+from pipeline.training.callbacks import CallbackRunner
+from pipeline.training.replica_check import ReplicaCheck
+from pipeline.training.safeguard import Safeguard
 
 MOST_EXAMINED = 3  # steps of a process
 CAUSE_ADVICE = "look at these samples and at that part of the model"

@@ -1,0 +1,1 @@
+"""Held-out loss, samples, and a trained model read from its checkpoint."""

@@ -1,0 +1,1 @@
+"""What a run measures, where it is sent, and what raises an alert."""
