@@ -1,4 +1,4 @@
-"""Fits the constants of pipeline/planning/rates.py to published runs: `python benchmarks/calibrate.py`
+"""Fits the constants of pipeline/planner/hardware.py to published runs: `python benchmarks/calibrate.py`
 
 Needs scipy. Least squares of the logarithm of predicted over published seconds; many runs of one source count
 less each, and so do large errors; every constant is held to what it can be. `--leave-out` fits without each

@@ -2,7 +2,7 @@
 
 It runs as `python -m pipeline.distributed.doctor.probe`.
 
-Reads questions on standard input and answers on standard output (launching/node_agent.py); ends, and removes
+Reads questions on standard input and answers on standard output (launch/node_agent.py); ends, and removes
 what it made, when its input closes. It only looks: no question makes it run a command that came with it.
 """
 
