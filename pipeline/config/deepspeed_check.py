@@ -33,7 +33,7 @@ def has_half_masters(filled: Tree) -> bool:
 
 
 def refuse_half_masters(file: ConfigFile, filled: Tree, kind: str, precision: str) -> None:
-    """Holds them to the rest of a file that is filled in, and was checked (deepspeed_conflicts.py) before.
+    """Check them against the rest of a file that is filled in, and was checked before.
 
     Args:
         kind: Of optimizer.

@@ -48,7 +48,7 @@ class _File(logging.FileHandler):
 
 
 def _is_for_console(record: logging.LogRecord) -> bool:
-    """Return whether the console shows a record now: running.py shows a failure and the plan at the end."""
+    """Return whether the console shows a record now: run_rank.py shows a failure and the plan at the end."""
     return record.name != "pipeline.failure" and getattr(record, "event", None) != PLAN
 
 

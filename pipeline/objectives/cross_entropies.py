@@ -170,7 +170,7 @@ class CausalLM(OverVocabulary):
     t, or `labels` (B, T) aligned with the inputs, as transformers has them.
 
     Where the config of a mixture of experts asks for `output_router_logits`, the routers' load-balancing loss
-    over the counted tokens of the global batch is minimised too; see router.py.
+    over the counted tokens of the global batch is minimised too; see Router.
 
     Where the model's logits are the outputs of its last layer as they are, none are made: see
     linear_cross_entropy.py. `kernels` compute the loss either way; see given_logits.py.

@@ -1,4 +1,4 @@
-"""What a rank's memory is held by, as measured, and what the plan had said of it. Imports no torch."""
+"""Memory of a rank by what holds it, measured and planned, and changes that make it smaller. No torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the blocks of a language model keep for backward, and need in forward and backward, in bytes.
+"""Bytes of a micro-batch: what the blocks of a language model and its loss keep, and need, on one rank.
 
-By coefficients of products of sizes, one row a family and way to compute (activations.json, written by
-benchmarks/activations.py from traced allocations). What a loss takes is loss.py's.
+Blocks go by coefficients of products of sizes, one row a family and way to compute (activations.json, written
+by benchmarks/activations.py from traced allocations).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Work:
         """None: not a language model over rows of equal length.
 
         Args:
-            own: What the rank has of the model (cutting.py).
+            own: Part of the model that the rank has.
             kind: Of the device: `cpu` or `cuda`.
             stage: Of a pipeline.
         """

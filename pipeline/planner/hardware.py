@@ -1,6 +1,6 @@
 """GPUs, networks and processors by their data sheets: memory as torch counts it, bandwidths, links, watts.
 
-What training reaches of these numbers is rates.py's. Imports no torch.
+Rates are the share of these numbers that training reaches, fitted. Imports no torch.
 """
 
 from __future__ import annotations

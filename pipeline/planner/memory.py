@@ -1,4 +1,6 @@
-"""The memory of a rank in named parts, and its peak as the most over the phases of a step."""
+"""Memory of a rank in named parts, and its peak over the phases of a step.
+
+Overhead is what libraries and allocators hold beside tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Where a run is planned for: GPUs by name or by memory, or this machine's processors."""
+"""Place that a run is planned for: GPUs by name or memory, or this machine's processors.
+
+The history of runs at a place corrects its forecasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything of a run that could be done otherwise for memory or time, and which of it helps."""
+"""Proposes changes of a run for memory or time, and the limits it could go to."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One rank's part of a run: the parameters that it has, how they are stepped, and what of the configuration
-formulas ask for.
-"""
+"""One rank's part of a run: its parameters, cut by AutoTP and stages, with adapters, and how they are stepped."""
 
 from __future__ import annotations
 
@@ -294,7 +292,7 @@ def low_rank(own: Model, adapter: AdapterConfig | None) -> LowRank | None:
     """None: the run has no adapter. A stage of which no layer has one has matrices of rank 0.
 
     Args:
-        own: What the rank has of the model (cutting.py).
+        own: Part of the model that the rank has.
     """
     if adapter is None:
         return None

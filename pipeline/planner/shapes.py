@@ -1,4 +1,6 @@
-"""What a recipe trains, from its files alone: no weights are read, and torch is not imported."""
+"""Shapes of the model that a recipe trains, from files alone: no weights, no torch.
+
+families.yaml describes transformers' families."""
 
 from __future__ import annotations
 

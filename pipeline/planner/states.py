@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state of one rank, exact to the byte, under any split.
+"""Weights, gradients, optimizer state and checkpoints of one rank, exact to the byte, under any split.
 
 How DeepSpeed (0.19.8) pads and keeps them. What an engine holds beside them is in buffers.py.
 """

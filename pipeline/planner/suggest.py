@@ -1,4 +1,4 @@
-"""The fastest split that fits: every one that this trainer has, tried by the formulas."""
+"""Finds the fastest split that fits, and writes its files: every split is tried by the formulas."""
 
 from __future__ import annotations
 

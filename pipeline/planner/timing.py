@@ -1,4 +1,4 @@
-"""Seconds of a training step by part, from sizes and rates alone: pure arithmetic, nothing is measured.
+"""Work of a training step, and its seconds by part: pure arithmetic from sizes and rates.
 
 docs/performance.md has the formulas with their sources, benchmarks/published.py holds them to runs of others.
 Bytes, seconds, FLOPs; a machine's accelerators are called GPUs also where they are processes of a CPU.

@@ -1,7 +1,7 @@
 """`batch.micro_batch_size: auto`: the largest that fits, tried in the run's own engine before its first step.
 
 A trial is a real step of which nothing stays (engine.refusal), so that a run is the one with the number
-given, to the last bit. planning.largest says what to try, kept_sizes.py remembers.
+given, to the last bit. planner/largest.py says what to try, micro_batch_cache.py remembers.
 """
 
 from __future__ import annotations

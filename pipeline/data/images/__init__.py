@@ -1,4 +1,4 @@
-"""`data.kind: images`: stored.py says what stored images have in common, folder.py and table.py find them."""
+"""`data.kind: images`: stored.py finds stored images, in folders and in tables."""
 
 from pipeline.data.images.dataset import prepare_images
 

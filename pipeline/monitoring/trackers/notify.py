@@ -1,6 +1,6 @@
 """Alerts to a command or a webhook of the user's own.
 
-Not here: what an alert is (watchers.py), and the address of the webhook, which an environment variable holds:
+Not here: what an alert is (alerts/), and the address of the webhook, which an environment variable holds:
 nothing that is written or said here repeats it.
 """
 
