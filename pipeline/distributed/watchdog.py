@@ -124,7 +124,7 @@ class WatchdogStore:
 
     def send_report(self, report: RankReport) -> None:
         """Says where this rank stands."""
-        self._store.set(f"pipeline/monitoring/report/{self._rank}", json.dumps(asdict(report)))
+        self._store.set(f"pipeline/report/{self._rank}", json.dumps(asdict(report)))
 
     def reports(self, ranks: Sequence[int]) -> list[RankReport]:
         """Of those that have sent one."""

@@ -1,4 +1,4 @@
-"""One rank's part of a run: its parameters, cut by AutoTP and stages, with adapters, and how they are stepped."""
+"""One rank's part of a run: its parameters, cut by AutoTP and stages, adapters, and how they are stepped."""
 
 from __future__ import annotations
 
