@@ -175,7 +175,7 @@ def test_the_script_of_this_installation_is_what_is_named(tmp_path, monkeypatch)
 
 
 COMMAND = re.compile(r"-m pipeline |(python|deepspeed|start with|start) \S*launch/|ds-pipeline |wandb sync ")
-PAGES = {"config/reference.py", "commands/plan.py", "foreign_configs/writing.py"}
+PAGES = {"config/reference.py", "cli/plan.py", "cli/import_configs/writing.py"}
 """Texts for a page or a file: docs/configuration.md, the end of `plan --help`, an imported recipe."""
 
 
