@@ -212,7 +212,9 @@ def test_a_file_that_cannot_grow_is_one_line_and_the_others_stay(
     limit = large.stat().st_size // 2  # in bytes; before it has written any
     resource.prlimit(command.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
     line = command.end().error
-    assert re.search(r"cache: part \w+ of large cannot be written: File too large \(.* GB free there\)", line)
+    assert re.search(
+        r"cache: part \w+ of large cannot be written: File too large \(.* GiB free there\)", line
+    )
     kept = parts_of(command.cache)
     assert len(kept) == 2
     assert not list(command.cache.glob("parts/*.tmp"))

@@ -100,7 +100,7 @@ def test_a_wheel_plans_and_trains_by_names_from_an_empty_folder(installed, tmp_p
     )
     assert list(here.iterdir()) == []
     named = ("--config", "digits_cnn", "--deepspeed", "zero2.json", "max_steps=2", "wandb.mode=disabled")
-    assert f"# recipe ({installed}/pipeline/shipped/launch/recipes/digits_cnn.yaml" in say(
+    assert f"# recipe ({installed}/pipeline/config/shipped/launch/recipes/digits_cnn.yaml" in say(
         sys.executable, "-m", "pipeline", "train", "--dry-run", *named
     )
     assert list(here.iterdir()) == []
