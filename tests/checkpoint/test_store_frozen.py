@@ -90,7 +90,7 @@ def test_no_room_is_asked_for_what_is_linked(tmp_path, monkeypatch, wait):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
     assert store.save(engine, {"global_step": 2}, wait).problem is None
     store.close()
-    assert "GB free" in store_of(tmp_path).save(engine, {"global_step": 3}, wait).problem
+    assert "20 KiB free" in store_of(tmp_path).save(engine, {"global_step": 3}, wait).problem
 
 
 @pytest.mark.parametrize("wait", [True, False])

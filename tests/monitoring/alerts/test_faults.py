@@ -131,7 +131,7 @@ def tree(steps, **changes):
 def assembled(clock, *arguments):
     """Assemble a run that measures its seconds with `clock`."""
     with ExitStack() as stack:
-        for module in ("build_meters", "engine.torch_engine", "engine.deepspeed_base"):
+        for module in ("training.build_meters", "engine.torch_engine", "engine.deepspeed_base"):
             stack.enter_context(patch(f"pipeline.{module}.time", SimpleNamespace(perf_counter=clock)))
         return assemble(*arguments)
 
