@@ -334,7 +334,7 @@ def test_an_adapter_over_a_base_in_4_bits_opens_anywhere(tmp_path, request, capf
     base = request.getfixturevalue(name)
     asked = {"quantize": "nf4", **adapter}
     expected = trained(settings(tmp_path, "run", {"pretrained": str(base)}, asked, wide))
-    held = {"wide": "81,920 weights in 80 KiB", "gpt2": "98,304 weights in 96 KiB"}[name]
+    held = {"wide": "81,920 weights in 56 KiB", "gpt2": "98,304 weights in 58 KiB"}[name]
     assert f" over a base in nf4 ({held}, 0." in capfd.readouterr().err
     opened = logits_of(base, quantization_config=NF4)
     assert (opened - logits_of(base)).abs().max() > 1e-3, "nothing is quantised"

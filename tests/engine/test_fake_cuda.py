@@ -123,7 +123,7 @@ def step(job: Job, split: dict[str, Any], packed: bool, model: dict[str, Any], k
 
 
 # Of the batch as it lies on the host.
-ON_HOST = ("documents.py:with_bounds", "document_attention.py:document_bounds", "labels.py:wrong_label")
+ON_HOST = ("interface.py:with_bounds", "document_attention.py:document_bounds", "model_call.py:wrong_label")
 BF16 = {**SINGLE, "bf16": {"enabled": True}}
 CASES = {
     "plain": (BF16, {}),

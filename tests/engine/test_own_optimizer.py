@@ -178,7 +178,10 @@ BROKEN = {
     ("first_group", PLAIN): r"has 2 parameters in 1 groups, and was given 4 in 2; pass the groups on",
     ("one_group", PLAIN): r"has 4 parameters in 1 groups, and was given 4 in 2; pass the groups on",
     ("no_optimizer", PLAIN): r"returned a list, not a torch\.optim\.Optimizer",
-    ("failing", PLAIN): r"failing raised RuntimeError: no such thing \(tests/test_own_optimizer\.py:\d+\)",
+    (
+        "failing",
+        PLAIN,
+    ): r"failing raised RuntimeError: no such thing \(tests/engine/test_own_optimizer\.py:\d+\)",
     ("ending", PLAIN): r"ended the program \(SystemExit: 3\)",
     ("InAttribute", PLAIN): r"keeps something beside self\.state\[p\].* keep it in self\.state\[p\]",
     ("InGroup", PLAIN): r"keeps something beside self\.state\[p\]",

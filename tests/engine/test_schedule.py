@@ -186,7 +186,7 @@ def test_the_last_step_of_a_run_of_any_length_is_tried(max_steps):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("dividing", r"for step 7 of 100 raised ZeroDivisionError: .*tests/test_schedule\.py:\d+"),
+        ("dividing", r"for step 7 of 100 raised ZeroDivisionError: .*tests/engine/test_schedule\.py:\d+"),
         ("named", r"gave 'half' for step 0 of 100; expected a finite number"),
         ("of_one", r"cannot be called with \(step, total_steps\)"),
         ("counting", r"for step 99 of 100; make it follow from its arguments alone"),

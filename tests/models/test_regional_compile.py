@@ -55,7 +55,7 @@ def gradients(model, given):
 
 
 def lines(caplog):
-    return [record.getMessage() for record in caplog.records if record.name.endswith("regional_compile")]
+    return [record.getMessage() for record in caplog.records if record.name.endswith("models.blocks")]
 
 
 def compiled(model):
