@@ -1,6 +1,6 @@
 """(model, batch) -> LossSum: a sum and a count, never a mean. engine/normalize.py alone divides.
 
-An objective may stand around another one: TimedObjective measures its part of a step.
+An engine measures the forward of an objective; an objective measures nothing itself.
 """
 
 from __future__ import annotations
