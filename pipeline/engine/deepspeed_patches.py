@@ -305,6 +305,12 @@ def compile_plain_linear() -> None:
     partition_parameters.zero3_linear_wrap = _linear
 
 
+def restore_plain_linear() -> None:
+    """Put torch's F.linear back. DeepSpeed leaves its own there for the rest of the process."""
+    patched = partition_parameters.InsertPostInitMethodToModuleSubClasses
+    torch.nn.functional.linear = getattr(patched, "linear_bk", torch.nn.functional.linear)
+
+
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute F.linear, keeping no gathered weight for backward.
 
@@ -415,6 +421,7 @@ def forget_model(engine: Any) -> None:
     stack[:] = [each for each in stack if each not in own]
     if engine.zero_optimization_stage() == 3:
         undecorated(at(_RELEASED)).cache_clear()  # another engine's is computed again
+        restore_plain_linear()
     engine.loss = engine.pipe_buffers = None  # autograd's graph leads to the model
 
 

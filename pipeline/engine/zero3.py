@@ -25,7 +25,7 @@ from pipeline.distributed.machine import available_memory
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_base import forget_parameter_groups
-from pipeline.engine.deepspeed_patches import without_hooks
+from pipeline.engine.deepspeed_patches import restore_plain_linear, without_hooks
 from pipeline.errors import ModelError
 from pipeline.models.blocks import sharded_as_one
 
@@ -140,11 +140,14 @@ class Zero3Sharding:
         assert self.zero3_config is not None
         forget_parameter_groups()
         revisited = _Revisited(self.whole)
-        with (init := _InitOnCpu(self.zero3_config, self._dtype, revisited)):
-            with revisited:
-                yield
-            revisited.close()
-            init.shard_deferred()
+        with ExitStack() as failed:
+            failed.callback(restore_plain_linear)
+            with (init := _InitOnCpu(self.zero3_config, self._dtype, revisited)):
+                with revisited:
+                    yield
+                revisited.close()
+                init.shard_deferred()
+            failed.pop_all()
 
     @contextmanager
     def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:

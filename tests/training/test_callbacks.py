@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -165,7 +166,8 @@ def test_a_launched_run_does_what_a_callback_asks_for(tmp_path):
     changes = {"max_steps": 50, "checkpoint": {"keep_last": 20}, "eval": {"every": 3, "max_samples": 20}}
     path = write_recipe(tmp_path, **changes, callbacks=[scripted(tmp_path, **ANSWERS)])
     arguments = ["--config", str(path), "--deepspeed", "ds_configs/zero2.json"]
-    done = launch(*arguments, ranks=2, PYTHONPATH=str(Path(__file__).parent))
+    here = Path(__file__).parent
+    done = launch(*arguments, ranks=2, PYTHONPATH=os.pathsep.join(map(str, [here, here.parent])))
     assert done.returncode == 0, done.stderr
     (run,) = run_directories(tmp_path)
     check_answers(run)
