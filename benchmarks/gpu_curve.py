@@ -39,14 +39,12 @@ from pipeline.data import prepare_data
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
-from pipeline.engine.interface import Engine
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.interface import Engine, mean_loss
 from pipeline.engine.schedule import multiplier
 from pipeline.models import build_model
 from pipeline.models.sharding import Whole
 from pipeline.objectives import Objective, build_objective
-from pipeline.training.assemble import build_loader
-from pipeline.training.build_engine import build_engine, model_request
+from pipeline.training.assemble import build_engine, build_loader, model_request
 
 REFERENCE = Path(__file__).with_name("curve_reference.json")
 STEPS, COUNTED_STEPS = 20, 2  # steps of a curve; host waits are counted in the last ones

@@ -24,7 +24,7 @@ from pipeline.distributed.process_group import describe_device
 from pipeline.models import build_model
 from pipeline.models.sharding import Whole
 from pipeline.objectives import CausalLM
-from pipeline.training.build_engine import model_request
+from pipeline.training.assemble import model_request
 
 Batch = dict[str, Tensor]
 

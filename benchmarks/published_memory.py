@@ -35,7 +35,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from published_terms import LOGITS, PLAIN, Row, added, model_of, states_of  # noqa: E402
 
-from pipeline.config.adapter_schema import AdapterConfig  # noqa: E402
+from pipeline.config.model_schema import AdapterConfig  # noqa: E402
 from pipeline.files import GIB  # noqa: E402
 from pipeline.planner.activations import Recompute, Work  # noqa: E402
 from pipeline.planner.memory import (  # noqa: E402

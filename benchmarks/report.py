@@ -64,7 +64,7 @@ class Row:
     def _share_of_peak(self, flops: float | None) -> float | None:
         import torch
 
-        from pipeline.planner.peak_flops import peak_flops
+        from pipeline.planner.hardware import peak_flops
 
         peak = peak_flops(device_name(), self.precision) if torch.cuda.is_available() else None
         if peak is None or flops is None:

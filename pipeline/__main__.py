@@ -15,7 +15,6 @@ from pipeline.cli import (
     evaluate,
     export,
     generate,
-    import_config,
     inspect,
     plan,
     prepare,
@@ -23,6 +22,7 @@ from pipeline.cli import (
     sync,
 )
 from pipeline.cli import train as cli
+from pipeline.cli.import_configs import writing as import_config
 from pipeline.config.command_lines import SCRIPT
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.errors import CommandLine, DeviceFailedError, PipelineError, report_errors
@@ -74,8 +74,7 @@ def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:
     except Exception as error:
         if isinstance(error, PipelineError):
             raise
-        from pipeline.training.device_failures import explain
-        from pipeline.training.oom_advice import of_files
+        from pipeline.training.device_failures import explain, of_files
 
         mistake = explain(error, None, of_files)
         if mistake is None:

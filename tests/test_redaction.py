@@ -22,7 +22,7 @@ from pipeline.monitoring.events import Event
 from pipeline.monitoring.report.page import encode
 from pipeline.redaction import REDACTED, declare_secret_variable, redact, redact_text
 from pipeline.training.api import evaluate
-from pipeline.training.working_tree import git_diff
+from pipeline.training.run_directory import git_diff
 
 # Made for this test.
 SECRETS = {
@@ -71,7 +71,7 @@ PROGRAM = """
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.schema import RunConfig, WandbConfig
     from pipeline.monitoring.trackers import build_sinks
-    from pipeline.training.working_tree import git_diff
+    from pipeline.training.run_directory import git_diff
 
     logging.basicConfig(stream=sys.stdout)
     folder, planted = Path(sys.argv[1]), json.loads(sys.stdin.read())

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.shards import WEIGHT, Region
-from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.config.optional_packages import require
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents.streams import SETTLED_NANOSECONDS

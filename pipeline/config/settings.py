@@ -15,16 +15,43 @@ from pipeline.config.combinations import Choice, refuse_impossible
 from pipeline.config.deepspeed_adoption import adopt_stated_numbers, adopt_torch_section
 from pipeline.config.deepspeed_json import decide_precision, load_deepspeed_json, resolve_deepspeed
 from pipeline.config.deepspeed_keys import ADOPTED
-from pipeline.config.extras import refuse_missing
-from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override, read_yaml
+from pipeline.config.loading import ConfigFile, Dumper, Tree, get_dotted, parse_override, read_yaml
+from pipeline.config.optional_packages import require
 from pipeline.config.recipe import refuse_code, validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.shipped import find_deepspeed_json, find_recipe
 from pipeline.config.split import Device, Split, deepspeed_split
-from pipeline.config.yaml_loader import Dumper
 from pipeline.errors import ConfigError
 from pipeline.files import CONFIGURATION_LIMIT, is_path, read_plain
 from pipeline.redaction import redact
+
+
+def refuse_missing(choice: Choice) -> None:
+    """Check packages and the GPU before data and model are built.
+
+    Raises:
+        ConfigError: A package is not installed, or the GPU has no products in fp8.
+    """
+    fp8 = f"model.fp8: {choice.model('fp8')}"
+    adapter, split = choice.config.adapter, choice.split
+    if choice.multiplies_in_fp8:
+        require("torchao", fp8, "set model.fp8=none")
+    if choice.quantizes_base:
+        require("bitsandbytes", "adapter.quantize: nf4", "leave adapter.quantize out")
+    if adapter is not None:
+        require("peft", f"adapter: {adapter.kind or 'lora'}", "leave adapter out to train all weights")
+    if split.tensor_parallel > 1:
+        require("accelerate", "tensor_parallel", "leave tensor_parallel out")
+    if split.pipeline_stages > 1:
+        require("accelerate", "pipeline", "leave pipeline out")
+    if split.zero_stage == 3 and choice.model("pretrained") is not None:
+        require("accelerate", "model.pretrained with ZeRO-3", "set zero_optimization.stage to 2")
+    if choice.multiplies_in_fp8 and not choice.device.fp8:
+        raise ConfigError(
+            f"{fp8}: this GPU does not multiply in fp8, which NVIDIA's do from "
+            "Ada and Hopper on (8.9) and AMD's from MI300 on; set model.fp8=none"
+        )
+
 
 # Of two ways to say one thing, the one on the command line takes the place of the other in the file.
 ALTERNATIVES = (

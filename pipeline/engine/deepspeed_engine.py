@@ -37,13 +37,13 @@ from pipeline.engine.interface import (
     DTYPES,
     Limits,
     StepResult,
+    backward_scale,
     check_gradient,
     count_and_flags,
     count_parameters,
     to_device,
     with_bounds,
 )
-from pipeline.engine.normalize import backward_scale
 from pipeline.engine.optim import parameter_groups, set_learning_rate
 from pipeline.engine.replicas import ChangingBuffers
 from pipeline.engine.sequence_parallel import SequenceParallel

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import Limits
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.interface import Limits, mean_loss
 from pipeline.engine.optim import clip_or_skip, reads_found_inf
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeline.engine.interface import Engine
 from pipeline.engine.state import State
 from pipeline.files import MIB
-from pipeline.planner.account import EngineStates
+from pipeline.planner.forecast import EngineStates
 
 _NESTING = 6  # lists of dicts of tensors, in optimizers and DeepSpeed's around them
 

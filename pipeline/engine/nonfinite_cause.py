@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.batch import BatchPlan
-from pipeline.data.batches import LoadedBatch, Reading, on_host, tensors
-from pipeline.data.extents import place_of
+from pipeline.data.batches import LoadedBatch, Reading, on_host, place_of, tensors
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, Limits
 from pipeline.models.batch_norm import is_synchronised

@@ -26,8 +26,14 @@ from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
 from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
 from pipeline.engine.deepspeed_state import state_of
 from pipeline.engine.guard import clip_and_guard
-from pipeline.engine.interface import Limits, StepResult, count_and_flags, to_device, with_bounds
-from pipeline.engine.normalize import backward_scale
+from pipeline.engine.interface import (
+    Limits,
+    StepResult,
+    backward_scale,
+    count_and_flags,
+    to_device,
+    with_bounds,
+)
 from pipeline.engine.optim import build_torch_optimizer, set_learning_rate
 from pipeline.engine.profile import measured_instructions
 from pipeline.engine.stages import Stages, named, stage_groups

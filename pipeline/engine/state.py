@@ -31,8 +31,7 @@ from pipeline.checkpoint.shards import (
     copy_runs,
     overlap,
 )
-from pipeline.engine.optim import SeveralOptimizers
-from pipeline.engine.own_optimizer import state_example
+from pipeline.engine.optim import SeveralOptimizers, state_example
 from pipeline.errors import CheckpointError, listed
 from pipeline.models.adapters import is_base
 

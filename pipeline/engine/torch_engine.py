@@ -28,13 +28,13 @@ from pipeline.engine.guard import Refusal, StepGate, clip_and_guard
 from pipeline.engine.interface import (
     Limits,
     StepResult,
+    backward_scale,
     check_gradient,
     count_and_flags,
     count_parameters,
     to_device,
     with_bounds,
 )
-from pipeline.engine.normalize import backward_scale
 from pipeline.engine.optim import build_torch_optimizer, parameter_groups, set_learning_rate
 from pipeline.engine.replicas import ChangingBuffers, Replicas
 from pipeline.engine.state import (

@@ -10,12 +10,11 @@ import torch
 from pipeline.config.batch import BatchPlan
 from pipeline.config.schema import EvalConfig, RunConfig
 from pipeline.data.bundle import DataBundle
-from pipeline.data.eval_loader import EvalLoader
+from pipeline.data.loader import EvalLoader
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
-from pipeline.engine.interface import Evaluates
-from pipeline.engine.normalize import further_means, whole_loss
+from pipeline.engine.interface import Evaluates, further_means, whole_loss
 from pipeline.errors import ConfigError
 from pipeline.models.embeddings import num_words
 from pipeline.objectives import Objective

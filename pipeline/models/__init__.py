@@ -11,9 +11,8 @@ from torch import nn
 from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError
-from pipeline.models.custom import build_custom
+from pipeline.models.custom import build_cnn, build_custom
 from pipeline.models.sharding import ModelRequest
-from pipeline.models.vision import build_cnn
 
 # What torch says where a tensor is larger than a number of bytes can be.
 TOO_LARGE = "calculation overflowed"

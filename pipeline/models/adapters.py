@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.adapter_schema import ALPHA, RANK, AdapterConfig
+from pipeline.config.model_schema import ALPHA, RANK, AdapterConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, ModelError, listed
 from pipeline.files import CONFIGURATION_LIMIT, read_plain, unsafe_files
 from pipeline.models.embeddings import vocabulary_parameters
-from pipeline.models.frozen_base import (
+from pipeline.models.quantised import (
     FrozenBase,
     HalfBase,
     hold_in_half,

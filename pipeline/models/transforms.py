@@ -19,8 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.config.model_schema import ModelConfig
+from pipeline.config.model_schema import AdapterConfig, ModelConfig
 from pipeline.config.patterns import matching
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError

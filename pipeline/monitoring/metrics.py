@@ -5,11 +5,15 @@ The device is waited for where a row is read, and where a profiler was asked for
 
 from __future__ import annotations
 
+import math
 import os
+import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median_low
 from typing import Any
 
@@ -17,17 +21,296 @@ import psutil
 import torch
 from torch import Tensor
 
+from pipeline.distributed.accelerator import device_id
+from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.machine import process_peak
-from pipeline.distributed.phases import ASIDE, NO_STEP, Phases, Spent
+from pipeline.distributed.phases import ASIDE, NO_STEP, Moment, Phases, Spent, columns, seconds_between
 from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import Profile, StepResult
-from pipeline.engine.normalize import further_means, mean_loss
-from pipeline.files import GIB
+from pipeline.engine.interface import Profile, StepResult, further_means, mean_loss
+from pipeline.files import GIB, format_duration
 from pipeline.monitoring.alerts import Seen
-from pipeline.monitoring.device_meters import GpuMeter, NodeMeter
-from pipeline.monitoring.events import Event
+from pipeline.monitoring.events import TIME, Event
 from pipeline.monitoring.row_queue import DeferredRow
-from pipeline.monitoring.wall_time import WallTime
+from pipeline.monitoring.trackers.jsonl import newest
+
+KWH = 3.6e6  # joules
+LEAST_SECONDS = 1.0  # between two questions: each takes the host up to a millisecond
+COLUMNS = ("cpu_utilization", "memory_utilization", "network_mib_per_second")
+
+
+class GpuMeter:
+    """Of this rank's own device; the row puts together what the ranks have handed each other.
+
+    Args:
+        energy_kwh: What the run took before this process.
+        nvml: The package; None: the one that is installed, if one is.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        energy_kwh: float = 0.0,
+        nvml: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._clock = clock
+        self._asked_at = -math.inf
+        self._said: list[float] = []
+        self._is_there = device.type == "cuda"
+        self._joules = 0.0
+        self._kwh = energy_kwh
+        self._nvml: Any = None
+        self._handle: Any = None
+        if self._is_there:
+            self._nvml, self._handle = _opened(device, nvml)
+        self.take()  # energy counts from here
+
+    @property
+    def energy_kwh(self) -> float | None:
+        """Of the run's devices up to the last row; None: no rank knows any."""
+        return self._kwh or None
+
+    def take(self) -> list[float]:
+        """Share of the last moment in which a kernel ran, watts, degrees Celsius, joules since the last call;
+        NaN: the driver does not say. Empty without a GPU, the same on all ranks."""
+        if not self._is_there:
+            return []
+        if self._clock() - self._asked_at < LEAST_SECONDS:
+            return [*self._said[:3], 0.0]  # what it takes meanwhile counts next time
+        self._asked_at = self._clock()
+        before = self._joules
+        self._joules = self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu)) / 1e3
+        self._said = [
+            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu) / 100,
+            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu)) / 1e3,
+            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+            self._joules - before,
+        ]
+        return self._said
+
+    def _ask(self, question: Callable[[Any, Any], float]) -> float:
+        if self._handle is None:
+            return math.nan
+        try:
+            return float(question(self._nvml, self._handle))
+        except self._nvml.NVMLError:  # a slice of a card, or a card that does not count
+            return math.nan
+
+    def row(self, numbers: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Columns of a row, of those that a rank knows.
+
+        Args:
+            numbers: For each of the four that `take` gives what every rank's said.
+        """
+        known = [[x for x in of_ranks if not math.isnan(x)] for of_ranks in numbers]
+        utilization, power, temperature, energy = known
+        row: dict[str, float] = {}
+        if utilization:
+            row["gpu/utilization"] = sum(utilization) / len(utilization)
+        if power:
+            row["gpu/power_watts"] = sum(power)
+        if temperature:
+            row["gpu/temperature_celsius"] = max(temperature)
+        if energy:
+            self._kwh += sum(energy) / KWH
+            row["gpu/energy_kwh"] = self._kwh
+        return row
+
+
+def _opened(device: torch.device, nvml: Any) -> tuple[Any, Any]:
+    """The package, and its word for the device: by its UUID, since its numbers are not torch's."""
+    if nvml is None:
+        try:
+            import pynvml
+        except ImportError:
+            return None, None
+        nvml = pynvml
+    try:
+        nvml.nvmlInit()
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{device_id(device)}")
+    except nvml.NVMLError:  # another maker's card
+        return None, None
+
+
+class NodeMeter:
+    """Of this rank's machine; the row has each machine once, from the first of its ranks.
+
+    Args:
+        everyone: All ranks, in order; empty: this one is alone.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, everyone: Sequence[RankProcess], clock: Callable[[], float] = time.monotonic):
+        ranks: dict[str, list[int]] = {}
+        for each in everyone:
+            ranks.setdefault(each.machine or each.host, []).append(each.rank)
+        names = [everyone[on[0]].host for on in ranks.values()] or [platform.node()]
+        if len(set(names)) < len(names):
+            names = [f"{name}-{number}" for number, name in enumerate(names)]
+        self._ranks = dict(zip(names, ranks.values() or [[0]], strict=True))
+        self._clock = clock
+        self._before = (-math.inf, 0.0)
+        self.take()  # shares and rates count from here
+
+    def take(self) -> list[float]:
+        """Of COLUMNS, since the last call: shares of all cores and of the memory, MiB a second both ways,
+        without what stays on the machine."""
+        cards = [each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+        now = (self._clock(), sum(each.bytes_sent + each.bytes_recv for each in cards) / 2**20)
+        seconds, moved = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        memory = psutil.virtual_memory().percent / 100
+        return [psutil.cpu_percent() / 100, memory, moved / max(seconds, 1e-9)]
+
+    def row(self, numbers: Sequence[Sequence[float]], gpus: Sequence[float] = ()) -> dict[str, float]:
+        """Columns of a row.
+
+        Args:
+            numbers: For each of COLUMNS what every rank's `take` gave.
+            gpus: Every rank's GPU's utilisation; NaN: not known.
+        """
+        row: dict[str, float] = {}
+        for name, ranks in self._ranks.items():
+            own = {key: of_ranks[ranks[0]] for key, of_ranks in zip(COLUMNS, numbers, strict=True)}
+            if gpus:
+                own["gpu_utilization"] = sum(gpus[rank] for rank in ranks) / len(ranks)
+            row |= {f"node/{name}/{key}": each for key, each in own.items() if not math.isnan(each)}
+        return row
+
+
+ELAPSED, COST, ENERGY = "perf/elapsed_seconds", "perf/cost", "gpu/energy_kwh"
+SMALLEST_SHARE = 0.005  # of the process's time, that is told in words
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What the run's processes before this one took."""
+
+    elapsed_seconds: float = 0.0
+    training_seconds: float = 0.0
+    """Of the steps that its checkpoint has."""
+    cost: float = 0.0
+    energy_kwh: float = 0.0
+
+    @staticmethod
+    def of(record: Path, state: Mapping[str, Any]) -> Earlier:
+        """By its metrics.jsonl, before rows are taken back, and by the checkpoint that it goes on from."""
+        row, end = newest(record, ELAPSED) or {}, newest(record, _name(ELAPSED)) or {}
+
+        def most(key: str) -> float:
+            return max(row.get(key, 0.0), end.get(_name(key), 0.0), state.get(_name(key), 0.0))
+
+        return Earlier(most(ELAPSED), state.get("training_seconds", 0.0), most(COST), most(ENERGY))
+
+
+def _name(key: str) -> str:
+    """Of a column among the fields of an event."""
+    return key.partition("/")[2]
+
+
+class WallTime:
+    """Of one process, and with it of the run.
+
+    Args:
+        phases: Where the engine's steps go.
+        clock: Theirs.
+        devices: Of all ranks.
+        price: Of a device for an hour, in any currency; None: not known.
+        communicates: There are other ranks to wait for.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        clock: Callable[[], float],
+        *,
+        earlier: Earlier | None = None,
+        devices: int = 1,
+        price: float | None = None,
+        communicates: bool = False,
+    ):
+        self.phases = phases
+        self._clock = clock
+        self.began = clock()
+        """When the process did."""
+        self._earlier = earlier or Earlier()
+        self._price_per_second = None if price is None else price * devices / 3600
+        self._communicates = communicates
+        self._startup = 0.0
+        self._first_step: Moment = None
+        self._told_of_first = False
+        self.begin()
+
+    def begin(self) -> None:
+        """The run is built: what comes next is its first step, or the evaluation before it."""
+        self._startup = self._clock() - self.began
+        self.phases.restart()
+        self._loop_began = self.phases.began
+
+    def end_first_step(self) -> None:
+        """Note that the first step has ended; further calls do nothing."""
+        if self._first_step is None:
+            self._first_step = self.phases.now()
+
+    def by_phase(self, spent: Mapping[str, float]) -> dict[str, float]:
+        """Return the columns of a row.
+
+        Args:
+            spent: Seconds by phase of the row's steps.
+        """
+        told = columns(spent, communicates=self._communicates)
+        row = {f"time/{phase}_seconds": seconds for phase, seconds in told.items()}
+        if not self._told_of_first and (first := self._first_step_seconds()) is not None:
+            self._told_of_first = True
+            row["perf/first_step_seconds"] = first
+        return row
+
+    def _first_step_seconds(self) -> float | None:
+        """From the start of the process to the end of its first step. Waits for the device."""
+        if self._first_step is None:
+            return None
+        return self._startup + seconds_between(self._loop_began, self._first_step)
+
+    def so_far(self) -> dict[str, float]:
+        """The run's columns, up to now. Waits for nothing."""
+        state = self.remembered()
+        elapsed = state["elapsed_seconds"]
+        row = {ELAPSED: elapsed, "perf/goodput": state["training_seconds"] / max(elapsed, 1e-9)}
+        if self._price_per_second is not None:
+            row[COST] = self._earlier.cost + self._price_per_second * (self._clock() - self.began)
+        return row
+
+    def remembered(self) -> dict[str, float]:
+        """What a checkpoint keeps: seconds of the run, and those of them that went into its steps."""
+        process = self._clock() - self.began
+        totals = self.phases.totals()
+        training = process - self._startup - sum(totals.get(phase, 0.0) for phase in NO_STEP)
+        return {
+            "elapsed_seconds": self._earlier.elapsed_seconds + process,
+            "training_seconds": self._earlier.training_seconds + max(0.0, training),
+        }
+
+    def conclusion(self, energy_kwh: float | None = None) -> Event:
+        """Where the time of this process went, to its last moment. Waits for the device."""
+        phases = columns(self.phases.totals(waits=True), communicates=self._communicates)
+        process = max(1e-9, self._clock() - self.began)
+        row = self.so_far()
+        fields = {"startup_seconds": self._startup}
+        if (first := self._first_step_seconds()) is not None:
+            fields["first_step_seconds"] = first
+        fields |= {f"{phase}_seconds": seconds for phase, seconds in phases.items()}
+        fields |= {_name(key): value for key, value in row.items()}
+        fields |= {} if energy_kwh is None else {_name(ENERGY): energy_kwh}
+        shares = sorted({"start": self._startup, **phases}.items(), key=lambda each: -each[1])
+        told = [f"{name} {x / process:.0%}" for name, x in shares if x > SMALLEST_SHARE * process]
+        whole = format_duration(row[ELAPSED])
+        message = f"{format_duration(process)} went into {', '.join(told)}; of the run's {whole} "
+        message += f"{row['perf/goodput']:.1%} are steps that count"
+        if COST in row:
+            message += f", and cost {row[COST]:.2f}"
+        return Event(TIME, message, level="info", fields=fields)
+
 
 CHUNK = 64  # steps whose numbers lie one by one; a tensor of one number takes a hundred times its memory
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.data.batches import IGNORE_INDEX, shown
-from pipeline.data.extents import first_wrong
+from pipeline.data.batches import IGNORE_INDEX, first_wrong, shown
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum, token_losses
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.models.blocks import reason
-from pipeline.planner.chunks import block_of_rows
+from pipeline.planner.model import block_of_rows
 
 _NAME = "vocabulary_part"
 

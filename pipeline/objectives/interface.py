@@ -1,4 +1,4 @@
-"""(model, batch) -> LossSum: a sum and a count, never a mean. engine/normalize.py alone divides.
+"""(model, batch) -> LossSum: a sum and a count, never a mean. engine/interface.py alone divides.
 
 An engine measures the forward of an objective; an objective measures nothing itself.
 """

@@ -33,7 +33,7 @@ from pipeline.data.batches import IGNORE_INDEX
 from pipeline.models.of_transformers import is_model
 from pipeline.objectives.given_logits import FusedKernels, VocabularyPart, blocks_of, part_of_vocabulary
 from pipeline.objectives.model_call import unwrapped
-from pipeline.planner.chunks import CPU_PART, block_of_rows, chunk_of_tokens, filled_up
+from pipeline.planner.model import CPU_PART, block_of_rows, chunk_of_tokens, filled_up
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

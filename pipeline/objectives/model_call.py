@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeline.data.batches import FURTHER, IGNORE_INDEX, shown, tensors
-from pipeline.data.extents import first_wrong
+from pipeline.data.batches import FURTHER, IGNORE_INDEX, first_wrong, shown, tensors
 from pipeline.errors import DataError, ModelError
 from pipeline.models.document_attention import BOUNDS
 from pipeline.models.embeddings import KEYS

@@ -17,8 +17,15 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.files import GIB
-from pipeline.planner.chunks import CPU_PART, QUERIES, block_of_rows, chunk_of_tokens, filled_up
-from pipeline.planner.model import Dimensions, Model
+from pipeline.planner.model import (
+    CPU_PART,
+    QUERIES,
+    Dimensions,
+    Model,
+    block_of_rows,
+    chunk_of_tokens,
+    filled_up,
+)
 from pipeline.planner.rank import LowRank, low_rank
 
 # Whose logits are not their output layer's results as they are: scaled, or bounded.

@@ -12,8 +12,7 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.loading import get_dotted
 from pipeline.config.settings import Resolved, Settings
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.planner.account import Change, ranked, word
-from pipeline.planner.forecast import Forecast, forecast
+from pipeline.planner.forecast import Change, Forecast, forecast, ranked, word
 from pipeline.planner.model import Dimensions, Model
 from pipeline.planner.place import History, Place
 from pipeline.planner.shapes import families, model_of, read_config, shaping, standard_words

@@ -13,8 +13,8 @@ from math import ceil, inf, prod
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.loading import get_dotted
+from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.patterns import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved

@@ -14,9 +14,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.adapter_schema import RANK, AdapterConfig
 from pipeline.config.hub import hub_or_cache
-from pipeline.config.model_schema import FIELDS, CausalLMConfig
+from pipeline.config.model_schema import FIELDS, RANK, AdapterConfig, CausalLMConfig
 from pipeline.config.patterns import matching, matching_parts
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, one_line

@@ -16,8 +16,7 @@ from pipeline.config.settings import Settings, load_settings
 from pipeline.config.shipped import LAUNCH
 from pipeline.errors import ConfigError
 from pipeline.files import GIB
-from pipeline.planner.account import word
-from pipeline.planner.forecast import Forecast, forecast_of, holdings_of
+from pipeline.planner.forecast import Forecast, forecast_of, holdings_of, word
 from pipeline.planner.memory import Holding
 from pipeline.planner.model import Model
 from pipeline.planner.place import History, Place

@@ -47,12 +47,16 @@ from pipeline.monitoring.trackers.notify import tell_at_once
 from pipeline.redaction import redact
 from pipeline.training.assemble import assemble
 from pipeline.training.banner import announce
-from pipeline.training.device_failures import explained
+from pipeline.training.device_failures import (
+    TrainingAdvice,
+    explained,
+    of_evaluation,
+    of_files,
+    of_generation,
+)
 from pipeline.training.expectation import planned
-from pipeline.training.garbage_collection import LongLived
 from pipeline.training.job_context import Joined, join
-from pipeline.training.loop import RunComponents, Step, TrainLoop
-from pipeline.training.oom_advice import TrainingAdvice, of_evaluation, of_files, of_generation
+from pipeline.training.loop import LongLived, RunComponents, Step, TrainLoop
 from pipeline.training.run_directory import agree_on_run_directory, describe_split
 
 log = logging.getLogger(__name__)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import time
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import torch
+from torch import nn
 
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.catalog import Retention
@@ -18,29 +23,42 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch import BatchPlan
 from pipeline.config.interval import resolve_cadences
+from pipeline.config.model_schema import AdapterConfig, CausalLMConfig, ModelSection
 from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
 from pipeline.data.bundle import DataBundle
 from pipeline.data.curriculum import build_order, check_same_curriculum
 from pipeline.data.loader import BatchSource, TrainLoader
 from pipeline.data.reference import with_reference
-from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import Engine
+from pipeline.distributed.process_group import Job, allow_tf32
+from pipeline.distributed.progress import Phase, phase
+from pipeline.engine.interface import DTYPES, Engine, count_parameters
 from pipeline.engine.memory import freed_at_once
+from pipeline.engine.profile import profile_asked_for
 from pipeline.engine.schedule import LearningRate, check_own
+from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
 from pipeline.evaluation.held_out import build_eval_loader
 from pipeline.evaluation.samples import build_sampler
+from pipeline.models import build_model
 from pipeline.models.adapters import learning_rate_for
+from pipeline.models.batch_norm import is_synchronised
+from pipeline.models.blocks import compile_blocks
 from pipeline.models.embeddings import num_words
 from pipeline.models.of_transformers import write_description
+from pipeline.models.quantised import HalfBase
+from pipeline.models.sharding import Placed, Sharding, model_request
+from pipeline.models.sizes import block_flops_per_token, flops_per_token, fp8_share
+from pipeline.models.transforms import Adaptation, Placement, transform
+from pipeline.models.weights import load_weights
 from pipeline.monitoring.alerts.rules import build_watchers
 from pipeline.monitoring.histograms import HistogramMeter
+from pipeline.monitoring.metrics import Earlier, GpuMeter, Meters, NodeMeter, WallTime, Workload
 from pipeline.monitoring.trackers import Sinks, build_sinks
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.objectives import BySegment, Objective, build_objective
+from pipeline.planner.hardware import peak_flops
 from pipeline.training.banner import tell_of_choices
-from pipeline.training.build_engine import build_engine
-from pipeline.training.build_meters import build_meters
 from pipeline.training.callbacks import build_callbacks
 from pipeline.training.expectation import expect, guessed
 from pipeline.training.loop import Cadence, RunComponents, RunSchedule, TrainState, rows_until
@@ -49,6 +67,201 @@ from pipeline.training.reference_logps import Rows, compute_reference, with_zero
 from pipeline.training.replica_check import ReplicaCheck
 from pipeline.training.run_directory import ENVIRONMENT
 from pipeline.training.safeguard import Safeguard
+
+
+def build_meters(
+    config: RunConfig,
+    resolved: Resolved,
+    *,
+    job: Job,
+    engine: Engine,
+    objective: Objective,
+    directory: Path,
+    resumed: Manifest | None = None,
+) -> Meters:
+    """Build the meters of a run, before its record is opened, which may take rows back.
+
+    Args:
+        resumed: The checkpoint that the run resumes from.
+    """
+    name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
+    length = config.data.tokens_per_row
+    language = config.model.language_model
+    cost = flops_per_token(engine.module, length, frozen=config.adapter is not None)
+    in_fp8 = fp8_share(engine.module, language.fp8 if language is not None else "none", cost)
+    workload = Workload(
+        samples_per_step=resolved.plan.global_batch_size,
+        world_size=job.ranks.world_size,
+        unit=objective.unit,
+        means=objective.means,
+        flops_per_sample=None if length is None or cost is None else length * cost,
+        peak_flops=peak_flops(name, engine.precision, resolved.tf32, in_fp8),
+        recomputed_flops=_recomputed(language, engine, length),
+    )
+    clock = time.perf_counter
+    profile = profile_asked_for(resolved.deepspeed, engine, clock, directory, job.ranks.is_main_process)
+    earlier = Earlier()
+    if job.ranks.is_main_process:  # whose rows are kept, and whose word a checkpoint has
+        earlier = Earlier.of(directory / METRICS_FILE, resumed.state if resumed is not None else {})
+    replicas = max(1, torch.cuda.device_count()) if resolved.split.parallel == "dp" else 1
+    wall = WallTime(
+        engine.phases,
+        clock,
+        earlier=earlier,
+        devices=job.ranks.world_size * replicas,
+        price=config.log.price_per_device_hour,
+        communicates=job.ranks.world_size > 1,
+    )
+    is_asked = engine.device.type == "cuda" or earlier.energy_kwh > 0
+    gpu = GpuMeter(engine.device, earlier.energy_kwh) if is_asked else None
+    nodes = NodeMeter(job.everyone) if config.log.nodes else None
+    return Meters(
+        workload,
+        job,
+        clock,
+        profile,
+        own_phases=own_phases(resolved, engine),
+        wall=wall,
+        gpu=gpu,
+        nodes=nodes,
+    )
+
+
+def own_phases(resolved: Resolved, engine: Engine) -> tuple[str, ...]:
+    """What a rank computes without waiting for others inside.
+
+    Not a backward that sends gradients beside it, nor where layers of several ranks work on one sample.
+    """
+    split = resolved.split
+    if split.world_size == 1 or split.tensor_parallel > 1 or split.sequence_parallel > 1:
+        return ()
+    if any(is_synchronised(layer) for layer in engine.module.modules()):
+        return ()
+    return ("forward", "backward") if split.pipeline_stages > 1 else ("forward",)
+
+
+def _recomputed(model: CausalLMConfig | None, engine: Engine, length: int | None) -> Callable[[], float]:
+    """FLOPs of a row that its backward makes once more: of products, of which `selective` keeps all."""
+    if length is None or model is None or model.activation_checkpointing in ("none", "selective"):
+        return float
+    from pipeline.models.activation_checkpointing import share_recomputed
+
+    of_blocks = length * block_flops_per_token(engine.module, length)
+    return lambda: of_blocks * share_recomputed(engine.module)
+
+
+@phase(Phase.MODEL)
+@freed_at_once()
+def build_engine(
+    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, *, resumes: bool = False
+) -> Engine:
+    """The model inside the engine that the split asks for. Collective.
+
+    Args:
+        resumes: Its weights will be a checkpoint's; those that a new run starts from are not read.
+    """
+    split, placement = resolved.split, placement_of(config, resolved, job)
+    starts = not resumes or config.adapter is not None  # checkpoints of an adapter have no base
+    # Weights from elsewhere fill every tensor, where `strict` is set.
+    draws = starts and (config.model.weights is None or not config.model.strict)
+
+    def model_in(sharding: Sharding) -> nn.Module:
+        if config.adapter is not None:
+            sharding = hold_base(config.adapter, config.model, sharding, placement.dtype)
+        model = build_model(config.model, model_request(config, data, sharding, draws), config.seed)
+        if config.model.weights is not None and starts:
+            load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))
+        adapter = None
+        if config.adapter is not None:
+            adapter = Adaptation(config.adapter, config.seed, sharding, job)
+        model = transform(model, config.model, replace(placement, adapter=adapter))
+        if resolved.compile:
+            compile_blocks(model)
+        return model
+
+    allow_tf32(resolved.tf32)
+    if resolved.deepspeed is None:
+        return TorchEngine(
+            model_in(Placed(job.device, torch.float32)), config.optimizer, config.engine, split, job
+        )
+    from pipeline.engine.deepspeed_base import start_deepspeed
+    from pipeline.engine.deepspeed_engine import DeepSpeedEngine, sharding_for
+    from pipeline.engine.native_ops import SwapFolder, prepare_native_ops
+
+    start_deepspeed(job)
+    if split.pipeline_stages > 1:
+        from pipeline.engine.pipeline_engine import PipelineEngine
+        from pipeline.engine.stages import StageSharding
+
+        length = config.data.tokens_per_row
+        stages = StageSharding(resolved.deepspeed, split, length, job)
+        model_in(stages)
+        assert stages.model is not None
+        return PipelineEngine(
+            stages.model,
+            optimizer=config.optimizer,
+            config=resolved.deepspeed,
+            split=split,
+            job=job,
+            bounds=stages.bounds,
+        )
+    swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
+    sharding = sharding_for(swap.config, split, job.device)
+    model = model_in(sharding)
+    swap.check_space(count_parameters(model))
+    engine = DeepSpeedEngine(
+        model,
+        optimizer=config.optimizer,
+        config=swap.config,
+        split=split,
+        job=job,
+        autocast=placement.is_autocast,
+        sharding=sharding,
+    )
+    engine.closing.callback(swap.close)
+    weakref.finalize(engine, swap.close)  # of an engine that nobody closes
+    return engine
+
+
+def hold_base(
+    adapter: AdapterConfig, model: ModelSection, sharding: Sharding, dtype: torch.dtype
+) -> Sharding:
+    """How the model under an adapter is held: its frozen part in 4 bits where that was asked for, else in the
+    dtype of products, also where parameters are not.
+
+    Args:
+        dtype: Of products.
+    """
+    if adapter.quantize is not None:
+        from pipeline.models.quantised import Quantising  # imports bitsandbytes
+
+        assert isinstance(sharding, Placed)  # others are refused
+        return Quantising(sharding, adapter, model)
+    if isinstance(sharding, Placed) and sharding.dtype != dtype:
+        return HalfBase(sharding, adapter, dtype)
+    return sharding
+
+
+def placement_of(config: RunConfig, resolved: Resolved, job: Job) -> Placement:
+    """What the steps between weights and compilation may know, but for an adapter's."""
+    split = resolved.split
+    documents = config.data.documents
+    # transformers' language models are written for parameters in half precision, other modules for fp32.
+    is_half = resolved.deepspeed is not None and split.precision != "fp32"
+    return Placement(
+        job.device,
+        split.dp_world_size,
+        is_autocast=is_half and config.model.language_model is None,
+        separate_documents=documents is not None and documents.separate_documents,
+        dtype=DTYPES[split.precision],
+    )
+
+
+def ids_trained_here(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
+    """Token -> id of the tokenizer, where it was trained on this data for want of another."""
+    documents = config.data.documents
+    named = documents.tokenizer.pretrained if documents is not None else None
+    return data.tokenizer.get_vocab() if data.tokenizer is not None and named is None else None
 
 
 def assemble(

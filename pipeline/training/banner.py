@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.interval import intervals_in_words
+from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.data.loader import TrainLoader

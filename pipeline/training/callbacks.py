@@ -18,8 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.import_paths import import_object, refuse_misfit, told_in_one_line
-from pipeline.config.schema import RunConfig
-from pipeline.config.watching_schema import CallbackConfig
+from pipeline.config.schema import CallbackConfig, RunConfig
 from pipeline.errors import CallbackError, ConfigError, PipelineError
 from pipeline.monitoring.events import OWN_NAMES, Event
 

@@ -22,8 +22,7 @@ from pipeline.errors import ModelError, PipelineError, one_line
 from pipeline.files import GIB
 from pipeline.models import sizes
 from pipeline.monitoring.events import PLAN, Event
-from pipeline.planner.account import Planned
-from pipeline.planner.forecast import Forecast, forecast_of, job_of, largest_that_fits
+from pipeline.planner.forecast import Forecast, Planned, forecast_of, job_of, largest_that_fits
 from pipeline.planner.place import History, Kind, Measured, Place, here, history_of, on_gpus
 from pipeline.planner.proposals import smaller
 from pipeline.planner.shapes import model_of

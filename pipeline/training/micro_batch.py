@@ -1,20 +1,27 @@
 """`batch.micro_batch_size: auto`: the largest that fits, tried in the run's own engine before its first step.
 
 A trial is a real step of which nothing stays (engine.refusal), so that a run is the one with the number
-given, to the last bit. planner/largest.py says what to try, micro_batch_cache.py remembers.
+given, to the last bit. training/micro_batch.py says what to try, micro_batch_cache.py remembers.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipeline.config.batch import BatchPlan
 from pipeline.config.schema import RunConfig
@@ -22,20 +29,309 @@ from pipeline.config.settings import Resolved
 from pipeline.data.batches import Batch, described, tensors
 from pipeline.data.loader import TrainLoader
 from pipeline.data.random_numbers import seed_step
-from pipeline.distributed.machine import memory_now
+from pipeline.distributed.machine import (
+    available_memory,
+    forget_peak,
+    memory_now,
+    resident_now,
+    resident_peak,
+)
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, Limits
+from pipeline.engine.memory import give_back
 from pipeline.errors import ConfigError, DeviceMemoryError, Terminated
-from pipeline.files import GIB
+from pipeline.files import CONFIGURATION_LIMIT, GIB, read_plain, replace_file
 from pipeline.models.blocks import compile_again
 from pipeline.objectives import Objective
-from pipeline.planner.largest import MARGIN, TRIED_UP_TO, Use, fits, largest, next_trial, predicted
-from pipeline.training.device_failures import explain
-from pipeline.training.micro_batch_cache import KeptSize
-from pipeline.training.oom_advice import Remedies
-from pipeline.training.peak_memory import Peaks, as_if_stepped, peaks_on
+from pipeline.training.device_failures import Remedies, explain
 from pipeline.training.recovery import with_keys
+
+MOST_TRIALS = 6
+MARGIN = 0.90
+"""Of what a rank may take: what a step may, measured. Rows differ a little, and freed blocks leave gaps."""
+TRIED_UP_TO = 0.95
+"""The same of what a trial may be predicted to take: what lies between the two is decided by measuring."""
+LONGEST_STRIDE = 8
+"""A trial is at most so many times the largest one before it: what comes of it is known from those alone."""
+FAR = 4
+"""The same behind the first one, before it counts as far."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes that one rank held in a trial."""
+
+    forward: int
+    """The most in the last forward, above what there was before it."""
+    work: int
+    """The most before the optimizer stepped."""
+    update: int
+    """The most from then on, which no number of rows changes."""
+    limit: int
+    """What the rank may hold."""
+
+    @property
+    def most(self) -> int:
+        """Over the whole step."""
+        return max(self.work, self.update)
+
+
+Tried = Mapping[int, Sequence[Use]]
+"""Micro-batch size -> what each rank held, in the order of ranks."""
+
+
+def fits(uses: Sequence[Use]) -> bool:
+    """Whether it does on every rank."""
+    return all(use.most <= MARGIN * use.limit for use in uses)
+
+
+def largest(tried: Tried) -> int | None:
+    """The largest that was tried and fits; None: none does."""
+    return max((size for size, uses in tried.items() if fits(uses)), default=None)
+
+
+def predicted(size: int, tried: Tried) -> list[float]:
+    """Bytes that each rank would hold. What comes before the update grows with the rows: by the line through
+    the two trials that are nearest, or of a single one by what its forward added.
+    """
+    sizes = sorted(tried)
+    found = []
+    for rank in range(len(tried[sizes[0]])):
+        work = {each: tried[each][rank].work for each in sizes}
+        if len(sizes) == 1:
+            high, slope = sizes[0], tried[sizes[0]][rank].forward / sizes[0]
+            slope *= 2 if size > FAR * high else 1  # a backward that recomputes adds more than the forward
+        else:
+            low, high = min(pairwise(sizes), key=lambda pair: abs(pair[0] + pair[1] - 2 * size))
+            slope = max(0.0, (work[high] - work[low]) / (high - low))
+        update = min(uses[rank].update for uses in tried.values())  # a heap may keep more of larger ones
+        found.append(max(work[high] + slope * (size - high), update))
+    return found
+
+
+def share(size: int, tried: Tried) -> float:
+    """The same as a share of what the rank may hold, of the rank where that is largest."""
+    limits = (use.limit for use in tried[max(tried)])
+    return max(held / limit for held, limit in zip(predicted(size, tried), limits, strict=True))
+
+
+def next_trial(candidates: Sequence[int], tried: Tried, guess: int | None) -> int | None:
+    """What to try next; None: `largest` is the answer.
+
+    The first two are a quarter and a half of a guess, which may be twice too large, or the two smallest. Then
+    what is predicted to fit is confirmed, until the next larger one is known, or predicted, not to.
+
+    Args:
+        candidates: Ascending.
+        guess: Of the answer.
+    """
+    if len(tried) >= MOST_TRIALS:
+        return None
+    if not tried:
+        return _up_to(candidates, guess / 4) if guess else candidates[0]
+    best = largest(tried)
+    too_large = min((size for size, uses in tried.items() if not fits(uses)), default=None)
+    left = [
+        size
+        for size in candidates
+        if size > (best or 0) and (too_large is None or size < too_large) and size not in tried
+    ]
+    if best is None:
+        smaller = [size for size in left if share(size, tried) <= MARGIN]
+        return smaller[-1] if smaller else candidates[0] if candidates[0] not in tried else None
+    within = [
+        size
+        for size in left
+        if size <= max(LONGEST_STRIDE * max(tried), left[0]) and share(size, tried) <= TRIED_UP_TO
+    ]
+    if len(tried) == 1 and left:
+        return _second(candidates, within, best, guess)
+    if not within:
+        return None
+    expected = [size for size in within if share(size, tried) <= MARGIN]
+    return expected[-1] if expected else within[0]
+
+
+def _second(candidates: Sequence[int], within: Sequence[int], first: int, guess: int | None) -> int | None:
+    """Behind a first one that fits: a larger one nearby, else a smaller one, for a line to reach further."""
+    if within and within[0] <= 2 * first:
+        return max(within[0], _up_to(within, (guess or 0) / 2))
+    smaller = [size for size in candidates if size < first]
+    return smaller[-1] if smaller else within[0] if within else None
+
+
+def _up_to(candidates: Sequence[int], most: float) -> int:
+    return max((size for size in candidates if size <= most), default=candidates[0])
+
+
+PAGE = 4096
+
+
+class Peaks(ABC):
+    """Bytes."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Gives back what is held for nothing, and starts to look."""
+
+    @abstractmethod
+    def take(self) -> int:
+        """The most since the last call, or since `begin`."""
+
+    @abstractmethod
+    def now(self) -> int:
+        """What is held."""
+
+    @abstractmethod
+    def limit(self) -> int:
+        """What this rank may hold: what it does, and its share of what is free."""
+
+
+class OfGpu(Peaks):
+    """What torch's allocator has given out, without the blocks that it keeps."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def begin(self) -> None:
+        """See Peaks."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def take(self) -> int:
+        """See Peaks. Waits for nothing: the books are the host's."""
+        most = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return most
+
+    def now(self) -> int:
+        """See Peaks."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def limit(self) -> int:
+        """See Peaks. What CUDA and NCCL take for themselves is gone from it."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+
+class OfHost(Peaks):
+    """What is resident of this process.
+
+    Args:
+        sharers: Ranks on this machine.
+    """
+
+    def __init__(self, sharers: int):
+        self._sharers = sharers
+
+    def begin(self) -> None:
+        """See Peaks."""
+        gc.collect()
+        give_back()
+        forget_peak()
+
+    def take(self) -> int:
+        """See Peaks."""
+        most = resident_peak()
+        forget_peak()
+        return most
+
+    def now(self) -> int:
+        """See Peaks."""
+        return resident_now()
+
+    def limit(self) -> int:
+        """See Peaks. Of the tightest cgroup, or of the machine."""
+        return resident_now() + available_memory() // self._sharers
+
+
+def peaks_on(device: torch.device, sharers: int) -> Peaks:
+    """Of the kind of memory that is scarce where is computed."""
+    return OfGpu(device) if device.type == "cuda" else OfHost(sharers)
+
+
+@contextmanager
+def as_if_stepped() -> Iterator[list[int]]:
+    """Around a step of which nothing stays: what optimizers keep is in memory as a step would leave it.
+
+    [bytes that are not made in such a step, but in the first that counts]. States of zeros take no memory on
+    a CPU until somebody writes to them, so each page is written to, its own value.
+    """
+    unmade = [0]
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        if isinstance(optimizer, torch.optim.Muon):  # passes over what has no gradient
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            unmade[0] = sum(p.numel() * p.element_size() for p in parameters if p not in optimizer.state)
+        for state in list(optimizer.state.values()):
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_contiguous():
+                    value.detach().view(-1)[:: max(1, PAGE // value.element_size())].mul_(1)
+
+    handle = register_optimizer_step_post_hook(look)
+    try:
+        yield unmade
+    finally:
+        handle.remove()
+
+
+FOLDER = "micro_batch_sizes"
+
+
+@dataclass
+class KeptSize:
+    """What is known of one recipe on one kind of device.
+
+    Args:
+        cache: Folder of all that is kept.
+        known: JSON values that decide the size.
+    """
+
+    cache: Path
+    known: Mapping[str, Any]
+    found: int | None = None
+    needs: int = 0
+    """Bytes that the fullest rank held with it."""
+    trying: int | None = None
+    """A trial that no process has told the end of, or of which memory ran out."""
+    tried: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def file(self) -> Path:
+        """Where it lies, or will."""
+        text = json.dumps(self.known, sort_keys=True)
+        return self.cache / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+    def read(self) -> None:
+        """Takes up what an earlier start has left; what cannot be read is nothing."""
+        try:
+            kept = json.loads(read_plain(self.file, CONFIGURATION_LIMIT))
+            numbers = {name: kept[name] for name in ("found", "needs", "trying")}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError):
+            return
+        if (
+            all(value is None or type(value) is int for value in numbers.values())
+            and numbers["needs"] is not None
+        ):
+            self.found, self.needs, self.trying = numbers["found"], numbers["needs"], numbers["trying"]
+
+    def write(self) -> None:
+        """Whole or not at all; a folder that cannot be written costs a search at each start."""
+        content = {
+            "found": self.found,
+            "needs": self.needs,
+            "trying": self.trying,
+            "tried": self.tried,
+            "known": self.known,
+        }
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.file, json.dumps(content, indent=2))
+        except OSError as error:
+            log.warning("micro_batch_size is not kept for the next start: %s: %s", self.file, error.strerror)
+
 
 log = logging.getLogger(__name__)
 

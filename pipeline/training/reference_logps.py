@@ -21,7 +21,7 @@ import torch
 
 from pipeline.checkpoint.shards import WEIGHT
 from pipeline.data.bundle import DataBundle
-from pipeline.data.eval_loader import EvalLoader
+from pipeline.data.loader import EvalLoader
 from pipeline.data.reference import (
     FILE,
     Keys,

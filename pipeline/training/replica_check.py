@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.config.watching_schema import WatchConfig
+from pipeline.config.schema import WatchConfig
 from pipeline.distributed.agent import read_agent, why_none_leaves
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.signals import ignore_stop_signals

@@ -35,11 +35,10 @@ from pipeline.errors import (
     too_long_a_name,
 )
 from pipeline.monitoring.report.page import write_at_end
-from pipeline.monitoring.report.run_summary import closing_line, summary_lines
+from pipeline.monitoring.report.runs import closing_line, summary_lines
 from pipeline.training.api import Run
-from pipeline.training.device_failures import explain
+from pipeline.training.device_failures import TrainingAdvice, explain
 from pipeline.training.job_context import Joined, join
-from pipeline.training.oom_advice import TrainingAdvice
 from pipeline.training.run_directory import remove_made
 
 REFUSALS = (ConfigError, DataError, ModelError, CheckpointError, LaunchError)

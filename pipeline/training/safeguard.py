@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from pipeline.config.watching_schema import WatchConfig
+from pipeline.config.schema import WatchConfig
 from pipeline.engine.interface import Limits, StepResult
 from pipeline.errors import NonFiniteLossError, StoppedError
 from pipeline.monitoring.alerts import RollbackRequested, Tell
-from pipeline.monitoring.alerts.spike_detector import GRADIENT_NORM, LOSS, SpikeDetector
+from pipeline.monitoring.alerts.learning import GRADIENT_NORM, LOSS, SpikeDetector
 from pipeline.monitoring.events import ROLLBACK, Event
 
 MOST_IN_A_ROW = 10

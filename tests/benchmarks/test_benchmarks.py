@@ -155,7 +155,7 @@ def test_an_adapter_of_peft_begins_as_ours_does(tmp_path, monkeypatch):
     from pipeline.distributed.process_group import Job
     from pipeline.distributed.ranks import Ranks
     from pipeline.objectives import CausalLM
-    from pipeline.training.build_engine import build_engine
+    from pipeline.training.assemble import build_engine
 
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path / "it.yaml", replace(Workload.of("tiny"), adapter=True), "fp32", plain=True)

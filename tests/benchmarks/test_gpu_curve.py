@@ -70,7 +70,7 @@ def test_a_wrong_curve_does_not_hold(override, precision, ranks):
 def judged_with_blocks_traced(job):
     """As `judged` with compilation; the C++ compiler, which takes half a minute, is left out."""
     traced = partial(compile_blocks, backend="eager")
-    with patch("pipeline.training.build_engine.compile_blocks", traced):
+    with patch("pipeline.training.assemble.compile_blocks", traced):
         return judged(job, "llama", "plain", "fp32", {"compiled": "true", "steps": 2})
 
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from plain_engine import whole_region
 from safetensors import safe_open
 
-from pipeline.checkpoint.saving import Snapshot, streamed
 from pipeline.checkpoint.shard_file import DTYPES, Layout, LayoutChangedError, write_file
 from pipeline.checkpoint.shards import Region, Shard
+from pipeline.checkpoint.store import Snapshot, streamed
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 

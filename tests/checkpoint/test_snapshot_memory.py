@@ -7,9 +7,8 @@ import torch
 from plain_engine import PlainEngine
 
 from pipeline.checkpoint.catalog import Retention
-from pipeline.checkpoint.saving import Snapshot, streamed
 from pipeline.checkpoint.shard_file import Layout, write_file
-from pipeline.checkpoint.store import CheckpointStore
+from pipeline.checkpoint.store import CheckpointStore, Snapshot, streamed
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 
@@ -55,7 +54,7 @@ def test_saves_take_the_memory_that_was_prepared(tmp_path):
 
 @no_gpu
 def test_nothing_is_prepared_where_memory_is_short(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.checkpoint.saving.available_memory", lambda: 100)
+    monkeypatch.setattr("pipeline.checkpoint.store.available_memory", lambda: 100)
     store, engine = store_of(tmp_path, GPU), PlainEngine(0, 1)
     store.prepare(engine)
     assert store._kept.snapshot is None

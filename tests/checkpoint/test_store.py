@@ -462,7 +462,7 @@ def test_a_disk_that_fills_up_while_it_is_written(small_disk, monkeypatch):  # n
 
 
 def test_short_memory_is_said_once_and_training_waits(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("pipeline.checkpoint.saving.available_memory", lambda: 1000)
+    monkeypatch.setattr("pipeline.checkpoint.store.available_memory", lambda: 1000)
     store = make_store(tmp_path)
     for step in (1, 2):
         outcome = store.save(PlainEngine(0, 1), state_at(step))
@@ -492,7 +492,7 @@ def test_shares_that_do_not_add_up_are_never_published(tmp_path):
 
 @pytest.mark.parametrize("limit", ["MAX_BYTES", "MAX_TABLE_BYTES"])
 def test_what_would_be_too_long_to_be_read_is_not_written(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(f"pipeline.checkpoint.saving.{limit}", 100)
+    monkeypatch.setattr(f"pipeline.checkpoint.store.{limit}", 100)
     outcome = make_store(tmp_path).save(PlainEngine(0, 1), state_at(1), wait=True)
     assert "8 shards of 1 files are too many to be read" in outcome.problem
     assert names(tmp_path) == []

@@ -16,18 +16,20 @@ from rich.console import Console
 
 from pipeline.__main__ import main
 from pipeline.cli.inspection.screen import Screen, percent
-from pipeline.cli.inspection.statistics import (
+from pipeline.cli.inspection.text import (
     bars,
     count_copies,
     count_rows,
     count_shared,
     draw_contact_sheet,
     draw_lengths,
+    first_documents,
     hashes_of,
     length_bars,
     lengths_of,
+    show_row,
+    split_row,
 )
-from pipeline.cli.inspection.text import first_documents, show_row, split_row
 from pipeline.data.packing import pack
 
 END, PAD = 1, 2

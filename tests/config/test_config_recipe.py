@@ -9,8 +9,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from pipeline.config.adapter_schema import AdapterConfig
 from pipeline.config.loading import parse_override, read_yaml
+from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.recipe import ALIASES
 from pipeline.config.reference import _sections
 from pipeline.config.schema import RunConfig

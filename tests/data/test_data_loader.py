@@ -13,9 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from pipeline.data.batches import stacked, usable
 from pipeline.data.bundle import JoinedDataset, collate_items
-from pipeline.data.eval_loader import EvalLoader
-from pipeline.data.fetch import Fetch, read_batches
-from pipeline.data.loader import TrainLoader
+from pipeline.data.loader import EvalLoader, Fetch, TrainLoader, read_batches
 from pipeline.data.packing import pack
 from pipeline.data.sampler import Draw, MixtureOrder, SourceShare
 from pipeline.errors import DataError

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.data.images import prepare_images
-from pipeline.data.images.augmentation import Augmentation
-from pipeline.data.images.dataset import decode_image
+from pipeline.data.images.dataset import Augmentation, decode_image
 from pipeline.errors import DataError
 
 FLIPS = {"RandomHorizontalFlip": {"p": 0.5}, "ColorJitter": {"brightness": [0.5, 1.5], "p": 1.0}}

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 
-from pipeline.distributed.cores import (
+from pipeline.distributed.process_group import (
+    Job,
     bind_cores,
     count_cores,
     hyper_threads,
@@ -18,7 +19,6 @@ from pipeline.distributed.cores import (
     settle_cores,
     share,
 )
-from pipeline.distributed.process_group import Job
 
 NODES = {0: set(range(8)), 1: set(range(8, 16))}
 ALL = set(range(16))

@@ -16,7 +16,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.zero3 import _learning
 from pipeline.errors import ModelError
 from pipeline.models.blocks import compile_blocks, sharded_as_one
-from pipeline.training import build_engine
+from pipeline.training import assemble
 
 MODEL = recipe()["model"] | {"num_layers": 4}
 SPLITS = {
@@ -35,7 +35,7 @@ def compiled_curve(job: Job, model: dict[str, Any], split: dict[str, Any]) -> tu
         return graph.forward
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_engine, "compile_blocks", partial(compile_blocks, backend=keep))
+        patch.setattr(assemble, "compile_blocks", partial(compile_blocks, backend=keep))
         curve = train_curve(job, recipe(model=model), split | {"compile": {"enabled": True}}, 3)
     return curve, len(graphs)
 

@@ -14,8 +14,7 @@ from torch.distributed import distributed_c10d
 
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_loader
 
 pytestmark = pytest.mark.slow
 

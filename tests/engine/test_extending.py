@@ -22,7 +22,7 @@ from support.tiny import recipe
 
 from pipeline.cli.train import main as train
 from pipeline.distributed.process_group import Job
-from pipeline.engine.normalize import further_means
+from pipeline.engine.interface import further_means
 from pipeline.engine.schedule import multiplier
 from pipeline.evaluation.held_out import evaluate
 from pipeline.training.assemble import build_eval_loader

@@ -26,20 +26,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.checkpoint.saving import CHUNK, Snapshot
 from pipeline.checkpoint.shard_file import Layout
 from pipeline.checkpoint.shards import Region, Shard
+from pipeline.checkpoint.store import CHUNK, Snapshot
 from pipeline.config.batch import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.engine.replicas import Replicas
 from pipeline.models import document_attention
 from pipeline.models.attention import choose_attention
 from pipeline.models.batch_norm import synchronise_batch_norm
-from pipeline.models.block_attention import Scores, attend_in_blocks
-from pipeline.models.document_attention import WholeRows
+from pipeline.models.document_attention import Scores, WholeRows, attend_in_blocks
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.monitoring.metrics import Meters, Workload
-from pipeline.monitoring.wall_time import WallTime
+from pipeline.monitoring.metrics import Meters, WallTime, Workload
 from pipeline.objectives import CausalLM
 from pipeline.objectives.given_logits import FusedKernels
 from pipeline.training.assemble import build_loader

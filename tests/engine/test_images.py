@@ -12,7 +12,7 @@ from pipeline.config.data_schema import DigitsDataConfig, ImagesDataConfig
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.interface import mean_loss
 from pipeline.objectives import Classification
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))

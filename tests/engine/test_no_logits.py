@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_iter
 
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
-from pipeline.planner import chunks
-from pipeline.training.assemble import build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.planner import model as chunks
+from pipeline.training.assemble import build_engine, build_loader
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,7 @@ from support.tiny import deepspeed_json, recipe, resolve
 from pipeline.data.random_numbers import seed_step
 from pipeline.engine.nonfinite_cause import CauseSearch
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_loader
 
 ROW, MICRO_BATCH = 2, 1
 SPLITS = {

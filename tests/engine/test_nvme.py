@@ -14,7 +14,7 @@ import torch
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.nvme import SwapFolder
+from pipeline.engine.native_ops import SwapFolder
 from pipeline.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ import signal, sys, time, torch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it ignored
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.nvme import SwapFolder
+from pipeline.engine.native_ops import SwapFolder
 part = {"device": "nvme", "nvme_path": sys.argv[1]}
 swap = SwapFolder({"zero_optimization": {"offload_param": part}}, Job(Ranks(0, 0, 1, 1), torch.device("cpu")))
 print("made", flush=True)
@@ -120,7 +120,7 @@ def test_a_dead_runs_folder_goes_at_the_next_start_and_a_living_runs_stays(tmp_p
 def test_one_line_says_what_the_disk_can_and_what_the_run_needs(
     tmp_path, caplog, sections, ranks, precision, needed
 ):
-    caplog.set_level("INFO", logger="pipeline.engine.nvme")
+    caplog.set_level("INFO", logger="pipeline.engine.native_ops")
     job = Job(Ranks(0, 0, *ranks), torch.device("cpu"))
     swap = SwapFolder(config(tmp_path, *sections) | {precision: {"enabled": True}}, job)
     swap.check_space(10**6)

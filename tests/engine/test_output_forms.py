@@ -16,7 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.interface import mean_loss
 from pipeline.objectives import build_objective
 
 pytestmark = pytest.mark.slow

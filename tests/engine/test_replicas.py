@@ -14,7 +14,7 @@ from support.poisoned import SPLITS, events, train
 from support.ranks import free_port
 from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
 
-from pipeline.config.watching_schema import WatchConfig
+from pipeline.config.schema import WatchConfig
 from pipeline.data.random_numbers import seed_step
 from pipeline.engine.replicas import HISTORY, Replicas, digest, mixed
 from pipeline.errors import DeviceFailedError

@@ -19,7 +19,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.training.build_engine import model_request
+from pipeline.training.assemble import model_request
 
 pytestmark = pytest.mark.slow
 

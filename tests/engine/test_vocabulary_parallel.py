@@ -17,7 +17,7 @@ from pipeline.errors import DataError
 from pipeline.objectives import CausalLM, VocabularyPart
 from pipeline.objectives.given_logits import part_of_vocabulary
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
-from pipeline.planner import chunks
+from pipeline.planner import model as chunks
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_eval_loader, build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_eval_loader, build_loader
 
 pytestmark = pytest.mark.slow
 

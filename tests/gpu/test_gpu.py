@@ -19,7 +19,7 @@ from pipeline.distributed.process_group import describe_device
 from pipeline.distributed.stacks import _recorded
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader
 from pipeline.monitoring.metrics import MemoryMeter
-from pipeline.planner.peak_flops import peak_flops
+from pipeline.planner.hardware import peak_flops
 
 pytestmark = [
     pytest.mark.gpu,

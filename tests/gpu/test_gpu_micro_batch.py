@@ -8,7 +8,7 @@ from training.test_micro_batch import ANSWER, SAMPLES, train
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.planner.largest import MOST_TRIALS
+from pipeline.training.micro_batch import MOST_TRIALS
 
 pytestmark = [
     pytest.mark.gpu,

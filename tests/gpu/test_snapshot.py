@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.checkpoint.saving import CHUNK, Snapshot, streamed
 from pipeline.checkpoint.shard_file import Layout, write_file
 from pipeline.checkpoint.shards import Region, Shard
+from pipeline.checkpoint.store import CHUNK, Snapshot, streamed
 
 pytestmark = [
     pytest.mark.gpu,

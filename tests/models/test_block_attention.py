@@ -9,10 +9,15 @@ from test_packed_attention import each_alone, gradients, make, packed_rows
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.models import block_attention
+from pipeline.models import document_attention
 from pipeline.models.activation_checkpointing import checkpoint_activations
-from pipeline.models.block_attention import Scores, attend_in_blocks
-from pipeline.models.document_attention import BOUNDS, DocumentAttention, document_bounds
+from pipeline.models.document_attention import (
+    BOUNDS,
+    DocumentAttention,
+    Scores,
+    attend_in_blocks,
+    document_bounds,
+)
 from pipeline.models.sharding import runnable
 from pipeline.models.staging import cut_into_layers
 
@@ -38,8 +43,7 @@ MODELS = {
 @pytest.fixture
 def small_blocks(monkeypatch):
     """So that short rows are several."""
-    for module in (block_attention, block_attention):
-        monkeypatch.setattr(module, "QUERIES", 8)
+    monkeypatch.setattr(document_attention, "QUERIES", 8)
 
 
 def make_windowed(architecture: str, attention: str | None = "auto"):
@@ -117,8 +121,7 @@ def test_backward_drops_what_forward_dropped():
     ids=str,
 )
 def test_memory_grows_with_the_row_and_not_with_its_square(asked, size, monkeypatch):
-    for module in (block_attention, block_attention):
-        monkeypatch.setattr(module, "QUERIES", 32)
+    monkeypatch.setattr(document_attention, "QUERIES", 32)
     found = []
     for length in (512, 1024):
         positions = (torch.arange(length) % size)[None]
@@ -138,7 +141,7 @@ def test_keys_and_values_of_two_widths_make_no_square_either():
     with Largest() as largest:
         output, _ = DocumentAttention()(nn.Identity(), query, key, value, None)
         output.sum().backward()
-    assert largest.elements <= 4 * block_attention.QUERIES * 1024
+    assert largest.elements <= 4 * document_attention.QUERIES * 1024
     expected = oracle(*(each.double() for each in (query, key, value)), torch.arange(1024)[None])
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 

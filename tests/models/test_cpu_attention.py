@@ -8,8 +8,14 @@ import torch.nn.functional as F
 from test_document_attention import heads
 from torch import Tensor, nn
 
-from pipeline.models.block_attention import Scores, attend_in_blocks
-from pipeline.models.document_attention import BOUNDS, DocumentAttention, document_bounds, no_bounds
+from pipeline.models.document_attention import (
+    BOUNDS,
+    DocumentAttention,
+    Scores,
+    attend_in_blocks,
+    document_bounds,
+    no_bounds,
+)
 
 
 def whole_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

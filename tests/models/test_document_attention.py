@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.models.attention import choose_attention
-from pipeline.models.block_attention import BLOCK, Scores
-from pipeline.models.document_attention import BOUNDS, NAME, DocumentAttention, document_bounds
+from pipeline.models.document_attention import BLOCK, BOUNDS, NAME, DocumentAttention, Scores, document_bounds
 
 CPU = torch.device("cpu")
 ROWS = {

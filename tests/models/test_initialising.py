@@ -18,7 +18,7 @@ from support.weights import SIZES, assert_same, llama
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Placed, Whole, runnable
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # the second has no host memory, as a GPU has none
 ARCHITECTURES = ["llama", "gpt2", "mixtral"]

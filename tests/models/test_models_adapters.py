@@ -9,7 +9,7 @@ from parity.splits import GPT2, LLAMA
 from safetensors.torch import save_file
 from support.tiny import make_engine, recipe, resolve, token_bundle
 
-from pipeline.config.adapter_schema import AdapterConfig
+from pipeline.config.model_schema import AdapterConfig
 from pipeline.engine.optim import parameter_groups
 from pipeline.errors import ConfigError
 from pipeline.models.adapters import NAME, adapted, held_apart, learning_rate_for, peft_config

@@ -12,7 +12,7 @@ from pipeline.config.batch import plan_batch
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.interface import mean_loss
 from pipeline.models.batch_norm import CPUSyncBatchNorm, num_batch_norms, synchronise_batch_norm
 from pipeline.objectives import Classification
 from pipeline.training.assemble import build_loader

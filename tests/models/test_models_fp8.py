@@ -17,7 +17,7 @@ from pipeline.models.blocks import compile_blocks
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.sizes import flops_per_token, fp8_share
 from pipeline.models.transforms import Placement, transform
-from pipeline.planner.peak_flops import peak_flops
+from pipeline.planner.hardware import peak_flops
 
 fp8 = pytest.importorskip("pipeline.models.fp8")
 

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.base_model import write_base_model
 from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
 
-from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models import build_model
 from pipeline.models.adapters import adapted, held_apart, peft_config

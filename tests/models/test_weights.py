@@ -16,7 +16,7 @@ from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.weights import matched
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine
 
 PLAIN = {"torch": {"parallel": "single"}}
 TIED = {"tie_word_embeddings": True}

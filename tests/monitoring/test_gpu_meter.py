@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.clock import Clock
 
-from pipeline.monitoring.device_meters import GpuMeter
+from pipeline.monitoring.metrics import GpuMeter
 
 CUDA = torch.device("cuda", 0)
 

@@ -12,9 +12,16 @@ from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import StepResult
-from pipeline.monitoring.device_meters import GpuMeter
-from pipeline.monitoring.metrics import CHUNK, MemoryMeter, Meters, Workload, memory_row, slowest
-from pipeline.monitoring.wall_time import WallTime
+from pipeline.monitoring.metrics import (
+    CHUNK,
+    GpuMeter,
+    MemoryMeter,
+    Meters,
+    WallTime,
+    Workload,
+    memory_row,
+    slowest,
+)
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 

@@ -11,7 +11,7 @@ from support.record import rows_of
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.monitoring.device_meters import NodeMeter
+from pipeline.monitoring.metrics import NodeMeter
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 

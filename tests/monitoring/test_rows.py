@@ -16,7 +16,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import NonFiniteLossError
 from pipeline.monitoring.alerts import Seen
-from pipeline.monitoring.report.run_summary import summary_lines
+from pipeline.monitoring.report.runs import summary_lines
 from pipeline.monitoring.row_queue import DeferredRow, RowQueue
 from pipeline.monitoring.trackers import Sinks
 from pipeline.monitoring.trackers.jsonl import iterate_record

@@ -16,7 +16,7 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.phases import NO_STEP, PHASES, Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.monitoring.wall_time import Earlier, WallTime
+from pipeline.monitoring.metrics import Earlier, WallTime
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 

@@ -19,8 +19,8 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.models.blocks import compile_blocks
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum, linear_token_losses
-from pipeline.planner import chunks
-from pipeline.training import build_engine
+from pipeline.planner import model as chunks
+from pipeline.training import assemble as building
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 
@@ -196,7 +196,7 @@ def test_a_run_that_compiles_has_them_where_a_model_changes_its_logits(tmp_path,
 
     graphs = Graphs()
     monkeypatch.setattr(objectives, "FusedKernels", partial(FusedKernels, graphs))
-    monkeypatch.setattr(build_engine, "compile_blocks", partial(compile_blocks, backend=Graphs()))
+    monkeypatch.setattr(building, "compile_blocks", partial(compile_blocks, backend=Graphs()))
     expected = losses(False)
     assert len(expected) > 3
     assert not graphs

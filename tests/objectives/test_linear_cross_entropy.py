@@ -21,7 +21,7 @@ from pipeline.objectives import CausalLM, HeadAlone
 from pipeline.objectives import linear_cross_entropy as linear
 from pipeline.objectives.cross_entropies import cross_entropy_sum
 from pipeline.objectives.linear_cross_entropy import OutputHeads, linear_cross_entropy_sum, loss_in
-from pipeline.planner import chunks
+from pipeline.planner import model as chunks
 
 WIDTH = 12
 # Products are rounded to their dtype; sums over chunks are not.

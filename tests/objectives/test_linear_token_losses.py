@@ -11,7 +11,7 @@ from objectives.test_linear_cross_entropy import ROUNDING, make
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.objectives.given_logits import token_losses
 from pipeline.objectives.linear_cross_entropy import linear_token_losses
-from pipeline.planner import chunks
+from pipeline.planner import model as chunks
 
 
 def leaves_of(*parts):

@@ -14,9 +14,16 @@ from torch.nn.parallel import DataParallel
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification
 
-from pipeline.data.batches import LoadedBatch, as_batch, moved, num_samples, on_host
+from pipeline.data.batches import (
+    LoadedBatch,
+    as_batch,
+    first_wrong,
+    moved,
+    note_extents,
+    num_samples,
+    on_host,
+)
 from pipeline.data.bundle import collate_items
-from pipeline.data.extents import first_wrong, note_extents
 from pipeline.data.loader import TrainLoader
 from pipeline.data.sampler import MixtureOrder, SourceShare
 from pipeline.errors import ConfigError, DataError, ModelError

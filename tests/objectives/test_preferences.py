@@ -15,8 +15,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import Recorded, build_objective
 from pipeline.objectives.preferences import PairLoss, log1mexp
-from pipeline.training.assemble import build_eval_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_eval_loader
 
 
 def objective_of(loss: str):

@@ -17,12 +17,11 @@ from support.tiny import resolve, token_bundle
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.interface import mean_loss
 from pipeline.engine.schedule import multiplier
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_eval_loader, build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_eval_loader, build_loader
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 

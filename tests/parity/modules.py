@@ -15,12 +15,11 @@ from torch.nn.utils import parametrizations
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.interface import mean_loss
 from pipeline.engine.state import kept_buffers
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_eval_loader, build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_eval_loader, build_loader
 
 STEPS = 8
 

@@ -11,8 +11,7 @@ from support.tiny import resolve, token_bundle
 
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_loader
 
 KINDS = ("weights", "gradients", "masters", "moments")
 

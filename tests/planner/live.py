@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_loader
 
 TOKENS, WORDS = 4, 512
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config.loading import parse_override
-from pipeline.planner.account import Change, ranked, word
+from pipeline.planner.forecast import Change, ranked, word
 
 GIB = 2**30
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.planner.largest import MARGIN, MOST_TRIALS, TRIED_UP_TO, Use, largest, next_trial
+from pipeline.training.micro_batch import MARGIN, MOST_TRIALS, TRIED_UP_TO, Use, largest, next_trial
 
 LIMIT = 80_000
 

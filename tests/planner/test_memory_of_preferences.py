@@ -23,7 +23,7 @@ from pipeline.planner.buffers import buffers
 from pipeline.planner.memory import batch_bytes, peak_by_phase
 from pipeline.planner.rank import Rank
 from pipeline.planner.states import states_of
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine
 
 ROWS, LENGTH, PROMPT, WORDS = 4, 256, 20, 2048
 SIZES = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "vocab_size": WORDS}

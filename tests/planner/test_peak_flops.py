@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pipeline.planner.peak_flops import GEFORCE, PEAKS, find_peaks, peak_flops
+from pipeline.planner.hardware import GEFORCE, PEAKS, find_peaks, peak_flops
 
 NAMES = [*PEAKS, *(f"RTX {name}" for name in GEFORCE)]
 

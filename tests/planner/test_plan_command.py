@@ -12,7 +12,7 @@ import pytest
 from support.launch import ROOT
 
 from pipeline.__main__ import main
-from pipeline.config.adapter_schema import AdapterConfig
+from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.schema import cache_folder
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device

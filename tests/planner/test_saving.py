@@ -10,9 +10,8 @@ from parity.splits import LLAMA, zero
 from planner.test_states import BF16, HALVES, LORA, MUON, frozen, whole_of
 from support.tiny import make_engine, recipe, resolve, token_bundle
 
-from pipeline.checkpoint.saving import Snapshot
 from pipeline.checkpoint.shards import BUFFER
-from pipeline.checkpoint.store import CheckpointStore
+from pipeline.checkpoint.store import CheckpointStore, Snapshot
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
 from pipeline.planner.states import checkpoint_bytes, copy_bytes

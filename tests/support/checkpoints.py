@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, ShardTable, TableRecord
-from pipeline.checkpoint.saving import streamed
 from pipeline.checkpoint.shard_file import Layout, write_file
 from pipeline.checkpoint.shards import Shard
+from pipeline.checkpoint.store import streamed
 
 
 def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:

@@ -18,12 +18,11 @@ from support.tiny import recipe, resolve, token_bundle
 from pipeline.checkpoint.shards import Region, copy_runs, overlap
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.interface import mean_loss
 from pipeline.engine.schedule import multiplier
 from pipeline.errors import CheckpointError
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_loader
 
 HALF, STEPS = 5, 10
 BAND = 2e-6  # relative, of a loss in fp32

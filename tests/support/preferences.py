@@ -19,9 +19,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_eval_loader
-from pipeline.training.build_engine import build_engine
-from pipeline.training.build_meters import build_meters
+from pipeline.training.assemble import build_engine, build_eval_loader, build_meters
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 LENGTH = 24  # of a pair, at the most

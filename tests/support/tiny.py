@@ -19,12 +19,10 @@ from pipeline.config.split import Device
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import Engine
-from pipeline.engine.normalize import mean_loss
+from pipeline.engine.interface import Engine, mean_loss
 from pipeline.engine.schedule import multiplier
 from pipeline.objectives import build_objective
-from pipeline.training.assemble import build_loader
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine, build_loader
 
 VOCABULARY = 257
 # Relative difference allowed a step against the fp32 oracle: loss, gradient norm. One process in half

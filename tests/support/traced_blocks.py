@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.config.adapter_schema import AdapterConfig
-from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import with_bounds
@@ -27,7 +26,7 @@ from pipeline.models.blocks import compile_blocks, repeated_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
 from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.planner.activations import Sizes
-from pipeline.training.build_engine import hold_base
+from pipeline.training.assemble import hold_base
 
 LAYERS, VOCABULARY = 2, 61
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))

@@ -19,7 +19,7 @@ from pipeline.cli.train import main
 from pipeline.config.schema import RunConfig
 from pipeline.errors import CallbackError, ConfigError
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.report.run_summary import summary_lines
+from pipeline.monitoring.report.runs import summary_lines
 from pipeline.training.callbacks import MOMENTS, Answer, Callback, EarlyStopping, Moment
 
 

@@ -17,9 +17,8 @@ from pipeline.config.split import Device
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DeviceFailedError, DeviceMemoryError
-from pipeline.planner.account import EngineStates, Planned
-from pipeline.training.device_failures import explain
-from pipeline.training.oom_advice import TrainingAdvice
+from pipeline.planner.forecast import EngineStates, Planned
+from pipeline.training.device_failures import TrainingAdvice, explain
 
 # Word for word, of torch 2.11's allocator.
 CUDA = (

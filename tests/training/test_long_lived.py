@@ -50,7 +50,7 @@ def is_frozen(what: object) -> bool:
 
 
 def test_what_the_process_froze_itself_stays_so():
-    from pipeline.training.garbage_collection import LongLived
+    from pipeline.training.loop import LongLived
 
     was_frozen, earlier = gc.get_freeze_count(), [[]]
     gc.freeze()

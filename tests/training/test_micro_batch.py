@@ -24,10 +24,8 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import build_objective
-from pipeline.planner.largest import MARGIN, MOST_TRIALS
-from pipeline.training.assemble import build_loader
-from pipeline.training.build_engine import build_engine
-from pipeline.training.micro_batch import Search, Trials, settle
+from pipeline.training.assemble import build_engine, build_loader
+from pipeline.training.micro_batch import MARGIN, MOST_TRIALS, Search, Trials, settle
 
 DOCS = Path(__file__).parents[2] / "docs"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")

@@ -7,7 +7,7 @@ from torch import nn
 
 from pipeline.distributed.machine import resident_now
 from pipeline.engine.optim import at_rest
-from pipeline.training.peak_memory import OfHost, as_if_stepped
+from pipeline.training.micro_batch import OfHost, as_if_stepped
 
 MIB = 2**20
 

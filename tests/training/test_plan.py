@@ -18,7 +18,7 @@ from pipeline.cli.train import build_parser
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.logs import log_to_console
-from pipeline.monitoring.report.run_summary import lines_of, summary_lines
+from pipeline.monitoring.report.runs import lines_of, summary_lines
 from pipeline.planner.model import Model, Parameter
 from pipeline.planner.states import states
 

@@ -20,7 +20,7 @@ from pipeline.data.reference import FILE, ReferenceTable, WithReference, keys_of
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, DataError
 from pipeline.objectives import Recorded, build_objective
-from pipeline.training.build_engine import build_engine
+from pipeline.training.assemble import build_engine
 from pipeline.training.reference_logps import Rows, compute_reference
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.poisoned import ALONE, BATCH, SPLITS, STEPS, events, rows, train
 
-from pipeline.config.watching_schema import WatchConfig
+from pipeline.config.schema import WatchConfig
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import StepResult
 from pipeline.errors import NonFiniteLossError, StoppedError

@@ -12,12 +12,9 @@ from pipeline.cli.import_configs.mapping import (
     flag,
     keys,
     number,
-    reasons,
-    text,
-    whole,
-)
-from pipeline.cli.import_configs.settle import (
     optimizer,
+    put_sources,
+    reasons,
     run_name,
     settle_batch,
     settle_betas,
@@ -28,8 +25,9 @@ from pipeline.cli.import_configs.settle import (
     settle_reports,
     settle_resume,
     settle_schedule,
+    text,
+    whole,
 )
-from pipeline.cli.import_configs.sources import put_sources
 
 
 def interval(value: Any) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.cli.inspection.screen import Screen, percent
-from pipeline.cli.inspection.statistics import bars, count_copies, count_shared, draw_contact_sheet
+from pipeline.cli.inspection.text import bars, count_copies, count_shared, draw_contact_sheet
 from pipeline.data.bundle import Batch
 from pipeline.data.images.dataset import describe
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.config.loading import did_you_mean
 from pipeline.config.optional_packages import require
-from pipeline.data.documents.saved import check_data_files, check_saved, own_split
+from pipeline.data.documents.hub import check_data_files, check_saved, own_split
 from pipeline.errors import DataError, one_line
 from pipeline.files import IMAGE_LIMIT, open_plain, read_plain
 

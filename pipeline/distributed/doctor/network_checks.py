@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from pipeline.distributed.doctor.collective import STEPS, Measured
 from pipeline.distributed.doctor.network import Connection, Network
 from pipeline.distributed.doctor.probe import Answered
 from pipeline.distributed.doctor.rows import HOST, Fault, Row, Seen, Status, rows_of
+from pipeline.distributed.doctor.session import STEPS, Measured
 
 SLOW = 1 / 3
 """Share of the median below which a link is slow."""

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypedDict
 
 from pipeline.distributed.doctor import facts, network
-from pipeline.distributed.doctor.collective import STEPS
 from pipeline.distributed.doctor.session import (
+    STEPS,
     Session,
     SilentError,
     answer_all,
@@ -149,7 +149,7 @@ class Probe:
 
 def _start_rank() -> Session:
     """A process of collective.py."""
-    rank = over_command("rank", local_command("pipeline.distributed.doctor.collective"))
+    rank = over_command("rank", local_command("pipeline.distributed.doctor.session"))
     rank.step = STEPS[0]
     return rank
 

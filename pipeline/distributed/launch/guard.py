@@ -27,7 +27,7 @@ import psutil
 
 from pipeline.distributed.launch.environment import write_document
 from pipeline.distributed.launch.node_agent import pack, unpack
-from pipeline.distributed.launch.ranks_memory import RanksMemory
+from pipeline.distributed.launch.supervise import RanksMemory
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 
 SILENCE = 30.0  # seconds without a word from the launch script, which speaks every five

@@ -27,11 +27,11 @@ from pipeline.monitoring.alerts.learning import (
     NonFinite,
     NonFiniteEval,
     NonFiniteSteps,
+    SpikeDetector,
     Spikes,
     no_targets,
 )
 from pipeline.monitoring.alerts.performance import DataStarvation, MemoryGrowth, SlowRank, ThroughputDrop
-from pipeline.monitoring.alerts.spike_detector import SpikeDetector
 from pipeline.monitoring.events import NO_TARGETS
 
 

@@ -24,8 +24,16 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import PipelineError, one_line
 from pipeline.monitoring.events import RUN_FAILED, Event, Shown
 from pipeline.monitoring.trackers.console import ConsoleSink
-from pipeline.monitoring.trackers.dispensable import Dispensable, SinkThread, open_dispensable, wait_for
-from pipeline.monitoring.trackers.interface import Shows, Sink, import_sink, open_own
+from pipeline.monitoring.trackers.dispensable import (
+    Dispensable,
+    Shows,
+    Sink,
+    SinkThread,
+    import_sink,
+    open_dispensable,
+    open_own,
+    wait_for,
+)
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlSink, iterate_record, replay
 from pipeline.monitoring.trackers.notify import NotifySink, ways_of
 from pipeline.monitoring.trackers.tensorboard_events import TensorBoardSink, import_writer

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from pipeline.config.watching_schema import NotifyConfig
+from pipeline.config.schema import NotifyConfig
 from pipeline.errors import ConfigError, one_line
 from pipeline.monitoring.events import RUN_FAILED, Event
 

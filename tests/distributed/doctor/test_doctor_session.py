@@ -17,13 +17,15 @@ import psutil
 import pytest
 
 from pipeline.distributed.doctor import facts, network
-from pipeline.distributed.doctor.collective import Part, _all_reduce, _transfer
 from pipeline.distributed.doctor.examination import examine, this_machine
 from pipeline.distributed.doctor.probe import find_out
 from pipeline.distributed.doctor.rows import Wanted, is_red
 from pipeline.distributed.doctor.session import (
     PROBE,
+    Part,
     SilentError,
+    _all_reduce,
+    _transfer,
     over_command,
 )
 from pipeline.distributed.launch.node_agent import NO_FOLDER, NO_PYTHON, local_command, ssh_command
@@ -195,7 +197,7 @@ def test_all_reduce_of_one_machine(tmp_path):
     assert not [
         p
         for p in psutil.Process().children(recursive=True)
-        if "pipeline.distributed.doctor.collective" in p.cmdline()
+        if "pipeline.distributed.doctor.session" in p.cmdline()
     ]
 
 

@@ -12,15 +12,17 @@ import pytest
 from pipeline.monitoring.alerts import Seen, restore, state_of
 from pipeline.monitoring.alerts.learning import (
     CALM,
+    GRADIENT_NORM,
+    LOSS,
     EvalDivergence,
     LossRise,
     NonFinite,
     NonFiniteEval,
+    SpikeDetector,
     Spikes,
     no_targets,
 )
 from pipeline.monitoring.alerts.performance import DataStarvation, MemoryGrowth, ThroughputDrop
-from pipeline.monitoring.alerts.spike_detector import GRADIENT_NORM, LOSS, SpikeDetector
 
 
 def asked(watcher, rows, step=0):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.monitoring.alerts.spike_detector import (
+from pipeline.monitoring.alerts.learning import (
     GRADIENT_NORM,
     LEAST,
     LOSS,

@@ -15,7 +15,7 @@ from monitoring.trackers.test_sinks_composite import build, recipe
 from support.launch import ROOT, launch, run_directories, write_recipe
 from support.ranks import free_port
 
-from pipeline.config.watching_schema import NotifyConfig
+from pipeline.config.schema import NotifyConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
 from pipeline.monitoring.trackers import dispensable, notify

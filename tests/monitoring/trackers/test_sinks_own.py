@@ -13,8 +13,7 @@ from monitoring.trackers.test_sinks_composite import build, recipe
 from sinks_of_tests import Recorded
 from support.launch import ROOT
 
-from pipeline.config.schema import LogConfig
-from pipeline.config.watching_schema import SinkConfig
+from pipeline.config.schema import LogConfig, SinkConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
 from pipeline.monitoring.trackers import Sinks, check_sinks
